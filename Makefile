@@ -1,0 +1,45 @@
+# Everyday targets. `make run` and `make test` do everything on a fresh machine.
+SHELL := bash
+PLATFORM ?= cpu
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.setup-$(PLATFORM)
+JOB ?= examples/quickstart.toml
+
+.PHONY: setup run test test-unit lint bench proto lock clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-deps -r requirements/$(PLATFORM).lock -r requirements/dev.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+run: setup
+	$(BIN)/onbeat run $(JOB)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: setup
+	$(BIN)/pytest
+
+test-unit: setup
+	$(BIN)/pytest tests/unit
+
+bench: setup
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# Generated code is committed, so users need no protoc.
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=. \
+		proto/onbeat/weights/v1/weights.proto
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. proto/onbeat/rollout/v1/rollout.proto
+
+clean:
+	rm -rf .venv

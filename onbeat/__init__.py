@@ -1,0 +1,26 @@
+"""Onbeat: reinforcement learning for language models as microservices.
+
+The client side and the contracts that services share. Importing it never imports torch, vllm or a web framework.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onbeat.client import AsyncClient, Client
+    from onbeat.config import JobConfig
+
+__all__ = ["AsyncClient", "Client", "JobConfig"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use, so that `onbeat --help` stays instant."""
+    if name in ("AsyncClient", "Client"):
+        from onbeat import client
+
+        return getattr(client, name)
+    if name == "JobConfig":
+        from onbeat.config import JobConfig
+
+        return JobConfig
+    raise AttributeError(f"module 'onbeat' has no attribute {name!r}")

@@ -1,0 +1,194 @@
+"""What to train: the job, as users write it in TOML or JSON. Unknown keys are refused, at every level.
+
+Where a process runs (URLs, ports, devices) is not here: that is each service's `settings`.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str = Field(
+        min_length=1,
+        description="`bundled:NAME`, a folder in Hugging Face layout on the trainer's machine, or a hub id `org/name`",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="dtype of computation and of published weights; master weights are always float32"
+    )
+    max_context_tokens: PositiveInt | None = Field(
+        None, description="longest prompt plus response; default: what the model supports"
+    )
+
+
+class ReasoningGymData(Section):
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str = Field(description="a reasoning_gym dataset name, such as `chain_sum`")
+    options: dict[str, Any] = Field(default_factory=dict, description="the task's own options, such as `max_terms`")
+    system_prompt: str | None = Field(None, description="put before every question as a system message")
+
+
+class FileData(Section):
+    type: Literal["jsonl", "parquet"]
+    path: str = Field(description="the file, on the broker's machine, inside its data folder")
+    prompt_field: str = Field("prompt", description="a string, or a list of {role, content} messages")
+    answer_field: str | None = Field("answer", description="passed to the reward as `answer`; null: no answers")
+    as_chat: bool = Field(True, description="wrap a string prompt into one user message and apply the chat template")
+    system_prompt: str | None = Field(None, description="put before every prompt as a system message")
+    shuffle: bool = Field(True, description="draw in a new seeded order in every epoch")
+
+
+DataConfig = Annotated[ReasoningGymData | FileData, Field(discriminator="type")]
+
+
+class RewardConfig(Section):
+    name: str = Field(description="an installed entry point of the group `onbeat.rewards`")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
+    timeout_s: float = Field(10.0, gt=0, le=3600, description="hard limit for scoring one response")
+    memory_limit_mb: int = Field(2048, ge=64, description="hard limit of a scoring process")
+    max_attempts: PositiveInt = Field(2, description="tries before a group counts as failed")
+
+
+class RolloutConfig(Section):
+    num_prompts_per_iteration: PositiveInt = Field(description="groups in one iteration")
+    num_samples_per_prompt: PositiveInt = Field(description="responses in one group (G)")
+    max_response_tokens: PositiveInt = Field(description="a response is cut there")
+    temperature: float = Field(1.0, gt=0, le=10)
+    group_deadline_s: float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
+    max_group_attempts: PositiveInt = Field(3, description="claims of one group before it counts as failed")
+    on_group_failure: Literal["skip", "fail"] = Field(
+        "skip", description="a group that cannot be produced is recorded and skipped, or fails the job"
+    )
+
+
+class KlConfig(Section):
+    coef: float = Field(0.0, ge=0, description="0 skips the reference model altogether")
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class GrpoObjective(Section):
+    """DeepSeekMath (arXiv 2402.03300), eq. 3, with a selectable normaliser."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    normalization: Literal["token_mean", "sequence_mean"] = Field(
+        "token_mean", description="mean over all response tokens of the iteration, or over each response first"
+    )
+    kl: KlConfig = KlConfig()
+
+
+ObjectiveConfig = GrpoObjective
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0, lt=1)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    num_warmup_iterations: int = Field(0, ge=0, description="linear learning-rate warm-up")
+
+
+class TrainingConfig(Section):
+    max_tokens_per_micro_batch: PositiveInt = Field(
+        4096, description="packed tokens of one forward and backward; a larger group is a micro-batch of its own"
+    )
+
+
+class ScheduleConfig(Section):
+    mode: Literal["periodic", "sync"] = Field(
+        "periodic", description="periodic: train on groups while others are generated; sync: generate all, then train"
+    )
+    num_iterations: PositiveInt
+    iteration_deadline_s: float = Field(
+        1800.0, gt=0, description="an iteration that makes no progress for this long fails the job"
+    )
+
+
+class CheckpointConfig(Section):
+    every_iterations: PositiveInt = Field(50, description="also written at the end of the job")
+    keep: PositiveInt = Field(2, description="newest checkpoints that are kept")
+
+
+class JobConfig(Section):
+    """One training job. `JobConfig.from_file` reads TOML or JSON."""
+
+    name: str = Field("job", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    pool: str = Field(
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="which trainers and rollouts serve it"
+    )
+    seed: int = Field(0, ge=0, lt=2**32)
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    objective: ObjectiveConfig = GrpoObjective()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def check_group_size(self) -> "JobConfig":
+        if self.rollout.num_samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.num_samples_per_prompt: the group advantage of "
+                f"{self.objective.type} needs at least 2 responses per prompt, got "
+                f"{self.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"
+            )
+        return self
+
+    @classmethod
+    def from_file(cls, path: Path, overrides: list[str] | None = None) -> "JobConfig":
+        """Read a TOML or JSON job. Raises ValueError (pydantic's included) naming the file and the remedy."""
+        return cls.model_validate(read_job_file(path, overrides or []))
+
+
+def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """The raw job with `key.sub=value` overrides applied; values are TOML, bare words are strings.
+
+    >>> apply_override({"schedule": {"mode": "sync"}}, "schedule.mode=periodic")
+    {'schedule': {'mode': 'periodic'}}
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such job file; see examples/ for jobs to start from")
+    try:
+        if path.suffix == ".json":
+            import json
+
+            job: dict[str, Any] = json.loads(path.read_text())
+        else:
+            job = tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid {path.suffix.lstrip('.') or 'toml'}: {error}") from error
+    for override in overrides:
+        apply_override(job, override)
+    return job
+
+
+def apply_override(job: dict[str, Any], override: str) -> dict[str, Any]:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ValueError(f"--set {override}: expected key=value, such as schedule.num_iterations=10")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.strip().split(".")
+    section = job
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ValueError(f"--set {override}: {parent} is a value, not a section")
+    section[leaf] = value
+    return job

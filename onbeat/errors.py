@@ -1,0 +1,41 @@
+"""The errors a caller can handle. HTTP and gRPC map them once, at their own edge."""
+
+
+class OnbeatError(Exception):
+    """Base of all errors that Onbeat raises on purpose."""
+
+
+class JobNotFound(OnbeatError):
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"there is no job {job_id!r}; `onbeat jobs list` shows the jobs of this broker")
+        self.job_id = job_id
+
+
+class IllegalTransition(OnbeatError):
+    """A job was asked to move along an edge that its state machine does not have."""
+
+    def __init__(self, job_id: str, current: str, wanted: str) -> None:
+        super().__init__(f"job {job_id} is {current} and cannot become {wanted}")
+        self.job_id, self.current, self.wanted = job_id, current, wanted
+
+
+class LeaseLost(OnbeatError):
+    """Another process owns the job now, or the job is over; whoever sees this must stop touching it."""
+
+
+class JobFailed(OnbeatError):
+    """The job cannot go on; the message is the reason shown to the user."""
+
+
+class WeightsError(OnbeatError):
+    """A weights transfer was incomplete, corrupt or for a version that nobody holds. Nothing was applied."""
+
+
+class ApiError(OnbeatError):
+    """The broker answered with a problem document (RFC 9457)."""
+
+    def __init__(self, status: int, title: str, detail: str, errors: list[dict[str, str]] | None = None) -> None:
+        lines = [f"{title} ({status}): {detail}" if detail else f"{title} ({status})"]
+        lines += [f"  {e.get('field', '?')}: {e.get('message', '')}" for e in errors or []]
+        super().__init__("\n".join(lines))
+        self.status, self.title, self.detail, self.errors = status, title, detail, errors or []

@@ -1,0 +1,86 @@
+"""Messages of the streams: protobuf, checked on the way in. The rest of the house never sees generated modules.
+
+A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, finite numbers,
+version spans that cover every response exactly.
+"""
+
+import math
+
+from google.protobuf.message import DecodeError
+
+from onbeat.rollout.v1.rollout_pb2 import (
+    GroupFailure,
+    Message,
+    PromptTask,
+    Response,
+    Reward,
+    RolloutGroup,
+    Timings,
+    VersionSpan,
+)
+
+__all__ = [
+    "GroupFailure",
+    "Message",
+    "PromptTask",
+    "Response",
+    "Reward",
+    "RolloutGroup",
+    "Timings",
+    "VersionSpan",
+    "check_group",
+    "decode_group",
+    "decode_task",
+    "span_versions",
+]
+
+
+def decode_task(payload: bytes) -> PromptTask:
+    """Raises ValueError when the bytes are no PromptTask."""
+    try:
+        return PromptTask.FromString(payload)
+    except DecodeError as error:
+        raise ValueError(f"not a PromptTask: {error}") from error
+
+
+def decode_group(payload: bytes) -> RolloutGroup:
+    """Raises ValueError when the bytes are no RolloutGroup or break its promises."""
+    try:
+        group = RolloutGroup.FromString(payload)
+    except DecodeError as error:
+        raise ValueError(f"not a RolloutGroup: {error}") from error
+    check_group(group)
+    return group
+
+
+def check_group(group: RolloutGroup) -> None:
+    """Raises ValueError naming the group, the response and what is wrong with it."""
+    if group.HasField("failure"):
+        if group.responses:
+            raise ValueError(f"group {group.group_id}: a failed group holds no responses")
+        return
+    if not group.responses or not group.prompt_token_ids:
+        raise ValueError(f"group {group.group_id}: has no prompt or no responses")
+    for index, response in enumerate(group.responses):
+        where = f"group {group.group_id}, response {index}"
+        num_tokens = len(response.token_ids)
+        if num_tokens == 0 or num_tokens != len(response.rollout_logprobs):
+            raise ValueError(f"{where}: {num_tokens} tokens with {len(response.rollout_logprobs)} logprobs")
+        if not math.isfinite(response.reward) or not all(map(math.isfinite, response.rollout_logprobs)):
+            raise ValueError(f"{where}: a reward or logprob is not finite")
+        check_spans(where, response, num_tokens)
+
+
+def check_spans(where: str, response: Response, num_tokens: int) -> None:
+    end = 0
+    for span in response.version_spans:
+        if span.start != end or span.end <= span.start:
+            raise ValueError(f"{where}: version spans leave a gap or overlap at token {end}")
+        end = span.end
+    if end != num_tokens:
+        raise ValueError(f"{where}: version spans cover {end} of {num_tokens} tokens")
+
+
+def span_versions(group: RolloutGroup) -> list[int]:
+    """The distinct policy versions of all tokens, ascending."""
+    return sorted({span.policy_version for response in group.responses for span in response.version_spans})

@@ -1,0 +1,67 @@
+"""Every Redis key of Onbeat. All keys of one job share the hash tag `{job}`, so each script stays in one cluster slot.
+
+No key is ever built elsewhere, and nothing ever flushes a database: Redis may be shared with strangers.
+"""
+
+from dataclasses import dataclass
+
+PREFIX = "onbeat"
+ROLLOUT_GROUP = "rollouts"  # the consumer group of rollout replicas on the prompts stream
+TRAINER_GROUP = "trainer"  # the consumer group of trainer replicas on the rollouts stream
+
+ALL_JOBS = f"{PREFIX}:jobs"  # sorted set: job id by creation time
+ACTIVE_JOBS = f"{PREFIX}:active"  # sorted set: jobs that are not final
+
+
+def workers(pool: str) -> str:
+    """Hash: worker id -> last heartbeat as JSON."""
+    return f"{PREFIX}:workers:{pool}"
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    job_id: str
+
+    def _key(self, name: str) -> str:
+        return f"{PREFIX}:{{{self.job_id}}}:{name}"
+
+    @property
+    def job(self) -> str:
+        """Hash: state, config, lease, progress."""
+        return self._key("job")
+
+    @property
+    def prompts(self) -> str:
+        """Stream of PromptTask; an entry lives until its group is accepted."""
+        return self._key("prompts")
+
+    @property
+    def rollouts(self) -> str:
+        """Stream of RolloutGroup; pending for the trainer until the step that used it is durable."""
+        return self._key("rollouts")
+
+    @property
+    def events(self) -> str:
+        """Stream of events, newest few thousand."""
+        return self._key("events")
+
+    def iteration(self, iteration: int) -> str:
+        """Hash: state, policy version, counts, times, metrics."""
+        return self._key(f"iteration:{iteration}")
+
+    def groups(self, iteration: int) -> str:
+        """Hash, the ledger: group id -> `waiting` | `accepted:<rollouts entry id>`."""
+        return self._key(f"groups:{iteration}")
+
+    def busy(self, iteration: int) -> str:
+        """Hash: worker id -> seconds with at least one response in flight in this iteration."""
+        return self._key(f"busy:{iteration}")
+
+    @property
+    def versions(self) -> str:
+        """Hash: policy version -> time when the first rollout served it."""
+        return self._key("versions")
+
+    def micro_batches(self, iteration: int) -> str:
+        """List: the group ids of each micro-batch as trained, comma separated; a replay follows it."""
+        return self._key(f"micro_batches:{iteration}")

@@ -1,0 +1,330 @@
+"""The ledger: one typed method per script, and the plain reads. All state that outlives a process is behind this class.
+
+Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half way cannot break a rule.
+"""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+
+from onbeat.errors import IllegalTransition, JobNotFound, LeaseLost
+from onbeat.streams import keys
+from onbeat.streams.codec import PromptTask, RolloutGroup, check_group, decode_group, decode_task, span_versions
+from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.types import JOB_MOVES, Event, IterationState, JobState, Verdict, WorkerRecord
+
+HANDED_BACK_MS = 24 * 3600 * 1000  # an idle time that makes a lease free at once
+
+
+def connect(url: str, retry_s: float = 30.0) -> Redis:
+    """A client that rides out a restart of Redis for about `retry_s`, then raises redis' ConnectionError."""
+    num_retries = max(1, int(retry_s))
+    retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), num_retries)
+    return Redis.from_url(
+        url,
+        retry=retry,
+        retry_on_error=[ConnectionError, TimeoutError],
+        protocol=2,
+        socket_timeout=30.0,
+        socket_connect_timeout=5.0,
+        health_check_interval=30,
+    )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claimed prompt: this worker's until the lease runs out unrenewed."""
+
+    entry_id: str
+    attempt: int  # 1 for the first claim
+    task: PromptTask
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """An accepted group, as the trainer takes it."""
+
+    entry_id: str
+    group: RolloutGroup
+
+
+def load_script(name: str) -> str:
+    folder = resources.files("onbeat.streams") / "scripts"
+    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+
+
+class Ledger:
+    """Async access to all jobs of one Redis."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis: Any = redis  # redis-py types answers as unions over both protocols
+        self._scripts: dict[str, Any] = {}
+
+    async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
+        if name not in self._scripts:
+            self._scripts[name] = self.redis.register_script(load_script(name))
+        return await self._scripts[name](keys=[job.job, job.events, *more_keys], args=list(args))
+
+    # ---- jobs ----------------------------------------------------------------------------------------------------
+
+    async def create_job(self, job_id: str, config: dict[str, Any], num_iterations: int) -> bool:
+        """Store a PENDING job. False if the id exists. Indexed before it is created: a crash leaves no hidden job."""
+        job = JobKeys(job_id)
+        time_s, _ = await self.redis.time()
+        await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
+        await self.redis.zadd(keys.ACTIVE_JOBS, {job_id: time_s}, nx=True)
+        await self._create_group(job.prompts, ROLLOUT_GROUP)
+        await self._create_group(job.rollouts, TRAINER_GROUP)
+        fields = ["name", config["name"], "pool", config["pool"], "config", json.dumps(config)]
+        created = await self._run("create_job", job, [], job_id, *fields, "num_iterations", num_iterations)
+        return bool(created)
+
+    async def _create_group(self, stream: str, group: str) -> None:
+        try:
+            await self.redis.xgroup_create(stream, group, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def job_fields(self, job_id: str) -> dict[str, str]:
+        """The job hash as text. Raises JobNotFound."""
+        fields = await self.redis.hgetall(JobKeys(job_id).job)
+        if b"state" not in fields:
+            raise JobNotFound(job_id)
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    async def job_state(self, job_id: str) -> JobState:
+        """Raises JobNotFound."""
+        state = await self.redis.hget(JobKeys(job_id).job, "state")
+        if state is None:
+            raise JobNotFound(job_id)
+        return JobState(state.decode())
+
+    async def job_ids(self, active_only: bool = False) -> list[str]:
+        """Oldest first."""
+        ids = await self.redis.zrange(keys.ACTIVE_JOBS if active_only else keys.ALL_JOBS, 0, -1)
+        return [job_id.decode() for job_id in ids]
+
+    async def move_job(self, job_id: str, wanted: JobState, error: str = "") -> JobState:
+        """Move along an edge of JOB_MOVES; returns the state before. Raises IllegalTransition or JobNotFound."""
+        allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves]
+        is_final = "1" if wanted.is_final else "0"
+        moved, before = await self._run("move_job", JobKeys(job_id), [], wanted, error, is_final, *allowed)
+        if not before:
+            raise JobNotFound(job_id)
+        if not moved:
+            raise IllegalTransition(job_id, before.decode(), wanted)
+        if wanted.is_final:
+            await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
+        return JobState(before.decode())
+
+    async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:
+        """Become the job's trainer; returns the epoch that fences off earlier owners, or None if it is not free."""
+        epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s)
+        return epoch.decode() if epoch else None
+
+    async def renew_job(self, job_id: str, epoch: str, lease_s: float) -> JobState:
+        """Keep the job; returns its state. Raises LeaseLost."""
+        state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s)
+        if state is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        return JobState(state.decode())
+
+    # ---- iterations ----------------------------------------------------------------------------------------------
+
+    async def announce_version(self, job_id: str, epoch: str, version: int, address: str, digest: str) -> None:
+        """The weights of `version` can be pulled at `address`. Raises LeaseLost."""
+        if not await self._run("announce_version", JobKeys(job_id), [], epoch, version, address, digest):
+            raise LeaseLost(f"job {job_id} has another trainer now")
+
+    async def open_iteration(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
+        """Dispatch an iteration's fixed set of groups. Returns '' or the reason why it was not opened."""
+        job = JobKeys(job_id)
+        pairs = [item for task in tasks for item in (task.group_id, task.SerializeToString())]
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts]
+        reason = await self._run("open_iteration", job, more_keys, iteration, version, *pairs)
+        return cast(str, reason.decode())
+
+    async def iteration_fields(self, job_id: str, iteration: int) -> dict[str, str]:
+        """The iteration hash as text; empty when it was never opened."""
+        fields = await self.redis.hgetall(JobKeys(job_id).iteration(iteration))
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    async def iteration_state(self, job_id: str, iteration: int) -> IterationState | None:
+        state = await self.redis.hget(JobKeys(job_id).iteration(iteration), "state")
+        return IterationState(state.decode()) if state else None
+
+    async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
+        """Worker id -> seconds with at least one response in flight in that iteration."""
+        busy = await self.redis.hgetall(JobKeys(job_id).busy(iteration))
+        return {worker.decode(): float(seconds) for worker, seconds in busy.items()}
+
+    async def ready_times(self, job_id: str) -> dict[int, float]:
+        """Policy version -> Unix time when the first rollout served it."""
+        times = await self.redis.hgetall(JobKeys(job_id).versions)
+        return {int(version): float(time) for version, time in times.items()}
+
+    async def commit_iteration(
+        self, job_id: str, epoch: str, iteration: int, version: int, digest: str, metrics: dict[str, float]
+    ) -> bool:
+        """Close a drained iteration and publish `version`. False if it was committed before. Raises LeaseLost."""
+        job = JobKeys(job_id)
+        payload = json.dumps(metrics)
+        args = (epoch, iteration, version, digest, payload)
+        outcome = (await self._run("commit_iteration", job, [job.iteration(iteration)], *args)).decode()
+        if outcome == "fenced":
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
+        return bool(outcome == "committed")
+
+    async def checkpointed(self, job_id: str, epoch: str, first: int, next_iteration: int, path: str) -> None:
+        """Iterations `first` to `next_iteration - 1` are durable: acknowledge their groups. Raises LeaseLost."""
+        job = JobKeys(job_id)
+        ledgers = [job.groups(iteration) for iteration in range(first, next_iteration)]
+        args = (epoch, next_iteration, path, TRAINER_GROUP)
+        if not await self._run("checkpointed", job, [job.rollouts, *ledgers], *args):
+            raise LeaseLost(f"job {job_id} has another trainer now")
+
+    # ---- groups: the rollout's side ------------------------------------------------------------------------------
+
+    async def claim_groups(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
+        """Claim up to `count` prompts: those of dead workers first. Never blocks."""
+        job = JobKeys(job_id)
+        flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
+        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        return [Claim(entry.decode(), int(attempt), decode_task(task)) for entry, attempt, task in triples]
+
+    async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
+        """Block until the prompts stream grows past `last_seen` or time is up; returns the new cursor."""
+        answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
+        return cast(str, answer[0][1][-1][0].decode()) if answer else last_seen
+
+    async def renew_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
+        """Keep leases while generating; returns the entries that are still this worker's."""
+        return await self._set_idle(job_id, worker, 0, entry_ids)
+
+    async def release_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
+        """Hand leases back: another worker can claim them at once."""
+        return await self._set_idle(job_id, worker, HANDED_BACK_MS, entry_ids)
+
+    async def _set_idle(self, job_id: str, worker: str, idle_ms: int, entry_ids: list[str]) -> list[str]:
+        if not entry_ids:
+            return []
+        job = JobKeys(job_id)
+        mine = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, idle_ms, *entry_ids)
+        return [entry.decode() for entry in mine]
+
+    async def submit_group(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
+        """Submit a finished (or failed) group. Raises ValueError when the group breaks its own promises."""
+        check_group(group)
+        job = JobKeys(job_id)
+        iteration = group.iteration
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.busy(iteration), job.prompts, job.rollouts]
+        versions = ",".join(map(str, span_versions(group)))
+        args = (entry_id, group.worker_id, ROLLOUT_GROUP, iteration, group.group_id, group.SerializeToString())
+        busy_s = group.timings.worker_busy_s
+        return Verdict(
+            (await self._run("submit_group", job, more_keys, *args, versions, failure_text(group), busy_s)).decode()
+        )
+
+    async def engine_ready(
+        self, job_id: str, version: int, worker: str, pull_s: float, apply_s: float, num_bytes: int
+    ) -> None:
+        """Record that a rollout serves `version`."""
+        job = JobKeys(job_id)
+        await self._run("engine_ready", job, [job.versions], version, worker, pull_s, apply_s, num_bytes)
+
+    # ---- groups: the trainer's side ------------------------------------------------------------------------------
+
+    async def pending_groups(self, job_id: str, consumer: str) -> AsyncIterator[Delivery]:
+        """Groups that this consumer took before and that are not durable yet, in the order of the stream."""
+        cursor = "0"
+        while True:
+            batch = await self._read_groups(job_id, consumer, cursor, count=64, block_ms=None)
+            if not batch:
+                return
+            for delivery in batch:
+                yield delivery
+            cursor = batch[-1].entry_id
+
+    async def take_groups(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
+        """The next accepted groups in completion order; empty when none came in time."""
+        return await self._read_groups(job_id, consumer, ">", count, max(1, int(timeout_s * 1000)))
+
+    async def _read_groups(
+        self, job_id: str, consumer: str, cursor: str, count: int, block_ms: int | None
+    ) -> list[Delivery]:
+        stream = {JobKeys(job_id).rollouts: cursor}
+        answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
+        if not answer:
+            return []
+        return [Delivery(entry.decode(), decode_group(fields[b"group"])) for entry, fields in answer[0][1]]
+
+    async def record_micro_batch(self, job_id: str, epoch: str, iteration: int, group_ids: list[str]) -> None:
+        """Write down which groups share a micro-batch before it is trained. Raises LeaseLost."""
+        job = JobKeys(job_id)
+        if not await self._run("record_micro_batch", job, [job.micro_batches(iteration)], epoch, ",".join(group_ids)):
+            raise LeaseLost(f"job {job_id} has another trainer now")
+
+    async def recorded_micro_batches(self, job_id: str, iteration: int) -> list[list[str]]:
+        """The micro-batches of an iteration as they were trained, in order."""
+        batches = await self.redis.lrange(JobKeys(job_id).micro_batches(iteration), 0, -1)
+        return [batch.decode().split(",") for batch in batches]
+
+    async def iteration_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
+        """All accepted groups of an iteration in the order of the stream; for people and for replay."""
+        job = JobKeys(job_id)
+        states = [state.decode() for state in await self.redis.hvals(job.groups(iteration))]
+        entries = sorted(
+            (state.removeprefix("accepted:") for state in states if state.startswith("accepted:")),
+            key=lambda entry: tuple(map(int, entry.split("-"))),
+        )
+        if not entries:
+            return []
+        found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])
+        wanted = set(entries)
+        return [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+
+    # ---- events and workers --------------------------------------------------------------------------------------
+
+    async def emit(self, job_id: str, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
+        await self._run("emit_event", JobKeys(job_id), [], kind, message, json.dumps(data or {}))
+
+    async def events(
+        self, job_id: str, after: str = "0", timeout_s: float | None = None, count: int = 500
+    ) -> list[Event]:
+        """Events after the cursor, oldest first; waits up to `timeout_s` for the first one."""
+        block = None if timeout_s is None else max(1, int(timeout_s * 1000))
+        answer = await self.redis.xread({JobKeys(job_id).events: after}, count=count, block=block)
+        return [to_event(entry, fields) for entry, fields in answer[0][1]] if answer else []
+
+    async def heartbeat(self, pool: str, worker: WorkerRecord) -> None:
+        await self.redis.hset(keys.workers(pool), worker.id, worker.model_dump_json())
+
+    async def remove_worker(self, pool: str, worker_id: str) -> None:
+        await self.redis.hdel(keys.workers(pool), worker_id)
+
+    async def workers(self, pool: str) -> list[WorkerRecord]:
+        records = await self.redis.hvals(keys.workers(pool))
+        return sorted((WorkerRecord.model_validate_json(record) for record in records), key=lambda worker: worker.id)
+
+
+def failure_text(group: RolloutGroup) -> str:
+    return f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else ""
+
+
+def to_event(entry: bytes, fields: dict[bytes, bytes]) -> Event:
+    return Event(
+        id=entry.decode(),
+        time=float(fields[b"time"]),
+        kind=fields[b"kind"].decode(),
+        message=fields[b"message"].decode(),
+        data=json.loads(fields[b"data"]) or {},
+    )

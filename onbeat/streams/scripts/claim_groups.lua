@@ -1,0 +1,22 @@
+-- KEYS: job, events, prompts. ARGV: worker, count, lease milliseconds, consumer group.
+-- First takes over entries whose lease ran out, then new ones. Returns {entry id, attempt, task} triples, flat.
+local state = field('state')
+if state ~= 'RUNNING' then return {} end
+local want, claimed = tonumber(ARGV[2]), {}
+local function add(entries)
+  for _, entry in ipairs(entries) do
+    local fields, task = entry[2], nil
+    for i = 1, #fields, 2 do if fields[i] == 'task' then task = fields[i + 1] end end
+    local pending = redis.call('XPENDING', KEYS[3], ARGV[4], entry[1], entry[1], 1)
+    claimed[#claimed + 1] = entry[1]
+    claimed[#claimed + 1] = tostring(pending[1][4])
+    claimed[#claimed + 1] = task
+  end
+end
+local orphans = redis.call('XAUTOCLAIM', KEYS[3], ARGV[4], ARGV[1], ARGV[3], '0', 'COUNT', want)[2]
+add(orphans)
+if #orphans < want then
+  local fresh = redis.call('XREADGROUP', 'GROUP', ARGV[4], ARGV[1], 'COUNT', want - #orphans, 'STREAMS', KEYS[3], '>')
+  if fresh then add(fresh[1][2]) end
+end
+return claimed

@@ -1,0 +1,15 @@
+-- ARGV: owner, lease seconds. A PENDING job starts; an owned job whose lease ran out is taken over.
+-- Each claim raises the epoch, which fences off every earlier owner. Returns the epoch, or nil.
+local state, time = field('state'), now()
+local is_pending = state == 'PENDING'
+local is_owned = state == 'RUNNING' or state == 'PAUSED' or state == 'CANCELLING'
+local is_orphan = is_owned and tonumber(field('lease_until') or '0') < tonumber(time)
+if not (is_pending or is_orphan) then return nil end
+if is_pending then
+  redis.call('HSET', job, 'state', 'RUNNING', 'started_at', time)
+  emit('job.state', 'RUNNING', {state = 'RUNNING', before = 'PENDING'})
+else
+  emit('job.taken_over', ARGV[1] .. ' takes over from ' .. (field('owner') or '?'), {owner = ARGV[1]})
+end
+redis.call('HSET', job, 'owner', ARGV[1], 'lease_until', tonumber(time) + tonumber(ARGV[2]), 'progress_at', time)
+return tostring(redis.call('HINCRBY', job, 'epoch', 1))

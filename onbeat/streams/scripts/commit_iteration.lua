@@ -1,0 +1,14 @@
+-- KEYS: job, events, iteration. ARGV: epoch, iteration, new policy version, weights digest (hex), metrics (JSON).
+-- Closes a drained iteration and publishes the next version in one move. Idempotent: a replayed commit is 'already'.
+-- Returns committed | already | fenced | open.
+if not is_owner(ARGV[1]) then return 'fenced' end
+if tonumber(field('next_iteration')) > tonumber(ARGV[2]) then return 'already' end
+if redis.call('HGET', KEYS[3], 'state') ~= 'DRAINED' then return 'open' end
+local time = now()
+redis.call('HSET', KEYS[3], 'state', 'COMMITTED', 'committed_at', time, 'metrics', ARGV[5],
+  'previous_commit_at', field('last_commit_at') or redis.call('HGET', KEYS[3], 'opened_at'))
+redis.call('HSET', job, 'next_iteration', tonumber(ARGV[2]) + 1, 'policy_version', ARGV[3], 'weights_digest', ARGV[4],
+  'last_commit_at', time, 'progress_at', time)
+emit('iteration.committed', 'iteration ' .. ARGV[2],
+  {iteration = tonumber(ARGV[2]), policy_version = tonumber(ARGV[3]), digest = ARGV[4]})
+return 'committed'

@@ -1,0 +1,42 @@
+-- KEYS: job, events, iteration, groups, busy, prompts, rollouts.
+-- ARGV: entry id, worker, consumer group, iteration, group id, RolloutGroup, versions of its spans ('3' or '3,4', '' if
+--       the group failed), failure kind ('' if none), worker busy seconds.
+-- The one place where a group enters training. Returns accepted | stale | duplicate | closed.
+local state = field('state')
+if state ~= 'RUNNING' and state ~= 'PAUSED' then return 'closed' end
+local ledger = redis.call('HGET', KEYS[4], ARGV[5])
+local iteration_state = redis.call('HGET', KEYS[3], 'state')
+if not ledger or not iteration_state then return 'closed' end
+if ledger ~= 'waiting' then
+  redis.call('HINCRBY', KEYS[3], 'num_duplicate', 1)
+  redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
+  return 'duplicate'
+end
+local version = redis.call('HGET', KEYS[3], 'policy_version')
+if iteration_state ~= 'OPEN' or (ARGV[8] == '' and ARGV[7] ~= version) then
+  redis.call('HINCRBY', KEYS[3], 'num_stale', 1)
+  emit('group.stale', ARGV[2] .. ' submitted ' .. ARGV[5] .. ' with versions [' .. ARGV[7] .. '], wanted ' .. version,
+    {iteration = tonumber(ARGV[4]), group_id = ARGV[5], worker_id = ARGV[2]})
+  local pending = redis.call('XPENDING', KEYS[6], ARGV[3], ARGV[1], ARGV[1], 1)
+  if pending[1] and pending[1][2] == ARGV[2] then
+    redis.call('XCLAIM', KEYS[6], ARGV[3], ARGV[2], 0, ARGV[1], 'IDLE', 86400000, 'JUSTID')
+  end
+  return 'stale'
+end
+local time = now()
+local entry = redis.call('XADD', KEYS[7], '*', 'iteration', ARGV[4], 'group_id', ARGV[5], 'group', ARGV[6])
+redis.call('HSET', KEYS[4], ARGV[5], 'accepted:' .. entry)
+redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
+redis.call('XDEL', KEYS[6], ARGV[1])
+redis.call('HSET', KEYS[5], ARGV[2], ARGV[9])
+redis.call('HSET', job, 'progress_at', time)
+if ARGV[8] ~= '' then
+  redis.call('HINCRBY', KEYS[3], 'num_failed_groups', 1)
+  emit('group.failed', ARGV[5] .. ': ' .. ARGV[8],
+    {iteration = tonumber(ARGV[4]), group_id = ARGV[5], kind = ARGV[8], worker_id = ARGV[2]})
+end
+if redis.call('HINCRBY', KEYS[3], 'num_accepted', 1) == tonumber(redis.call('HGET', KEYS[3], 'num_groups')) then
+  redis.call('HSET', KEYS[3], 'state', 'DRAINED', 'drained_at', time)
+  emit('iteration.drained', 'iteration ' .. ARGV[4], {iteration = tonumber(ARGV[4])})
+end
+return 'accepted'

@@ -1,0 +1,149 @@
+"""Job, iteration and group: their states, their legal moves, and the records that cross process boundaries as JSON."""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class JobState(StrEnum):
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    CANCELLING = "CANCELLING"
+    CANCELLED = "CANCELLED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @property
+    def is_final(self) -> bool:
+        return not JOB_MOVES[self]
+
+
+#   PENDING --> RUNNING --> SUCCEEDED | FAILED
+#      |         |   ^
+#      |         v   |
+#      |        PAUSED
+#      |         |
+#      |   RUNNING | PAUSED --> CANCELLING --> CANCELLED
+#      +--> CANCELLED
+# A pending or paused job can also fail: its model may not load, its trainer may never come back.
+JOB_MOVES: dict[JobState, frozenset[JobState]] = {
+    JobState.PENDING: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.PAUSED, JobState.CANCELLING}),
+    JobState.PAUSED: frozenset({JobState.RUNNING, JobState.CANCELLING, JobState.FAILED}),
+    JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.FAILED}),
+    JobState.CANCELLED: frozenset(),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset(),
+}
+
+
+class IterationState(StrEnum):
+    """OPEN (its version is published, prompts are out) -> DRAINED (all groups accepted) -> COMMITTED (step done)."""
+
+    OPEN = "OPEN"
+    DRAINED = "DRAINED"
+    COMMITTED = "COMMITTED"
+
+
+class Verdict(StrEnum):
+    """What the submission script says of a group."""
+
+    ACCEPTED = "accepted"
+    STALE = "stale"  # wrong version or iteration: generate it again
+    DUPLICATE = "duplicate"  # another worker's group was accepted first
+    CLOSED = "closed"  # the job is not running
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class JobRecord(Record):
+    """A job as REST shows it. Times are Unix seconds by the Redis clock."""
+
+    id: str
+    name: str
+    pool: str
+    state: JobState
+    error: str | None = None
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    num_iterations: int
+    next_iteration: int = 0  # first iteration that is not committed
+    policy_version: int | None = None  # newest published
+    checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
+    num_training_devices: int = 1
+    config: dict[str, Any]
+
+
+class IterationRecord(Record):
+    """One iteration. Names are those of the report; None until known. Durations in seconds of wall clock."""
+
+    iteration: int
+    state: IterationState
+    policy_version: int
+    num_groups: int
+    num_accepted: int = 0
+    num_failed_groups: int = 0
+    num_stale: int = 0
+    num_duplicate: int = 0
+    opened_at: float
+    engine_ready_at: float | None = None  # first rollout serves this version
+    drained_at: float | None = None
+    committed_at: float | None = None
+    num_responses: int | None = None
+    prompt_tokens: int | None = None  # counted once per response
+    response_tokens: int | None = None
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    wall_s: float | None = None  # from the previous commit (or the opening, for the first) to this commit
+    generate_s: float | None = None  # first engine ready -> all groups accepted
+    train_s: float | None = None  # trainer busy: micro-batches and the step
+    weight_sync_s: float | None = None  # previous commit -> first engine ready on this version
+    rollout_idle_frac: float | None = None
+    trainer_idle_frac: float | None = None
+    staleness_max: int | None = None  # policy version trained minus the oldest version of any token
+    mismatch_mean: float | None = None  # |trainer_logprobs - rollout_logprobs| per token
+    mismatch_max: float | None = None
+    tpspd: float | None = None  # (prompt + response tokens) / wall_s / (training + inference devices)
+    metrics: dict[str, float] = {}  # everything else, `area/name`
+
+
+class Sample(Record):
+    """One response for humans to read."""
+
+    iteration: int
+    group_id: str
+    policy_version: int
+    prompt: str
+    response: str
+    reward: float
+    reward_parts: dict[str, float] = {}
+    num_tokens: int
+    finish_reason: str
+
+
+class Event(Record):
+    """Something that happened to a job. `id` orders them and is the cursor for the next read."""
+
+    id: str
+    time: float
+    kind: str  # "job.state", "iteration.opened", "group.stale", "worker.joined", ...
+    message: str = ""
+    data: dict[str, Any] = {}
+
+
+class WorkerRecord(Record):
+    """A rollout replica's last heartbeat."""
+
+    id: str
+    job_id: str | None = None
+    state: str  # "idle" | "starting" | "updating" | "generating" | "draining"
+    policy_version: int | None = None
+    num_in_flight: int = 0
+    last_seen_at: float
+    num_devices: int = 1
+    tokens_per_s: float | None = None

@@ -1,0 +1,76 @@
+"""The narrow interface between the rollout loop and whatever generates tokens.
+
+An engine holds exactly one policy version at a time and refuses requests that are pinned to another one.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens `start:end` of a response were sampled by the weights of `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw responses. `rollout_logprobs` are always those of the tempered distribution that was sampled."""
+
+    max_response_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class GeneratedResponse:
+    token_ids: list[int]  # [T], the end-of-sequence token included when the model emitted it
+    rollout_logprobs: list[float]  # [T], natural log, of the sampled token after temperature
+    finish_reason: FinishReason
+    version_spans: list[VersionSpan]  # cover 0:T without gaps
+    text: str
+
+
+class VersionMismatch(Exception):
+    """The engine serves another policy version than the request is pinned to."""
+
+    def __init__(self, expected: int, served: int | None) -> None:
+        super().__init__(f"request is pinned to policy version {expected}, the engine serves {served}")
+        self.expected = expected
+        self.served = served
+
+
+class Engine(Protocol):
+    """Life cycle: start -> (generate* -> drain -> load)* -> stop. `load` is only legal while nothing is generating."""
+
+    async def start(self, model_dir: Path, policy_version: int) -> None:
+        """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`."""
+
+    async def generate(
+        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int
+    ) -> list[GeneratedResponse]:
+        """Draw `num_samples` responses. Raises VersionMismatch if another version is being served."""
+
+    async def load(self, policy_version: int, weights_file: Path) -> None:
+        """Replace all weights by those of a verified safetensors file (HF names); caches of older weights are dropped.
+
+        On failure the engine serves no version until a later load succeeds.
+        """
+
+    def version(self) -> int | None:
+        """The served policy version; None before start and after a failed load."""
+
+    def capacity(self) -> int:
+        """How many responses can be generated concurrently without queueing."""
+
+    def num_in_flight(self) -> int:
+        """Responses being generated now."""
+
+    async def stop(self) -> None:
+        """Release processes and memory. Safe to call twice."""

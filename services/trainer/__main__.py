@@ -1,0 +1,110 @@
+"""`python -m services.trainer`: claim the pool's next job by lease, train it, repeat."""
+
+import logging
+import signal
+import sys
+import threading
+import traceback
+
+from onbeat.logging import configure
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from onbeat.config import JobConfig
+from onbeat.errors import IllegalTransition, JobFailed, LeaseLost
+from onbeat.streams.ledger import Ledger, connect
+from onbeat.types import JobState
+from services.trainer.background import Background
+from services.trainer.link import JobCancelled, JobLink, Stopped
+from services.trainer.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    settings = Settings()
+    configure(settings.log_format)
+    stop = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: stop.set())
+    background = Background()
+    ledger = background.run(create_ledger(settings))
+    try:
+        background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
+        serve(settings, background, ledger, stop)
+    except (RedisError, TimeoutError) as error:
+        logger.error(
+            "Redis at %s cannot be reached: %s; the job goes on when a trainer is back", settings.redis_url, error
+        )
+        return 1
+    return 0
+
+
+async def create_ledger(settings: Settings) -> Ledger:
+    return Ledger(connect(settings.redis_url, settings.redis_retry_s))
+
+
+def serve(settings: Settings, background: Background, ledger: Ledger, stop: threading.Event) -> None:
+    logger.info("%s waits for jobs of pool %s", settings.trainer_id, settings.pool)
+    while not stop.wait(0.2):
+        claimed = background.run(claim_next(settings, ledger))
+        if claimed is None:
+            continue
+        job_id, epoch, config = claimed
+        link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop)
+        try:
+            outcome, error = train(settings, link, config)
+        finally:
+            link.close()
+        if outcome is not None:
+            finish(background, ledger, job_id, outcome, error)
+
+
+async def claim_next(settings: Settings, ledger: Ledger) -> tuple[str, str, JobConfig] | None:
+    """The oldest job of the pool that is pending or whose trainer died."""
+    for job_id in await ledger.job_ids(active_only=True):
+        fields = await ledger.job_fields(job_id)
+        if fields["pool"] != settings.pool or JobState(fields["state"]).is_final:
+            continue
+        epoch = await ledger.claim_job(job_id, settings.trainer_id, settings.lease_s)
+        if epoch is None:
+            continue
+        try:
+            return job_id, epoch, JobConfig.model_validate_json(fields["config"])
+        except ValidationError as error:
+            await ledger.move_job(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
+    return None
+
+
+def train(settings: Settings, link: JobLink, config: JobConfig) -> tuple[JobState | None, str]:
+    """Run the job; returns the final state and reason, or None when the job goes on with another trainer."""
+    from services.trainer.session import run_job
+
+    try:
+        run_job(settings, link, config)
+        return JobState.SUCCEEDED, ""
+    except JobCancelled:
+        return JobState.CANCELLED, ""
+    except (LeaseLost, Stopped) as reason:
+        logger.warning("job %s is left to another trainer: %s", link.job_id, reason or "asked to stop")
+        return None, ""
+    except (RedisError, TimeoutError):
+        raise  # the job is intact in Redis; this process is not
+    except (JobFailed, ValueError) as error:
+        return JobState.FAILED, str(error)
+    except Exception as error:  # noqa: BLE001  the supervisor: an unknown defect ends the job, loudly
+        logger.error("job %s broke:\n%s", link.job_id, traceback.format_exc())
+        return JobState.FAILED, f"{type(error).__name__}: {error}"
+
+
+def finish(background: Background, ledger: Ledger, job_id: str, outcome: JobState, error: str) -> None:
+    try:
+        background.run(ledger.move_job(job_id, outcome, error))
+    except IllegalTransition as conflict:  # cancelled or failed by somebody else in the last moment
+        logger.warning("%s", conflict)
+    log = logger.error if outcome is JobState.FAILED else logger.info
+    log("job %s %s %s", job_id, outcome, error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

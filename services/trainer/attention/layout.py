@@ -1,0 +1,82 @@
+"""Shared-prompt packing (arXiv 2511.18871, section on shared-prompt attention): integers only, no kernel.
+
+A group is laid out as [P | R1 | ... | RG] in one row; several groups follow one another:
+
+    row         p0 p1 p2 | a0 a1 | b0 b1 b2 | p0 p1 | ...
+    position     0  1  2 |  3  4 |  3  4  5 |  0  1 | ...        every response restarts at Lp
+    sees         P causal | P, own | P, own  | the next group sees nothing of this one
+
+The last token of a response predicts nothing, so it is no input: a response of L tokens occupies L - 1 places. Its
+first token is predicted by the last prompt position, which G responses share.
+
+Legend: T places of the row, N response tokens (targets), G responses of a group, Lp prompt length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GroupSpan:
+    """Where one group lies in the row. `response_lengths` count inputs (tokens - 1) and may be 0."""
+
+    start: int
+    prompt_length: int
+    response_starts: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.response_starts[-1] + self.response_lengths[-1]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    groups: tuple[GroupSpan, ...]
+    position_ids: torch.Tensor  # [T] int64
+    logit_index: torch.Tensor  # [N] int64: the place whose logits predict target n
+
+    @property
+    def num_places(self) -> int:
+        return len(self.position_ids)
+
+
+def build_layout(groups: list[tuple[int, list[int]]], device: torch.device | str = "cpu") -> PackedLayout:
+    """Lay out groups given as (prompt length, [tokens of each response]). Raises ValueError on an empty part.
+
+    >>> build_layout([(3, [2, 1])]).logit_index.tolist()   # p0 p1 p2 a0: a0<-p2, a1<-a0, b0<-p2
+    [2, 3, 2]
+    """
+    spans: list[GroupSpan] = []
+    positions: list[torch.Tensor] = []
+    logit_index: list[torch.Tensor] = []
+    start = 0
+    for prompt_length, num_tokens in groups:
+        if prompt_length < 1 or not num_tokens or min(num_tokens) < 1:
+            raise ValueError(f"a group needs a prompt and non-empty responses, got {prompt_length} and {num_tokens}")
+        place = start + prompt_length
+        last_prompt_place = torch.tensor([place - 1])
+        positions.append(torch.arange(prompt_length))
+        starts = []
+        for length in num_tokens:
+            starts.append(place)
+            positions.append(torch.arange(prompt_length, prompt_length + length - 1))
+            logit_index += [last_prompt_place, torch.arange(place, place + length - 1)]
+            place += length - 1
+        spans.append(GroupSpan(start, prompt_length, tuple(starts), tuple(length - 1 for length in num_tokens)))
+        start = place
+    return PackedLayout(tuple(spans), torch.cat(positions).to(device), torch.cat(logit_index).to(device))
+
+
+def dense_mask(layout: PackedLayout) -> torch.Tensor:
+    """The reference: [T, T] bool, true where a query (row) may see a key (column). Quadratic; for tests."""
+    mask = torch.zeros(layout.num_places, layout.num_places, dtype=torch.bool)
+    for group in layout.groups:
+        prompt = slice(group.start, group.start + group.prompt_length)
+        mask[prompt, prompt] = torch.ones(group.prompt_length, group.prompt_length, dtype=torch.bool).tril()
+        for start, length in zip(group.response_starts, group.response_lengths, strict=True):
+            response = slice(start, start + length)
+            mask[response, prompt] = True
+            mask[response, response] = torch.ones(length, length, dtype=torch.bool).tril()
+    return mask

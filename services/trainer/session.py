@@ -1,0 +1,32 @@
+"""One job on this trainer: load or resume, serve weights, train."""
+
+import logging
+
+import torch
+
+from onbeat.config import JobConfig
+from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.device import choose_device, pin_cores
+from services.trainer.link import JobLink
+from services.trainer.loop import Policy, TrainLoop
+from services.trainer.model import DTYPES, load_model, model_files, resolve_model
+from services.trainer.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def run_job(settings: Settings, link: JobLink, config: JobConfig) -> TrainState:
+    """Train to the last iteration. Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, ValueError."""
+    device = choose_device(settings.device)
+    num_cores = pin_cores(settings.cpu_cores) if device.type == "cpu" else 0
+    torch.manual_seed(config.seed)
+    source = resolve_model(config.model.path, settings.cache_dir)
+    logger.info("job %s: loading %s on %s%s", link.job_id, source, device, f" ({num_cores} cores)" if num_cores else "")
+    model = load_model(source, DTYPES[config.model.dtype], device)
+    policy = Policy.create(model, config)
+    checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
+    fresh = TrainState(link.job_id, next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
+    state = checkpoints.restore(link.job_id, config.model.path, policy.optimizer) or fresh
+    files = model_files(source)
+    link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
+    return TrainLoop(link, config, policy, state, checkpoints, files).run()

@@ -1,0 +1,30 @@
+"""Where this trainer runs: read from the environment, prefix ONBEAT_."""
+
+import os
+import socket
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="ONBEAT_")
+
+    redis_url: str = Field("redis://127.0.0.1:6379", description="the Redis of broker, trainers and rollouts")
+    pool: str = Field("default", description="takes jobs of this pool")
+    trainer_id: str = Field(default_factory=lambda: f"trainer-{socket.gethostname()}-{os.getpid()}")
+    data_dir: Path = Field(Path(".onbeat"), description="checkpoints go to data_dir/jobs/JOB/checkpoints")
+    cache_dir: Path = Field(Path.home() / ".cache" / "onbeat", description="converted models")
+    device: str = Field("auto", description="auto, cpu, cuda or npu")
+    cpu_cores: str = Field(
+        "", description="cores to train on when the device is the CPU, such as 1 or 0-3,6; all if empty"
+    )
+    weights_host: str = Field("127.0.0.1", description="interface that the weights service listens on")
+    weights_port: int = Field(0, description="0: chosen by the system")
+    weights_advertise: str = Field(
+        "", description="host name that rollouts reach the weights service by; default: weights_host"
+    )
+    lease_s: float = Field(30.0, gt=0, description="another trainer takes over when this one is silent for so long")
+    redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
+    log_format: str = Field("text", description="text or json")

@@ -1,0 +1,65 @@
+"""Objectives against worked numbers."""
+
+import math
+
+import pytest
+import torch
+
+from services.trainer.algorithm.advantages import grpo_advantages
+from services.trainer.algorithm.grpo import grpo_token_loss
+from services.trainer.algorithm.kl import kl_estimate
+from services.trainer.algorithm.normalization import denominator, token_weights
+
+
+def test_grpo_advantages_worked_by_hand():
+    # rewards 0 0 1 1: mean 1/2, sample variance 4 * (1/4) / 3 = 1/3
+    advantages = grpo_advantages(torch.tensor([0.0, 0.0, 1.0, 1.0]), eps=0.0)
+    expected = 0.5 / math.sqrt(1 / 3)
+    torch.testing.assert_close(advantages, torch.tensor([-expected, -expected, expected, expected]))
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_equal_rewards_teach_exactly_nothing(reward):
+    assert torch.equal(grpo_advantages(torch.full((7,), reward)), torch.zeros(7))
+
+
+def test_grpo_clips_only_where_the_surrogate_would_gain():
+    log = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    loss, is_clipped = grpo_token_loss(log, torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)
+    torch.testing.assert_close(loss, torch.tensor([-1.3, 1.5, -0.5, 0.8, -2.0]))
+    assert is_clipped.tolist() == [True, False, False, True, False]
+    loss.sum().backward()
+    torch.testing.assert_close(log.grad, torch.tensor([0.0, 1.5, -0.5, 0.0, -2.0]))
+
+
+def test_ratio_one_gives_the_plain_policy_gradient():
+    logprobs = torch.tensor([-0.3, -2.0], requires_grad=True)
+    advantages = torch.tensor([0.7, -1.2])
+    grpo_token_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)[0].sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+def test_kl_estimators_worked_by_hand():
+    policy, reference = torch.tensor([-1.0]), torch.tensor([-1.5])  # r = -0.5
+    assert kl_estimate("k1", policy, reference).item() == pytest.approx(0.5)
+    assert kl_estimate("k2", policy, reference).item() == pytest.approx(0.125)
+    assert kl_estimate("k3", policy, reference).item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+
+
+def test_kl_estimators_agree_with_the_exact_kl():
+    """Expectation over the policy of k1 and k3 is KL(policy || reference), summed over a small vocabulary."""
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    exact = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * kl_estimate(estimator, policy, reference)).sum(), exact)
+
+
+def test_normalizations_equal_their_definitions():
+    lengths = torch.tensor([2, 4])
+    losses = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 6.0])
+    token_mean = (losses * token_weights("token_mean", lengths)).sum() / denominator("token_mean", 6, 2)
+    sequence_mean = (losses * token_weights("sequence_mean", lengths)).sum() / denominator("sequence_mean", 6, 2)
+    assert token_mean.item() == pytest.approx(20 / 6)
+    assert sequence_mean.item() == pytest.approx((2 + 4) / 2)

@@ -1,0 +1,119 @@
+"""Packed rows give the same log-probabilities and gradients as one response at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from services.trainer.attention.layout import build_layout, dense_mask
+from services.trainer.attention.sdpa import plan_sdpa, sdpa_attention
+from services.trainer.batch import num_places, pack
+from services.trainer.model import response_logprobs
+from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
+
+LAYOUTS = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=3
+)
+
+
+def one_by_one_logprobs(model, groups, temperature):
+    """The reference: each response alone after its prompt, plain causal attention, no packing."""
+    model.set_attn_implementation("sdpa")
+    logprobs = []
+    for group in groups:
+        for response in group.responses:
+            prompt, answer = list(group.prompt_token_ids), list(response.token_ids)
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] / temperature
+            logprobs.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+    return torch.cat(logprobs)
+
+
+@pytest.fixture
+def everything_in_float64(monkeypatch):
+    """Models compute norms and softmaxes in float32 whatever their dtype; here even those stay in float64."""
+    convert = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        is_narrowing = self.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return self if is_narrowing else convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def gradients(model, logprobs):
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
+    (logprobs * weights).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+ARCHITECTURES = {
+    "llama-gqa-tied": lambda: tiny_config(LlamaConfig),
+    "llama-mha-untied": lambda: tiny_config(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=False),
+    "qwen2": lambda: tiny_config(Qwen2Config),
+    "qwen3": lambda: tiny_config(Qwen3Config, head_dim=8),
+    "mistral": lambda: tiny_config(MistralConfig, sliding_window=None),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_logprobs_and_gradients_equal_one_by_one(name, everything_in_float64):
+    groups = [make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 1)), make_group("0-2", 7, (6, 2, 5, 1))]
+    packed_model = tiny_model(ARCHITECTURES[name]())
+    batch = pack(groups, job_config(), torch.device("cpu"))
+    packed, _ = response_logprobs(packed_model, batch, temperature=0.7)
+    reference_model = tiny_model(ARCHITECTURES[name]())
+    reference = one_by_one_logprobs(reference_model, groups, temperature=0.7)
+    torch.testing.assert_close(packed, reference, rtol=0, atol=1e-9)
+    expected = gradients(reference_model, reference)
+    for parameter, gradient in gradients(packed_model, packed).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-8, msg=parameter)
+
+
+def test_packed_logprobs_in_bfloat16_stay_within_its_noise():
+    groups = [make_group("0-0", 6, (4, 2, 5)), make_group("0-1", 3, (2, 6))]
+    batch = pack(groups, job_config(), torch.device("cpu"))
+    packed, _ = response_logprobs(tiny_model(tiny_config(), torch.bfloat16), batch, 1.0)
+    exact = one_by_one_logprobs(tiny_model(tiny_config()), groups, 1.0).float()
+    one_by_one = one_by_one_logprobs(tiny_model(tiny_config(), torch.bfloat16), groups, 1.0).float()
+    noise = (one_by_one - exact).abs().mean()
+    assert (packed - exact).abs().mean() < 2 * noise + 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS)
+def test_structured_attention_equals_the_dense_mask(groups):
+    layout = build_layout(groups)
+    generator = torch.Generator().manual_seed(layout.num_places)
+    shape = (1, 4, layout.num_places, 8)
+    query = torch.randn(shape, dtype=torch.float64, generator=generator)
+    key, value = (torch.randn((1, 2, *shape[2:]), dtype=torch.float64, generator=generator) for _ in range(2))
+    structured = sdpa_attention(query, key, value, plan_sdpa(layout, torch.float64), scale=0.3)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=dense_mask(layout), scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(structured, dense.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS)
+def test_layout_promises(groups):
+    layout = build_layout(groups)
+    num_targets = sum(sum(lengths) for _, lengths in groups)
+    assert len(layout.logit_index) == num_targets
+    assert layout.num_places == sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)
+    visible = dense_mask(layout).sum(1)
+    assert torch.equal(visible, layout.position_ids + 1), "a place sees as many keys as its position says"
+
+
+def test_a_place_is_counted_as_it_is_packed():
+    group = make_group("0-0", 5, (3, 1, 4))
+    assert num_places(group) == len(pack([group], job_config(), torch.device("cpu")).token_ids) == 10
+
+
+@pytest.mark.parametrize("bad", [(0, [1]), (3, []), (3, [2, 0])])
+def test_an_empty_part_is_refused(bad):
+    with pytest.raises(ValueError, match="needs a prompt and non-empty responses"):
+        build_layout([bad])

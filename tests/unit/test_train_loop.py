@@ -1,0 +1,193 @@
+"""Periodic equals synchronous; the recorded order replays to the same bits; what goes wrong is loud."""
+
+import random
+
+import pytest
+import torch
+
+from onbeat.errors import JobFailed
+from onbeat.streams.codec import GroupFailure, RolloutGroup
+from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, tiny_config, tiny_model, train
+
+PERIODIC = {"mode": "periodic", "num_iterations": 3}
+SYNC = {"mode": "sync", "num_iterations": 3}
+
+
+def shuffled_within_iterations(groups, seed):
+    rng = random.Random(seed)
+    return sorted(groups, key=lambda group: (group.iteration, rng.random()))
+
+
+def parameters(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def largest_gap(left, right):
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+@pytest.mark.parametrize("normalization", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(3))
+def test_periodic_equals_sync_in_any_arrival_order(normalization, kl_coef, seed, tmp_path):
+    objective = {"normalization": normalization, "kl": {"coef": kl_coef}}
+    groups = recorded_iterations(seed=seed)
+    sync = job_config(schedule=SYNC, objective=objective)
+    periodic = job_config(schedule=PERIODIC, objective=objective, training={"max_tokens_per_micro_batch": 40})
+    start = parameters(tiny_model(tiny_config(), torch.float32))
+    expected = parameters(train(sync, groups, tmp_path / "sync", arrivals=12)[0])
+    arrived = shuffled_within_iterations(groups, seed)
+    found = parameters(train(periodic, arrived, tmp_path / "periodic", arrivals=2)[0])
+    # AdamW's first steps divide by the gradient's own size: where it is all but zero, order noise shows in the sign.
+    assert largest_gap(start, expected) > 1e-2, "the job must have moved the weights for this to mean anything"
+    gap = torch.cat([(found[name] - expected[name]).flatten() for name in found])
+    assert gap.abs().mean() < 1e-6
+    assert gap.abs().max() < 1e-3
+
+
+def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
+    groups = shuffled_within_iterations(recorded_iterations(), 7)
+    budget = {"max_tokens_per_micro_batch": 40}
+    periodic = job_config(schedule=PERIODIC, training=budget)
+    first, link = train(periodic, groups, tmp_path / "a", arrivals=3)
+    assert len({len(batch) for batches in link.recorded.values() for batch in batches}) > 1
+    sync = job_config(schedule=SYNC, training=budget)
+    again, _ = train(sync, groups, tmp_path / "b", arrivals=99, micro_batches=link.recorded)
+    assert all(torch.equal(value, parameters(again)[name]) for name, value in parameters(first).items())
+
+
+def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
+    """Against an independent computation: mean over all tokens of -A * logprob, by autograd on one packed row."""
+    from services.trainer.batch import pack
+    from services.trainer.loop import Policy, TrainLoop
+    from services.trainer.model import response_logprobs
+    from services.trainer.stats import IterationStats
+
+    config, groups = job_config(), recorded_iterations(1)
+    reference = tiny_model(tiny_config(), torch.float32)
+    batch = pack(groups, config, torch.device("cpu"))
+    logprobs, _ = response_logprobs(reference, batch, 1.0)
+    (-(batch.advantages * logprobs).sum() / len(logprobs)).backward()
+
+    model = tiny_model(tiny_config(), torch.float32)
+    policy = Policy.create(model, config)
+    loop = TrainLoop.__new__(TrainLoop)
+    loop._config, loop._policy, loop._device = config, policy, torch.device("cpu")
+    loop._state = type("State", (), {"policy_version": 0})
+    stats = IterationStats(0)
+    for group in groups:
+        loop.accumulate([group], stats)
+    policy.optimizer.rescale_and_clip(stats.num_tokens)
+    total = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    scale = min(1.0, 1.0 / (total.item() + 1e-6))
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(policy.optimizer.masters[name].grad, parameter.grad * scale, rtol=1e-4, atol=1e-6)
+
+
+def test_groups_without_signal_are_skipped_but_counted_in_the_denominator(tmp_path):
+    uniform = make_group("0-3", 4, (5, 5, 5), rewards=[1.0, 1.0, 1.0])
+    groups = [make_group(f"0-{i}", 4, (2, 3, 4)) for i in range(3)] + [uniform]
+    _, link = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
+    metrics = link.commits[0][2]
+    assert metrics["rollout/uniform_groups"] == 1
+    assert (metrics["response_tokens"], metrics["train/trained_tokens"]) == (27 + 15, 27)
+
+
+def test_report_counts_worked_by_hand(tmp_path):
+    groups = [make_group(f"0-{i}", 4, (2, 3, 4), rewards=[0.0, 0.0, 1.0]) for i in range(4)]
+    groups[0].responses[0].finish_reason = "length"
+    metrics = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)[1].commits[0][2]
+    assert metrics["reward_mean"] == pytest.approx(1 / 3)
+    assert (metrics["num_responses"], metrics["prompt_tokens"], metrics["response_tokens"]) == (12, 48, 36)
+    assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 12)
+    assert metrics["staleness_max"] == 0
+
+
+def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
+    from services.trainer.batch import pack
+    from services.trainer.model import response_logprobs
+
+    config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
+    batch = pack(groups, config, torch.device("cpu"))
+    exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
+    values = iter(exact.tolist())
+    for group in groups:
+        for response in group.responses:
+            response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
+    groups[1].responses[0].rollout_logprobs[0] += 0.5
+    metrics = train(config, groups, tmp_path)[1].commits[0][2]
+    assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-4)
+    assert metrics["mismatch_mean"] == pytest.approx(0.5 / len(exact), abs=1e-4)
+
+
+def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
+    broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
+    groups = [*recorded_iterations(1)[:3], broken]
+    schedule = {"num_iterations": 1}
+    metrics = train(job_config(schedule=schedule), groups, tmp_path / "skip")[1].commits[0][2]
+    assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
+    with pytest.raises(JobFailed, match=r"0-3.*reward_failed.*boom"):
+        train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
+    failure = GroupFailure(kind="reward_failed", message="boom")
+    all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
+    with pytest.raises(JobFailed, match="every group of the iteration failed"):
+        train(job_config(schedule=schedule), all_broken, tmp_path / "all")
+
+
+def test_a_token_of_another_version_is_refused(tmp_path):
+    groups = recorded_iterations(1)
+    groups[2].responses[1].version_spans[0].policy_version = 4
+    with pytest.raises(JobFailed, match=r"0-2 has tokens of versions \[0, 4\]"):
+        train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
+
+
+def test_a_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
+    groups = recorded_iterations(1)
+    groups[1].responses[0].reward = float("inf")
+    model = tiny_model(tiny_config(), torch.float32)
+    before = parameters(model)
+    with pytest.raises(JobFailed, match="0-1"):
+        train(job_config(schedule={"num_iterations": 1}), groups, tmp_path, model=model)
+    assert largest_gap(before, parameters(model)) == 0.0
+
+
+def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
+    groups = recorded_iterations(4)
+    whole = job_config(schedule={"num_iterations": 4}, checkpoint={"every_iterations": 2})
+    expected, link = train(whole, groups, tmp_path / "whole", arrivals=4)
+    assert [(first, upto) for first, upto, _ in link.checkpoints] == [(0, 2), (2, 4)]
+    half = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 2})
+    train(half, groups[:8], tmp_path / "half", arrivals=4)
+    resumed, link = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
+    assert [iteration for iteration, _, _ in link.commits] == [2, 3]
+    assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
+
+
+def test_a_torn_or_foreign_checkpoint_is_refused_by_name(tmp_path):
+    config = job_config(schedule={"num_iterations": 1}, checkpoint={"every_iterations": 1})
+    _, link = train(config, recorded_iterations(1), tmp_path)
+    folder = link.checkpoints[0][2]
+    other = tiny_model(tiny_config(hidden_size=16), torch.float32)
+    with pytest.raises(ValueError, match=r"iteration-000001 cannot be used: the checkpoint is of another model"):
+        train(config, [], tmp_path, model=other, resume_from=1)
+    from pathlib import Path
+
+    weights = Path(folder) / "optimizer.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="iteration-000001 cannot be used"):
+        train(config, [], tmp_path, resume_from=1)
+
+
+def test_bfloat16_parameters_keep_float32_masters(tmp_path):
+    """An update far below bf16 resolution must add up over iterations instead of vanishing."""
+    config = job_config(optimizer={"learning_rate": 1e-5}, schedule={"num_iterations": 3})
+    model = tiny_model(tiny_config(), torch.bfloat16)
+    _, link = train(config, recorded_iterations(3), tmp_path, model=model)
+    from services.trainer.checkpoint import load_file
+
+    state = load_file(link.checkpoints[-1][2] + "/optimizer.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    master, parameter = state[f"master.{name}"], dict(model.named_parameters())[name]
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, parameter.float())
+    assert torch.equal(master.bfloat16(), parameter)

@@ -1,0 +1,156 @@
+"""Tiny models, groups and a hand-written stand-in for the job link, for tests of the trainer's mathematics."""
+
+import random
+from dataclasses import replace
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
+from onbeat.streams.ledger import Delivery
+from onbeat.types import JobState
+from services.trainer.attention import no_mask, packed_attention
+from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.loop import Policy, TrainLoop
+from services.trainer.model import ATTENTION_NAME
+from services.trainer.weight_store import WeightStore
+
+VOCAB = 61
+
+
+def tiny_config(config_class=LlamaConfig, **options):
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    return config_class(**(sizes | options))
+
+
+def tiny_model(config, dtype=torch.float64, attention=ATTENTION_NAME):
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():  # the default initialisation is so small that every softmax is flat
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def make_group(group_id="0-0", prompt_length=5, response_lengths=(3, 1, 4), version=0, seed=0, rewards=None):
+    rng = random.Random(f"{seed}-{group_id}")
+    iteration = int(group_id.partition("-")[0])
+
+    def tokens(count):
+        return [rng.randrange(VOCAB) for _ in range(count)]
+
+    responses = [
+        Response(
+            token_ids=tokens(length),
+            rollout_logprobs=[-rng.random() for _ in range(length)],
+            version_spans=[VersionSpan(policy_version=version, start=0, end=length)],
+            finish_reason="stop",
+            reward=rewards[index] if rewards else rng.random(),
+        )
+        for index, length in enumerate(response_lengths)
+    ]
+    return RolloutGroup(
+        group_id=group_id,
+        iteration=iteration,
+        policy_version=version,
+        prompt_token_ids=tokens(prompt_length),
+        responses=responses,
+    )
+
+
+def job_config(**sections) -> JobConfig:
+    base = {
+        "model": {"path": "tiny", "dtype": "float32"},
+        "data": {"type": "reasoning_gym", "task": "chain_sum"},
+        "reward": {"name": "exact"},
+        "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 3, "max_response_tokens": 8},
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"num_iterations": 3},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return JobConfig.model_validate(base)
+
+
+class RecordedLink:
+    """Hands out prepared groups in a given order and records what the loop does; speaks to nobody."""
+
+    def __init__(self, config, groups, arrivals=1, micro_batches=None):
+        self.config, self.job_id = config, "job"
+        self._groups, self._arrivals = list(groups), arrivals
+        self._micro_batches = micro_batches or {}
+        self.recorded, self.commits, self.checkpoints = {}, [], []
+        self.store = WeightStore()
+
+    def check(self):
+        return JobState.RUNNING
+
+    def snapshot(self, version, tensors):
+        return self.store.publish(version, tensors)
+
+    def announce(self, snapshot):
+        pass
+
+    def pending_groups(self):
+        return []
+
+    def take_groups(self, timeout_s):
+        taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
+        return [Delivery(group.group_id, group) for group in taken]
+
+    def recorded_micro_batches(self, iteration):
+        return self._micro_batches.get(iteration, [])
+
+    def record_micro_batch(self, iteration, group_ids):
+        self.recorded.setdefault(iteration, []).append(group_ids)
+
+    def commit(self, iteration, snapshot, metrics):
+        self.commits.append((iteration, snapshot.manifest.digest, metrics))
+        return True
+
+    def checkpointed(self, first, next_iteration, path):
+        self.checkpoints.append((first, next_iteration, path))
+
+
+def train(config, groups, tmp_path, model=None, resume_from=None, **link_options):
+    """Run the real loop over recorded groups; returns (model, link)."""
+    model = model or tiny_model(tiny_config(), torch.float32)
+    link = RecordedLink(config, groups, **link_options)
+    policy = Policy.create(model, config)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
+    state = TrainState("job", next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
+    if resume_from is not None:
+        state = checkpoints.restore("job", config.model.path, policy.optimizer)
+        assert state == replace(state, next_iteration=resume_from)
+    TrainLoop(link, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
+    return model, link
+
+
+def recorded_iterations(num_iterations=3, num_groups=4, num_samples=3, seed=0):
+    """Groups of whole iterations with unequal lengths, versions as in strict mode."""
+    rng = random.Random(seed)
+    return [
+        make_group(
+            f"{iteration}-{index}",
+            prompt_length=rng.randrange(1, 9),
+            response_lengths=[rng.randrange(1, 8) for _ in range(num_samples)],
+            version=iteration,
+            seed=seed,
+        )
+        for iteration in range(num_iterations)
+        for index in range(num_groups)
+    ]
