@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -70,24 +70,138 @@ class RolloutConfig(Section):
     )
 
 
+Normalization = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+
+
 class KlConfig(Section):
     coef: float = Field(0.0, ge=0, description="0 skips the reference model altogether")
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    placement: Literal["loss", "reward"] = Field(
+        "loss", description="a term of the token loss, or subtracted from each response's reward before advantages"
+    )
 
 
-class GrpoObjective(Section):
-    """DeepSeekMath (arXiv 2402.03300), eq. 3, with a selectable normaliser."""
+class TruncatedImportance(Section):
+    """Weight min(r, cap) on each token, r = trainer / rollout probability."""
+
+    type: Literal["truncated"] = "truncated"
+    cap: float = Field(2.0, gt=0)
+
+
+class BandImportance(Section):
+    """Weight r inside the band; tokens outside leave loss and denominator (IcePop)."""
+
+    type: Literal["band"] = "band"
+    low: float = Field(0.5, gt=0, le=1)
+    high: float = Field(5.0, ge=1)
+
+
+class Objective(Section):
+    kl: KlConfig = KlConfig()
+    importance: TruncatedImportance | BandImportance | None = Field(
+        None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"
+    )
+
+
+class GrpoObjective(Objective):
+    """DeepSeekMath (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
-    normalization: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="mean over all response tokens of the iteration, or over each response first"
-    )
-    kl: KlConfig = KlConfig()
+    normalization: Normalization = "token_mean"
 
 
-ObjectiveConfig = GrpoObjective
+class DrGrpoObjective(Objective):
+    """arXiv 2503.20783: no division by the standard deviation, constant normaliser."""
+
+    type: Literal["dr_grpo"]
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    normalization: Normalization = "constant"
+
+
+class DapoObjective(Objective):
+    """arXiv 2503.14476: clip-higher and token mean; its dynamic sampling would change the iteration's fixed set."""
+
+    type: Literal["dapo"]
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    normalization: Normalization = "token_mean"
+
+
+class RlooObjective(Objective):
+    """arXiv 2402.14740: leave-one-out baseline."""
+
+    type: Literal["rloo"]
+    normalization: Normalization = "sequence_sum"
+
+
+class GspoObjective(Objective):
+    """arXiv 2507.18071: one ratio per response."""
+
+    type: Literal["gspo"]
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    clip_high: float = Field(4e-4, gt=0)
+    normalization: Normalization = "sequence_mean"
+
+
+class CispoObjective(Objective):
+    """arXiv 2506.13585: clipped weights instead of clipped updates."""
+
+    type: Literal["cispo"]
+    clip_low: float = Field(1.0, gt=0, le=1)
+    clip_high: float = Field(4.0, gt=0)
+    normalization: Normalization = "token_mean"
+
+
+class ReinforcePpObjective(Objective):
+    """arXiv 2501.03262: scaled by the whole iteration, therefore `sync` only."""
+
+    type: Literal["reinforce_pp"]
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    normalization: Normalization = "token_mean"
+
+    @model_validator(mode="after")
+    def check_kl_placement(self) -> "ReinforcePpObjective":
+        if self.kl.placement == "reward":
+            raise ValueError(
+                "kl.placement: reinforce_pp scales by rewards known before the pass; use placement = 'loss'"
+            )
+        return self
+
+
+class OnlineDpoObjective(Objective):
+    """arXiv 2410.18252: the best and the worst response of a group as a preference pair."""
+
+    type: Literal["online_dpo"]
+    beta: float = Field(0.1, gt=0)
+
+
+ObjectiveConfig = Annotated[
+    GrpoObjective
+    | DrGrpoObjective
+    | DapoObjective
+    | RlooObjective
+    | GspoObjective
+    | CispoObjective
+    | ReinforcePpObjective
+    | OnlineDpoObjective,
+    Field(discriminator="type"),
+]
+
+# Which objective is allowed in which mode. A batch-wide statistic has to wait for the whole iteration.
+MODES_OF_OBJECTIVE: dict[str, tuple[str, ...]] = {
+    "grpo": ("periodic", "sync"),
+    "dr_grpo": ("periodic", "sync"),
+    "dapo": ("periodic", "sync"),
+    "rloo": ("periodic", "sync"),
+    "gspo": ("periodic", "sync"),
+    "cispo": ("periodic", "sync"),
+    "reinforce_pp": ("sync",),
+    "online_dpo": ("periodic", "sync"),
+}
 
 
 class OptimizerConfig(Section):
@@ -132,11 +246,16 @@ class JobConfig(Section):
     data: DataConfig
     reward: RewardConfig
     rollout: RolloutConfig
-    objective: ObjectiveConfig = GrpoObjective()
+    objective: ObjectiveConfig = Field(default_factory=GrpoObjective)
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     schedule: ScheduleConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def default_objective(cls, value: Any) -> Any:
+        return {"type": "grpo", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def check_group_size(self) -> "JobConfig":
@@ -145,6 +264,16 @@ class JobConfig(Section):
                 "rollout.num_samples_per_prompt: the group advantage of "
                 f"{self.objective.type} needs at least 2 responses per prompt, got "
                 f"{self.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_mode(self) -> "JobConfig":
+        allowed = MODES_OF_OBJECTIVE[self.objective.type]
+        if self.schedule.mode not in allowed:
+            raise ValueError(
+                f"schedule.mode: objective {self.objective.type} needs statistics of the whole iteration and cannot run "
+                f"in {self.schedule.mode}; use {' or '.join(allowed)}, or another objective"
             )
         return self
 

@@ -18,13 +18,19 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup, span_versions
-from services.trainer.algorithm.grpo import grpo_token_loss
-from services.trainer.algorithm.kl import kl_estimate
-from services.trainer.algorithm.normalization import denominator
 from services.trainer.batch import MicroBatch, is_informative, num_places, pack
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.link import GroupFeed, JobLink
 from services.trainer.model import freeze_copy, response_logprobs
+from services.trainer.objective import (
+    Logprobs,
+    Loss,
+    compute_loss,
+    iteration_scale,
+    loss_denominator,
+    needs_reference,
+    needs_whole_iteration,
+)
 from services.trainer.optimizer import MasterAdamW
 from services.trainer.stats import IterationStats
 
@@ -41,7 +47,7 @@ class Policy:
 
     @classmethod
     def create(cls, model: Any, config: JobConfig) -> "Policy":
-        reference = freeze_copy(model) if config.objective.kl.coef > 0 else None
+        reference = freeze_copy(model) if needs_reference(config.objective) else None
         return cls(model, reference, MasterAdamW(model, config.optimizer))
 
 
@@ -71,10 +77,14 @@ class TrainLoop:
         stats = IterationStats(self._state.policy_version)
         self._policy.optimizer.drop_gradients()
         num_groups = self._config.rollout.num_prompts_per_iteration
-        for groups in self._feed.micro_batches(iteration, num_groups, self._cost):
+        micro_batches, scale = self._feed.micro_batches(iteration, num_groups, self._cost), 1.0
+        if needs_whole_iteration(self._config.objective):
+            micro_batches = list(micro_batches)
+            scale = iteration_scale([group for groups in micro_batches for group in groups])
+        for groups in micro_batches:
             self._link.check()
             with stats.busy():
-                self.accumulate(groups, stats)
+                self.accumulate(groups, stats, scale)
         with stats.busy():
             self.step(stats)
             snapshot = self._snapshot()
@@ -83,7 +93,7 @@ class TrainLoop:
         log_iteration(iteration, stats.report(), is_new)
         self.checkpoint_if_due()
 
-    def accumulate(self, groups: list[RolloutGroup], stats: IterationStats) -> None:
+    def accumulate(self, groups: list[RolloutGroup], stats: IterationStats, scale: float = 1.0) -> None:
         """Add one micro-batch's unnormalised gradient."""
         for group in groups:
             self._verify(group)
@@ -91,29 +101,24 @@ class TrainLoop:
         informative = [group for group in groups if is_informative(group, self._config)]
         if not informative:
             return
-        batch = pack(informative, self._config, self._device)
-        loss_sum = self.loss_sum(batch, stats)
+        batch = pack(informative, self._device)
+        loss_sum = self.loss(batch, stats, scale).loss_sum
         if not torch.isfinite(loss_sum):
             raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
         loss_sum.backward()
 
-    def loss_sum(self, batch: MicroBatch, stats: IterationStats) -> torch.Tensor:
+    def loss(self, batch: MicroBatch, stats: IterationStats, scale: float) -> Loss:
         """Policy and reference on the same packed row; the old policy is the policy: one step per iteration."""
-        objective, temperature = self._config.objective, self._config.rollout.temperature
+        temperature = self._config.rollout.temperature
         trainer_logprobs, entropy = response_logprobs(self._policy.model, batch, temperature)
-        old_logprobs = trainer_logprobs.detach()
-        token_loss, is_clipped = grpo_token_loss(
-            trainer_logprobs, old_logprobs, batch.advantages, objective.clip_low, objective.clip_high
-        )
-        sums = {"entropy": entropy, "clipped_frac": is_clipped}
+        ref_logprobs = None
         if self._policy.reference is not None:
             with torch.no_grad():
                 ref_logprobs, _ = response_logprobs(self._policy.reference, batch, temperature)
-            kl = kl_estimate(objective.kl.estimator, trainer_logprobs, ref_logprobs)
-            token_loss = token_loss + objective.kl.coef * kl
-            sums["kl"] = kl
-        stats.add_tokens(trainer_logprobs, batch.rollout_logprobs, loss=token_loss, **sums)
-        return (token_loss * batch.token_weights).sum()
+        logprobs = Logprobs(trainer_logprobs, trainer_logprobs.detach(), ref_logprobs)
+        loss = compute_loss(self._config.objective, batch, logprobs, scale)
+        stats.add_loss(batch, trainer_logprobs, loss, entropy)
+        return loss
 
     def step(self, stats: IterationStats) -> None:
         """The barrier: exactly one rescale, one clip, one optimizer step."""
@@ -122,8 +127,9 @@ class TrainLoop:
                 "every group of the iteration failed; the events of the job say why (`onbeat jobs get`); "
                 "nothing was trained on"
             )
-        norm = denominator(self._config.objective.normalization, stats.num_tokens, stats.num_responses)
-        stats.values["train/grad_norm"] = self._policy.optimizer.rescale_and_clip(norm)
+        num_tokens = stats.num_tokens - stats.num_rejected_tokens
+        divisor = loss_denominator(self._config, num_tokens, stats.num_responses, stats.num_pairs)
+        stats.values["train/grad_norm"] = self._policy.optimizer.rescale_and_clip(divisor)
         stats.values["train/learning_rate"] = self._policy.optimizer.step()
         self._state = replace(
             self._state,

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 import torch
 
 from onbeat.streams.codec import RolloutGroup
+from services.trainer.batch import MicroBatch
+from services.trainer.objective import Loss
 
 
 class IterationStats:
     def __init__(self, policy_version: int) -> None:
         self._policy_version = policy_version
-        self.num_responses = self.num_tokens = self.num_trained_tokens = 0
+        self.num_responses = self.num_tokens = self.num_trained_tokens = self.num_rejected_tokens = self.num_pairs = 0
         self._prompt_tokens = self._truncated = self._uniform_groups = self._failed_groups = 0
         self._rewards: list[float] = []
         self._oldest_version = policy_version
@@ -44,12 +46,14 @@ class IterationStats:
             oldest = min(span.policy_version for span in response.version_spans)
             self._oldest_version = min(self._oldest_version, oldest)
 
-    def add_tokens(self, trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, **sums: torch.Tensor) -> None:
-        """Per-token quantities [N]; `sums` become means over the trained tokens under `train/NAME`."""
-        gap = (trainer_logprobs.detach() - rollout_logprobs).abs()
+    def add_loss(self, batch: MicroBatch, trainer_logprobs: torch.Tensor, loss: Loss, entropy: torch.Tensor) -> None:
+        """Token quantities [N] become means over the trained tokens under `train/NAME`."""
+        gap = (trainer_logprobs.detach() - batch.rollout_logprobs).abs()
         self.num_trained_tokens += len(gap)
+        self.num_rejected_tokens += loss.num_rejected_tokens
+        self.num_pairs += loss.num_pairs
         self._mismatch_max = max(self._mismatch_max, gap.max().item())
-        for name, values in {"mismatch": gap, **sums}.items():
+        for name, values in {"mismatch": gap, "entropy": entropy, **loss.token_metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + values.detach().sum().item()
 
     def report(self) -> dict[str, float]:

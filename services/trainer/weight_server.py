@@ -95,6 +95,7 @@ class WeightServer(weights_pb2_grpc.WeightsServiceServicer):
         newest = self._store.newest()
         if newest is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no version is published yet; try again")
+            raise AssertionError("abort raises")
         return newest
 
     async def _find(self, version: int, context) -> Snapshot:
@@ -102,4 +103,5 @@ class WeightServer(weights_pb2_grpc.WeightsServiceServicer):
         if snapshot is None:
             detail = f"version {version} is not held here; held: {self._store.versions()}"
             await context.abort(grpc.StatusCode.NOT_FOUND, detail)
+            raise AssertionError("abort raises")
         return snapshot

@@ -7,6 +7,7 @@ import torch
 
 from services.trainer.algorithm.advantages import grpo_advantages
 from services.trainer.algorithm.grpo import grpo_token_loss
+from services.trainer.algorithm.inputs import LossInputs
 from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.algorithm.normalization import denominator, token_weights
 
@@ -26,7 +27,8 @@ def test_equal_rewards_teach_exactly_nothing(reward):
 def test_grpo_clips_only_where_the_surrogate_would_gain():
     log = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
-    loss, is_clipped = grpo_token_loss(log, torch.zeros(5), advantages, clip_low=0.2, clip_high=0.3)
+    inputs = LossInputs(log, torch.zeros(5), advantages, torch.tensor([5]))
+    loss, is_clipped = grpo_token_loss(inputs, clip_low=0.2, clip_high=0.3)
     torch.testing.assert_close(loss, torch.tensor([-1.3, 1.5, -0.5, 0.8, -2.0]))
     assert is_clipped.tolist() == [True, False, False, True, False]
     loss.sum().backward()
@@ -36,7 +38,8 @@ def test_grpo_clips_only_where_the_surrogate_would_gain():
 def test_ratio_one_gives_the_plain_policy_gradient():
     logprobs = torch.tensor([-0.3, -2.0], requires_grad=True)
     advantages = torch.tensor([0.7, -1.2])
-    grpo_token_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)[0].sum().backward()
+    inputs = LossInputs(logprobs, logprobs.detach(), advantages, torch.tensor([2]))
+    grpo_token_loss(inputs, 0.2, 0.2)[0].sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
 
 
@@ -59,7 +62,7 @@ def test_kl_estimators_agree_with_the_exact_kl():
 def test_normalizations_equal_their_definitions():
     lengths = torch.tensor([2, 4])
     losses = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 6.0])
-    token_mean = (losses * token_weights("token_mean", lengths)).sum() / denominator("token_mean", 6, 2)
-    sequence_mean = (losses * token_weights("sequence_mean", lengths)).sum() / denominator("sequence_mean", 6, 2)
+    token_mean = (losses * token_weights("token_mean", lengths)).sum() / denominator("token_mean", 6, 2, 8)
+    sequence_mean = (losses * token_weights("sequence_mean", lengths)).sum() / denominator("sequence_mean", 6, 2, 8)
     assert token_mean.item() == pytest.approx(20 / 6)
     assert sequence_mean.item() == pytest.approx((2 + 4) / 2)

@@ -10,7 +10,7 @@ from services.trainer.attention.layout import build_layout, dense_mask
 from services.trainer.attention.sdpa import plan_sdpa, sdpa_attention
 from services.trainer.batch import num_places, pack
 from services.trainer.model import response_logprobs
-from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
+from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
 LAYOUTS = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=3
@@ -62,7 +62,7 @@ ARCHITECTURES = {
 def test_packed_logprobs_and_gradients_equal_one_by_one(name, everything_in_float64):
     groups = [make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 1)), make_group("0-2", 7, (6, 2, 5, 1))]
     packed_model = tiny_model(ARCHITECTURES[name]())
-    batch = pack(groups, job_config(), torch.device("cpu"))
+    batch = pack(groups, torch.device("cpu"))
     packed, _ = response_logprobs(packed_model, batch, temperature=0.7)
     reference_model = tiny_model(ARCHITECTURES[name]())
     reference = one_by_one_logprobs(reference_model, groups, temperature=0.7)
@@ -74,7 +74,7 @@ def test_packed_logprobs_and_gradients_equal_one_by_one(name, everything_in_floa
 
 def test_packed_logprobs_in_bfloat16_stay_within_its_noise():
     groups = [make_group("0-0", 6, (4, 2, 5)), make_group("0-1", 3, (2, 6))]
-    batch = pack(groups, job_config(), torch.device("cpu"))
+    batch = pack(groups, torch.device("cpu"))
     packed, _ = response_logprobs(tiny_model(tiny_config(), torch.bfloat16), batch, 1.0)
     exact = one_by_one_logprobs(tiny_model(tiny_config()), groups, 1.0).float()
     one_by_one = one_by_one_logprobs(tiny_model(tiny_config(), torch.bfloat16), groups, 1.0).float()
@@ -110,7 +110,7 @@ def test_layout_promises(groups):
 
 def test_a_place_is_counted_as_it_is_packed():
     group = make_group("0-0", 5, (3, 1, 4))
-    assert num_places(group) == len(pack([group], job_config(), torch.device("cpu")).token_ids) == 10
+    assert num_places(group) == len(pack([group], torch.device("cpu")).token_ids) == 10
 
 
 @pytest.mark.parametrize("bad", [(0, [1]), (3, []), (3, [2, 0])])

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from onbeat.config import MODES_OF_OBJECTIVE
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import GroupFailure, RolloutGroup
 from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, tiny_config, tiny_model, train
@@ -26,11 +27,22 @@ def largest_gap(left, right):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize("normalization", ["token_mean", "sequence_mean"])
+NORMALIZATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
+OBJECTIVES = [
+    {"type": kind, **({} if kind == "online_dpo" else {"normalization": normalization})}
+    for kind, modes in MODES_OF_OBJECTIVE.items()
+    if "periodic" in modes
+    for normalization in (
+        ["-"] if kind == "online_dpo" else ["token_mean", "sequence_mean", "sequence_sum", "constant"]
+    )
+]
+
+
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(3))
-def test_periodic_equals_sync_in_any_arrival_order(normalization, kl_coef, seed, tmp_path):
-    objective = {"normalization": normalization, "kl": {"coef": kl_coef}}
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: "-".join(o.values()))
+def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path):
+    seed = len(objective["type"])
+    objective = objective | {"kl": {"coef": kl_coef}}
     groups = recorded_iterations(seed=seed)
     sync = job_config(schedule=SYNC, objective=objective)
     periodic = job_config(schedule=PERIODIC, objective=objective, training={"max_tokens_per_micro_batch": 40})
@@ -47,7 +59,7 @@ def test_periodic_equals_sync_in_any_arrival_order(normalization, kl_coef, seed,
 
 def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
     groups = shuffled_within_iterations(recorded_iterations(), 7)
-    budget = {"max_tokens_per_micro_batch": 40}
+    budget = {"max_tokens_per_micro_batch": 45}
     periodic = job_config(schedule=PERIODIC, training=budget)
     first, link = train(periodic, groups, tmp_path / "a", arrivals=3)
     assert len({len(batch) for batches in link.recorded.values() for batch in batches}) > 1
@@ -65,9 +77,10 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
 
     config, groups = job_config(), recorded_iterations(1)
     reference = tiny_model(tiny_config(), torch.float32)
-    batch = pack(groups, config, torch.device("cpu"))
+    batch = pack(groups, torch.device("cpu"))
     logprobs, _ = response_logprobs(reference, batch, 1.0)
-    (-(batch.advantages * logprobs).sum() / len(logprobs)).backward()
+    advantages = torch.cat([(r - r.mean()) / (r.std() + 1e-4) for r in batch.rewards.split(3)])
+    (-(advantages.repeat_interleave(batch.response_lengths) * logprobs).sum() / len(logprobs)).backward()
 
     model = tiny_model(tiny_config(), torch.float32)
     policy = Policy.create(model, config)
@@ -108,7 +121,7 @@ def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
     from services.trainer.model import response_logprobs
 
     config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
-    batch = pack(groups, config, torch.device("cpu"))
+    batch = pack(groups, torch.device("cpu"))
     exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
     values = iter(exact.tolist())
     for group in groups:

@@ -8,17 +8,11 @@ and the gradient is that of -A * trainer_logprobs.
 
 import torch
 
+from services.trainer.algorithm.inputs import LossInputs
 
-def grpo_token_loss(
-    trainer_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All [N]. Returns the loss per token and whether the clip cut its gradient off (bool)."""
-    assert trainer_logprobs.shape == old_logprobs.shape == advantages.shape
-    importance_ratio = (trainer_logprobs - old_logprobs).exp()
-    clipped_ratio = importance_ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate, clipped = importance_ratio * advantages, clipped_ratio * advantages
+
+def grpo_token_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] and whether the clip cut the token's gradient off (bool)."""
+    surrogate = inputs.importance_ratio * inputs.advantages
+    clipped = inputs.importance_ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * inputs.advantages
     return -torch.minimum(surrogate, clipped), clipped < surrogate

@@ -4,21 +4,29 @@ The count of an iteration's tokens is known only when its last rollout is in. So
 sum, and the accumulated gradient is divided once, before clipping: exactly the gradient of the mean.
 
     token_mean:     sum over all tokens / number of tokens
-    sequence_mean:  sum over responses of (mean over its tokens) / number of responses
+    sequence_mean:  sum over responses of the mean over its tokens / number of responses
+    sequence_sum:   sum over all tokens / number of responses
+    constant:       sum over all tokens / (number of responses * max_response_tokens)
 """
 
 import torch
 
 
-def token_weights(normalization: str, response_lengths: torch.Tensor) -> torch.Tensor:
-    """[R] tokens per response -> [N] weight of each token in the unnormalised sum."""
-    if normalization == "token_mean":
-        return torch.ones(int(response_lengths.sum()), device=response_lengths.device)
+def token_weights(
+    normalization: str, response_lengths: torch.Tensor, kept_lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R] tokens per response (and how many of them stay in the loss) -> [N] weight of each token in the sum."""
     if normalization == "sequence_mean":
-        return (1.0 / response_lengths).repeat_interleave(response_lengths)
-    raise ValueError(f"unknown normalization {normalization!r}")
+        kept = response_lengths if kept_lengths is None else kept_lengths
+        return (1.0 / kept).repeat_interleave(response_lengths)
+    return torch.ones(int(response_lengths.sum()), device=response_lengths.device)
 
 
-def denominator(normalization: str, num_tokens: int, num_responses: int) -> int:
-    """What the iteration's accumulated sum is divided by."""
-    return {"token_mean": num_tokens, "sequence_mean": num_responses}[normalization]
+def denominator(normalization: str, num_tokens: int, num_responses: int, max_response_tokens: int) -> int:
+    """What the iteration's accumulated sum is divided by. Raises KeyError for an unknown name."""
+    return {
+        "token_mean": num_tokens,
+        "sequence_mean": num_responses,
+        "sequence_sum": num_responses,
+        "constant": num_responses * max_response_tokens,
+    }[normalization]

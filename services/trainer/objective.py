@@ -1,0 +1,165 @@
+"""From a job's objective to numbers: advantages, token losses, and what the accumulated sum is divided by.
+
+The formulas are in `algorithm/`, one file each; here is only the choice between them.
+"""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+
+from onbeat.config import (
+    BandImportance,
+    CispoObjective,
+    DapoObjective,
+    DrGrpoObjective,
+    GrpoObjective,
+    GspoObjective,
+    JobConfig,
+    ObjectiveConfig,
+    OnlineDpoObjective,
+    ReinforcePpObjective,
+    RlooObjective,
+    TruncatedImportance,
+)
+from onbeat.streams.codec import RolloutGroup
+from services.trainer.algorithm.advantages import grpo_advantages
+from services.trainer.algorithm.cispo import cispo_token_loss
+from services.trainer.algorithm.dr_grpo import dr_grpo_advantages
+from services.trainer.algorithm.grpo import grpo_token_loss
+from services.trainer.algorithm.gspo import gspo_token_loss
+from services.trainer.algorithm.importance import band_weights, truncated_weights
+from services.trainer.algorithm.inputs import LossInputs
+from services.trainer.algorithm.kl import kl_estimate
+from services.trainer.algorithm.normalization import denominator, token_weights
+from services.trainer.algorithm.online_dpo import best_and_worst, dpo_pair_loss
+from services.trainer.algorithm.reinforce_pp import batch_scale, reinforce_pp_advantages
+from services.trainer.algorithm.rloo import rloo_advantages, rloo_token_loss
+from services.trainer.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of every response token, all [N] float32; only `trainer` carries a gradient."""
+
+    trainer: torch.Tensor
+    old: torch.Tensor
+    ref: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An unnormalised sum over a micro-batch, what the band rejected, and token quantities [N] for the report."""
+
+    loss_sum: torch.Tensor
+    num_rejected_tokens: int
+    num_pairs: int
+    token_metrics: dict[str, torch.Tensor]
+
+
+def needs_reference(objective: ObjectiveConfig) -> bool:
+    return objective.kl.coef > 0 or isinstance(objective, OnlineDpoObjective)
+
+
+def needs_whole_iteration(objective: ObjectiveConfig) -> bool:
+    return isinstance(objective, ReinforcePpObjective)
+
+
+def iteration_scale(groups: list[RolloutGroup]) -> float:
+    """REINFORCE++'s divisor, from all groups of the iteration; 1 when every group failed."""
+    rewards = [torch.tensor([r.reward for r in group.responses]) for group in groups if group.responses]
+    return batch_scale(rewards) if rewards else 1.0
+
+
+def compute_loss(objective: ObjectiveConfig, batch: MicroBatch, logprobs: Logprobs, scale: float = 1.0) -> Loss:
+    """The objective on one micro-batch; `scale` is that of `iteration_scale`, where the objective needs it."""
+    if isinstance(objective, OnlineDpoObjective):
+        return online_dpo_loss(objective, batch, logprobs)
+    rewards, metrics = batch.rewards, {}
+    kl = torch.zeros_like(logprobs.old)
+    if logprobs.ref is not None:
+        kl = metrics["kl"] = kl_estimate(objective.kl.estimator, logprobs.trainer, logprobs.ref)
+    if objective.kl.placement == "reward":
+        rewards = rewards - objective.kl.coef * batch.response_sum(kl.detach())
+    advantages = group_advantages(objective, rewards.split(batch.group_sizes), scale)
+    advantages_N = advantages.repeat_interleave(batch.response_lengths)
+    inputs = LossInputs(logprobs.trainer, logprobs.old, advantages_N, batch.response_lengths)
+    token_loss, metrics["clipped_frac"] = policy_token_loss(objective, inputs)
+    weights, is_kept = importance_weights(objective, logprobs.old, batch.rollout_logprobs)
+    token_loss = token_loss * weights
+    if objective.kl.placement == "loss":
+        token_loss = token_loss + objective.kl.coef * kl * is_kept
+    metrics |= {"loss": token_loss, "rejected_frac": ~is_kept}
+    kept_lengths = batch.response_sum(is_kept.float()).clamp(min=1)
+    per_token = token_weights(objective.normalization, batch.response_lengths, kept_lengths)
+    return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics)
+
+
+def group_advantages(objective: ObjectiveConfig, rewards: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
+    """Rewards [G] per group -> advantages [R] of all responses."""
+    match objective:
+        case GrpoObjective() | DapoObjective() | GspoObjective() | CispoObjective():
+            return torch.cat([grpo_advantages(group) for group in rewards])
+        case DrGrpoObjective():
+            return torch.cat([dr_grpo_advantages(group) for group in rewards])
+        case RlooObjective():
+            return torch.cat([rloo_advantages(group) for group in rewards])
+        case ReinforcePpObjective():
+            return torch.cat([reinforce_pp_advantages(group, scale) for group in rewards])
+        case OnlineDpoObjective():
+            raise AssertionError("pairs have no advantages")
+        case _:
+            assert_never(objective)
+
+
+def policy_token_loss(objective: ObjectiveConfig, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss per token [N] and where a clip acted [N] bool."""
+    match objective:
+        case GrpoObjective() | DrGrpoObjective() | DapoObjective() | ReinforcePpObjective():
+            return grpo_token_loss(inputs, objective.clip_low, objective.clip_high)
+        case GspoObjective():
+            return gspo_token_loss(inputs, objective.clip_low, objective.clip_high)
+        case CispoObjective():
+            return cispo_token_loss(inputs, objective.clip_low, objective.clip_high)
+        case RlooObjective():
+            return rloo_token_loss(inputs), torch.zeros_like(inputs.advantages, dtype=torch.bool)
+        case OnlineDpoObjective():
+            raise AssertionError("pairs have no token loss")
+        case _:
+            assert_never(objective)
+
+
+def importance_weights(
+    objective: ObjectiveConfig, old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [N] and which tokens stay [N] bool."""
+    everything = torch.ones_like(old_logprobs, dtype=torch.bool)
+    match objective.importance:
+        case None:
+            return everything.float(), everything
+        case TruncatedImportance(cap=cap):
+            return truncated_weights(old_logprobs, rollout_logprobs, cap), everything
+        case BandImportance(low=low, high=high):
+            return band_weights(old_logprobs, rollout_logprobs, low, high)
+
+
+def online_dpo_loss(objective: OnlineDpoObjective, batch: MicroBatch, logprobs: Logprobs) -> Loss:
+    assert logprobs.ref is not None
+    pairs, first = [], 0
+    for rewards in batch.rewards.split(batch.group_sizes):
+        if (pair := best_and_worst(rewards)) is not None:
+            pairs.append((first + pair[0], first + pair[1]))
+        first += len(rewards)
+    index = torch.tensor(pairs, device=batch.rewards.device)
+    trainer, ref = batch.response_sum(logprobs.trainer), batch.response_sum(logprobs.ref)
+    loss_sum = dpo_pair_loss(trainer, ref, index, objective.beta).sum()
+    kl = kl_estimate(objective.kl.estimator, logprobs.trainer, logprobs.ref)
+    return Loss(loss_sum, 0, len(pairs), {"kl": kl})
+
+
+def loss_denominator(config: JobConfig, num_tokens: int, num_responses: int, num_pairs: int) -> int:
+    """What the iteration's accumulated sum is divided by; at least 1."""
+    if isinstance(config.objective, OnlineDpoObjective):
+        return max(1, num_pairs)
+    most = config.rollout.max_response_tokens
+    return max(1, denominator(config.objective.normalization, num_tokens, num_responses, most))
