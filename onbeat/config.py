@@ -213,6 +213,18 @@ class OptimizerConfig(Section):
     num_warmup_iterations: int = Field(0, ge=0, description="linear learning-rate warm-up")
 
 
+class GacConfig(Section):
+    """Gradient alignment control (arXiv 2603.01501); thresholds are our own choice."""
+
+    mode: Literal["off", "metric", "control"] = Field(
+        "metric", description="metric: only report the cosine of consecutive gradients; control: project and skip"
+    )
+    c_low: float = Field(0.3, ge=0, lt=1, description="project back to this cosine when it is exceeded")
+    c_high: float = Field(0.95, gt=0, le=1, description="skip the step above this cosine")
+    is_full_removal: bool = Field(False, description="project to cosine 0 instead of c_low")
+    history: Literal["raw", "projected"] = Field("raw", description="which gradient the next one is compared with")
+
+
 class TrainingConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = Field(
         4096, description="packed tokens of one forward and backward; a larger group is a micro-batch of its own"
@@ -248,6 +260,7 @@ class JobConfig(Section):
     rollout: RolloutConfig
     objective: ObjectiveConfig = Field(default_factory=GrpoObjective)
     optimizer: OptimizerConfig = OptimizerConfig()
+    gac: GacConfig = GacConfig()
     training: TrainingConfig = TrainingConfig()
     schedule: ScheduleConfig
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -2,7 +2,7 @@
 
     checkpoints/iteration-000040/
       model.safetensors config.json tokenizer...   loads anywhere with from_pretrained
-      optimizer.safetensors                        float32 masters and both moments
+      optimizer.safetensors                        float32 masters, both moments, GAC's previous gradient
       state.json                                   written last: a folder without it does not count
 
 A folder appears under its name only when it is complete and on disk.
@@ -12,14 +12,16 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from services.trainer.optimizer import MasterAdamW
+Tensors = dict[str, torch.Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
 
-    def save(self, state: TrainState, model: Any, optimizer: MasterAdamW, files: dict[str, bytes]) -> Path:
+    def save(self, state: TrainState, model: Any, tensors: Tensors, files: dict[str, bytes]) -> Path:
         """Write, sync, rename, then drop the oldest. Returns the folder."""
         target = self._folder / f"iteration-{state.next_iteration:06d}"
         partial = self._folder / f".{target.name}.partial"
@@ -50,7 +52,7 @@ class CheckpointStore:
             (partial / name).write_bytes(content)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        save_file(optimizer.state_tensors(), partial / "optimizer.safetensors")
+        save_file(tensors, partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
         sync_folder(partial)
         if target.exists():
@@ -65,8 +67,8 @@ class CheckpointStore:
         """Complete checkpoints, oldest first."""
         return sorted(path.parent for path in self._folder.glob("iteration-*/state.json"))
 
-    def restore(self, job_id: str, model_path: str, optimizer: MasterAdamW) -> TrainState | None:
-        """Load the newest checkpoint into optimizer and model; None when there is none.
+    def restore(self, job_id: str, model_path: str, load: Callable[[Tensors, int], None]) -> TrainState | None:
+        """Hand the newest checkpoint's tensors and number of steps to `load`; None when there is no checkpoint.
 
         Raises ValueError, naming the folder, when it is torn or belongs to another job or model.
         """
@@ -77,7 +79,7 @@ class CheckpointStore:
             state = TrainState(**json.loads((folder / "state.json").read_text()))
             if (state.job_id, state.model_path) != (job_id, model_path):
                 raise ValueError(f"it belongs to job {state.job_id} on {state.model_path}")
-            optimizer.load_state_tensors(load_file(folder / "optimizer.safetensors"), state.num_steps)
+            load(load_file(folder / "optimizer.safetensors"), state.num_steps)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"checkpoint {folder} cannot be used: {error}; move it away to start over") from error
         logger.info("resumed from %s: next iteration %d", folder, state.next_iteration)

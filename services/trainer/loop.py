@@ -18,8 +18,10 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup, span_versions
+from services.trainer.algorithm.gac import GacAction
 from services.trainer.batch import MicroBatch, is_informative, num_places, pack
 from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.gradient_control import GradientControl
 from services.trainer.link import GroupFeed, JobLink
 from services.trainer.model import freeze_copy, response_logprobs
 from services.trainer.objective import (
@@ -39,16 +41,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Policy:
-    """The model in training, its frozen reference (None when the algebra does not need one) and its optimizer."""
+    """The model in training, its frozen reference (None when the algebra does not need one) and what moves it."""
 
     model: Any
     reference: Any | None
     optimizer: MasterAdamW
+    control: GradientControl
 
     @classmethod
     def create(cls, model: Any, config: JobConfig) -> "Policy":
         reference = freeze_copy(model) if needs_reference(config.objective) else None
-        return cls(model, reference, MasterAdamW(model, config.optimizer))
+        return cls(model, reference, MasterAdamW(model, config.optimizer), GradientControl(config.gac))
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint needs besides the published weights; no copies."""
+        return self.optimizer.state_tensors() | self.control.state_tensors()
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+        """Raises ValueError when they are another model's."""
+        self.optimizer.load_state_tensors(tensors, num_steps)
+        self.control.load_state_tensors(tensors)
 
 
 class TrainLoop:
@@ -129,13 +141,19 @@ class TrainLoop:
             )
         num_tokens = stats.num_tokens - stats.num_rejected_tokens
         divisor = loss_denominator(self._config, num_tokens, stats.num_responses, stats.num_pairs)
-        stats.values["train/grad_norm"] = self._policy.optimizer.rescale_and_clip(divisor)
-        stats.values["train/learning_rate"] = self._policy.optimizer.step()
+        optimizer = self._policy.optimizer
+        decision = self._policy.control.apply(optimizer.rescale(divisor))
+        stats.add_decision(decision)
+        stats.values["train/grad_norm"] = optimizer.clip()
+        if decision.action is GacAction.SKIP and self._config.gac.mode == "control":
+            optimizer.drop_gradients()
+        else:
+            stats.values["train/learning_rate"] = optimizer.step()
         self._state = replace(
             self._state,
             next_iteration=self._state.next_iteration + 1,
             policy_version=self._state.policy_version + 1,
-            num_steps=self._policy.optimizer.num_steps,
+            num_steps=optimizer.num_steps,
         )
 
     def checkpoint_if_due(self) -> None:
@@ -143,7 +161,8 @@ class TrainLoop:
         is_last = done == self._config.schedule.num_iterations
         if not is_last and done % self._config.checkpoint.every_iterations:
             return
-        path = self._checkpoints.save(self._state, self._policy.model, self._policy.optimizer, self._files)
+        tensors = self._policy.state_tensors()
+        path = self._checkpoints.save(self._state, self._policy.model, tensors, self._files)
         self._link.checkpointed(self._durable_until, done, str(path))
         self._durable_until = done
 

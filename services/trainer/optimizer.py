@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from onbeat.config import OptimizerConfig
+from onbeat.errors import JobFailed
 
 
 class MasterAdamW:
@@ -42,20 +43,29 @@ class MasterAdamW:
 
         return hook
 
-    def rescale_and_clip(self, denominator: float) -> float:
-        """Divide the accumulated gradient once, then clip its global norm. Returns the norm before clipping.
+    def rescale(self, denominator: float) -> dict[str, torch.Tensor]:
+        """Divide the accumulated gradient, once. Returns it by name, [shape of the parameter] float32.
 
-        Raises FloatingPointError when it is not finite: such a gradient never reaches the weights.
+        A parameter without gradient gets zeros: momentum moves on in an iteration without signal.
         """
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
-        if not gradients:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm(gradients).item() / denominator
-        if not torch.isfinite(torch.tensor(norm)):
-            raise FloatingPointError(f"the accumulated gradient is not finite (norm {norm})")
-        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6)) / denominator
-        torch._foreach_mul_(gradients, scale)
-        return norm
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        gradients = {name: master.grad for name, master in self.masters.items()}
+        torch._foreach_mul_(list(gradients.values()), 1.0 / denominator)
+        return gradients
+
+    def clip(self) -> float:
+        """Clip the global norm; returns the norm before clipping.
+
+        Raises JobFailed when it is not finite: such a gradient never reaches the weights.
+        """
+        gradients = [master.grad for master in self.masters.values()]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise JobFailed(f"the accumulated gradient is not finite (norm {norm.item()}); no step was taken")
+        torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.max_grad_norm, norm)
+        return norm.item()
 
     @torch.no_grad()
     def step(self) -> float:
@@ -63,9 +73,6 @@ class MasterAdamW:
         self.num_steps += 1
         warmup = self.config.num_warmup_iterations
         learning_rate = self.config.learning_rate * min(1.0, self.num_steps / (warmup + 1))
-        for master in self.masters.values():  # zero, not absent: momentum moves on in an iteration without signal
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
         self._adamw.param_groups[0]["lr"] = learning_rate
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)

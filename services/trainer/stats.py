@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from onbeat.streams.codec import RolloutGroup
+from services.trainer.algorithm.gac import GacAction, GacDecision
 from services.trainer.batch import MicroBatch
 from services.trainer.objective import Loss
 
@@ -55,6 +56,11 @@ class IterationStats:
         self._mismatch_max = max(self._mismatch_max, gap.max().item())
         for name, values in {"mismatch": gap, "entropy": entropy, **loss.token_metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + values.detach().sum().item()
+
+    def add_decision(self, decision: GacDecision) -> None:
+        if decision.cosine is not None:
+            self.values["train/grad_cosine"] = decision.cosine
+        self.values |= {f"train/gac_{a}": float(decision.action is a) for a in (GacAction.PROJECT, GacAction.SKIP)}
 
     def report(self) -> dict[str, float]:
         tokens, responses = max(1, self.num_trained_tokens), max(1, self.num_responses)

@@ -90,7 +90,8 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     stats = IterationStats(0)
     for group in groups:
         loop.accumulate([group], stats)
-    policy.optimizer.rescale_and_clip(stats.num_tokens)
+    policy.optimizer.rescale(stats.num_tokens)
+    policy.optimizer.clip()
     total = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
     scale = min(1.0, 1.0 / (total.item() + 1e-6))
     for name, parameter in reference.named_parameters():

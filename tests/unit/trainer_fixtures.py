@@ -134,7 +134,7 @@ def train(config, groups, tmp_path, model=None, resume_from=None, **link_options
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
     state = TrainState("job", next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
     if resume_from is not None:
-        state = checkpoints.restore("job", config.model.path, policy.optimizer)
+        state = checkpoints.restore("job", config.model.path, policy.load_state_tensors)
         assert state == replace(state, next_iteration=resume_from)
     TrainLoop(link, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
     return model, link

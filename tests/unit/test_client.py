@@ -1,0 +1,114 @@
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from onbeat.client import AsyncClient, BrokerUnreachable, Client
+from onbeat.errors import ApiError
+from onbeat.types import JobState
+from tests.unit.fake_broker import FakeJobs, serve
+
+CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 3}}
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.client.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
+
+
+@pytest.fixture
+def fake() -> FakeJobs:
+    return FakeJobs()
+
+
+@pytest.fixture
+def url(fake: FakeJobs) -> Iterator[str]:
+    with serve(fake) as url:
+        yield url
+
+
+async def test_job_from_creation_to_its_end(url: str) -> None:
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG)
+        assert job.state == JobState.RUNNING
+        assert (await client.jobs.wait(job.id, timeout_s=5)).state == JobState.SUCCEEDED
+        assert [record.iteration for record in await client.jobs.iterations(job.id, after=0)] == [1, 2]
+        assert (await client.jobs.metrics(job.id))["train/loss"] == [(0, 1.5), (1, 1.25)]
+        assert len(await client.jobs.samples(job.id, iteration=1, limit=2)) == 2
+        assert [event.kind for event in await client.jobs.events(job.id)] == ["job.state"]
+        assert [worker.id for worker in await client.workers()] == ["rollout-0"]
+        assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
+        assert await client.jobs.list(state="RUNNING") == []
+
+
+async def test_wait_gives_up_at_its_deadline(url: str) -> None:
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 10_000}})
+        with pytest.raises(TimeoutError, match="still RUNNING after"):
+            await client.jobs.wait(job.id, timeout_s=0.1)
+
+
+def test_sync_face_has_the_same_methods_signatures_and_errors(url: str) -> None:
+    with Client(url, api_key="secret") as client:
+        job = client.jobs.create(CONFIG, idempotency_key="k")
+        assert client.jobs.create(CONFIG, idempotency_key="k").id == job.id
+        assert client.jobs.cancel(job.id).state == JobState.CANCELLED
+        assert client.jobs.wait(job.id).state.is_final
+        assert client.workers()[0].num_in_flight == 3
+        with pytest.raises(ApiError):
+            client.jobs.get("job-99")
+
+
+async def test_api_key_is_sent_as_bearer_token(url: str, fake: FakeJobs) -> None:
+    async with AsyncClient(url, api_key="secret") as client:
+        await client.jobs.list()
+    assert fake.authorization == "Bearer secret"
+
+
+async def test_refusal_names_every_wrong_field(url: str) -> None:
+    async with AsyncClient(url) as client:
+        with pytest.raises(ApiError) as caught:
+            await client.jobs.create(CONFIG | {"model": {"path": "no-such-model"}})
+    assert caught.value.status == 422
+    assert "model.path: unknown model; try bundled:" in str(caught.value)
+
+
+async def test_busy_broker_is_asked_again_and_creates_one_job(url: str, fake: FakeJobs) -> None:
+    fake.failures = [503, 502]
+    async with AsyncClient(url) as client:
+        await client.jobs.create(CONFIG)
+    assert fake.requests == [("POST", "/v1/jobs")] * 3
+    assert len(fake.jobs) == 1
+
+
+async def test_retries_are_bounded_and_moves_are_not_repeated(url: str, fake: FakeJobs) -> None:
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG)
+        fake.failures = [503] * 4
+        with pytest.raises(ApiError, match="503"):
+            await client.jobs.get(job.id)
+        assert fake.failures == []
+        fake.failures = [503, 503]
+        with pytest.raises(ApiError, match="503"):
+            await client.jobs.cancel(job.id)
+        assert fake.failures == [503]
+
+
+async def test_unreachable_broker_is_named_with_a_remedy() -> None:
+    started = time.monotonic()
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(BrokerUnreachable, match=r"http://127\.0\.0\.1:9 .*onbeat up.*--url"):
+            await client.jobs.list()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y"])
+def test_wrong_url_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ValueError, match="URL"):
+        AsyncClient(url)
+
+
+async def test_job_id_cannot_leave_its_path() -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(ValueError, match="not a job id"):
+            await client.jobs.get("../workers")

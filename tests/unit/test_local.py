@@ -1,0 +1,291 @@
+"""The local stack with stand-ins for the services: what starts, what restarts, and that nothing survives."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onbeat.config import JobConfig
+from onbeat.errors import OnbeatError
+from onbeat.local.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.local.redis_server import free_port, redis_service
+from onbeat.local.run import stage_data
+from onbeat.local.stack import StackOptions, service_specs
+from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
+from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# A service with a child in its own group and a grandchild that ran off into another session; their ids go to argv[1].
+FAMILY = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+near, far = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
+open(sys.argv[1] + ".new", "w").write(f"{os.getpid()} {near.pid} {far.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(300)
+"""
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + FAMILY
+
+
+def family(pids_file: Path, code: str = FAMILY, **options: float) -> ServiceSpec:
+    command = [sys.executable, "-c", code, str(pids_file)]
+    return ServiceSpec("family", command, 0, missing=lambda: "" if pids_file.exists() else "no ids", **options)
+
+
+def pids_in(pids_file: Path) -> list[int]:
+    wait_for(pids_file.exists)
+    return [int(pid) for pid in pids_file.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def pids_file(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+# ---- nothing survives ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [FAMILY, DEAF], ids=["polite", "ignores SIGTERM"])
+def test_stop_leaves_no_child_or_grandchild(tmp_path: Path, pids_file: Path, code: str) -> None:
+    supervisor = Supervisor(tmp_path)
+    supervisor.start([family(pids_file, code, grace_s=0.3)])
+    pids = pids_in(pids_file)
+    assert all(map(is_alive, pids))
+    supervisor.stop()
+    assert not any(map(is_alive, pids))
+    supervisor.stop()
+
+
+def test_dead_service_leaves_no_grandchild_and_is_restarted(
+    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
+    reports: list[str] = []
+    supervisor = Supervisor(tmp_path, reports.append)
+    supervisor.start([family(pids_file)])
+    before = pids_in(pids_file)
+    pids_file.unlink()
+    os.kill(before[0], signal.SIGKILL)
+    wait_for(lambda: supervisor.check() or pids_file.exists())
+    assert not any(map(is_alive, before))
+    assert all(map(is_alive, pids_in(pids_file)))
+    assert "family was killed by SIGKILL; restart 1 of" in reports[0]
+    supervisor.stop()
+
+
+def test_service_dies_with_its_guard(tmp_path: Path, pids_file: Path) -> None:
+    supervisor = Supervisor(tmp_path, lambda line: None)
+    supervisor.start([family(pids_file)])
+    service, near, _ = pids_in(pids_file)
+    os.kill(supervisor.services[0].pid or 0, signal.SIGKILL)
+    wait_for(lambda: supervisor.check() or not is_alive(service))
+    wait_for(lambda: not is_alive(near))
+    supervisor.stop()
+
+
+def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from onbeat.local.supervisor import ServiceSpec, Supervisor
+command = [sys.executable, "-c", {FAMILY!r}, {str(pids_file)!r}]
+Supervisor(Path({str(tmp_path)!r})).start([ServiceSpec("family", command, 0)])
+time.sleep(300)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    pids = pids_in(pids_file)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+# ---- starting and restarting -----------------------------------------------------------------------------------
+
+
+def test_waves_start_in_order_and_stop_in_reverse(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    code = """
+import signal, sys, time
+def note(what): open(sys.argv[1], "a").write(what + sys.argv[2] + "\\n")
+def end(*_): note("-"); sys.exit()
+signal.signal(signal.SIGTERM, end); note("+"); time.sleep(300)
+"""
+
+    def spec(wave: int) -> ServiceSpec:
+        def missing() -> str:
+            return "" if journal.exists() and f"+{wave}" in journal.read_text() else "its line"
+
+        return ServiceSpec(f"s{wave}", [sys.executable, "-c", code, str(journal), str(wave)], wave, missing=missing)
+
+    supervisor = Supervisor(tmp_path)
+    supervisor.start([spec(2), spec(1)])
+    supervisor.stop()
+    assert journal.read_text().split() == ["+1", "+2", "-2", "-1"]
+
+
+def test_service_that_dies_while_starting_is_shown_with_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
+    supervisor = Supervisor(tmp_path)
+    with pytest.raises(StackFailed, match=r"(?s)s exited with code 1 while starting.*no such device"):
+        supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "never")])
+    supervisor.stop()
+
+
+def test_service_that_is_never_ready_fails_at_its_deadline(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    with pytest.raises(StackFailed, match=r"not ready after 0 s: port closed"):
+        supervisor.start([ServiceSpec("s", ["sleep", "60"], 0, missing=lambda: "port closed", ready_deadline_s=0.1)])
+    supervisor.stop()
+
+
+def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("onbeat.local.supervisor.MAX_RESTARTS", 2)
+    reports: list[str] = []
+    supervisor = Supervisor(tmp_path, reports.append)
+    supervisor.start([ServiceSpec("s", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 0)])
+    with pytest.raises(StackFailed, match=r"(?s)s exited with code 3, after 2 restarts.*why"):
+        wait_for(lambda: bool(supervisor.check()))
+    assert len(reports) == 2
+    supervisor.stop()
+
+
+# ---- the stack's own services ----------------------------------------------------------------------------------
+
+
+def test_redis_starts_with_a_password_on_loopback_and_keeps_data(tmp_path: Path) -> None:
+    from redis import Redis
+    from redis.exceptions import AuthenticationError
+
+    for expected in (None, b"kept"):
+        spec, url = redis_service(tmp_path)
+        supervisor = Supervisor(tmp_path)
+        supervisor.start([spec])
+        client = Redis.from_url(url)
+        assert client.get("k") == expected
+        client.set("k", b"kept")
+        assert client.config_get("bind")["bind"] == "127.0.0.1"
+        with pytest.raises(AuthenticationError):
+            Redis.from_url(url.replace("redis://:", "redis://:wrong")).ping()
+        supervisor.stop()
+    assert (tmp_path / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
+
+
+def test_services_are_told_where_they_are(tmp_path: Path) -> None:
+    options = StackOptions(tmp_path, num_rollouts=2, engine="transformers", rollout_cores=[0], trainer_cores=[0])
+    broker, trainer, *rollouts = service_specs(options, "redis://r", 8801)
+    common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
+    data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
+    assert broker.env == common | data_dir | {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801"}
+    assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
+    assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
+    assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
+    assert broker.wave < trainer.wave == rollouts[0].wave
+
+
+def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.state.OWNER_DEADLINE_S", 0.1)
+    create_data_dir(tmp_path)
+    assert running_stack(tmp_path) is None
+    lock = StackLock(tmp_path)
+    state = StackState(os.getpid(), "up", "http://u", "redis://r", 1.0)
+    lock.write(state)
+    assert running_stack(tmp_path) == state
+    assert (tmp_path / "stack.json").stat().st_mode & 0o077 == 0
+    with pytest.raises(OnbeatError, match="already running"):
+        StackLock(tmp_path)
+    lock.release()
+    assert running_stack(tmp_path) is None
+    assert not has_processes(tmp_path)
+
+
+def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
+    lock = StackLock(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.children_fd])
+    lock.release()
+    assert running_stack(tmp_path) is None
+    assert has_processes(tmp_path)
+    with pytest.raises(OnbeatError, match="already running"):
+        StackLock(tmp_path)
+    child.communicate(b"\n")
+    StackLock(tmp_path).release()
+
+
+def test_taken_port_is_not_handed_out() -> None:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        assert free_port(preferred=taken) != taken
+    assert free_port(preferred=taken) == taken
+
+
+# ---- cores -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_rollouts", "rollouts", "trainer"),
+    [
+        ([0], 1, [[0]], [0]),
+        ([0, 1], 1, [[0]], [1]),
+        ([0, 1], 2, [[0], [0]], [1]),
+        ([0, 1, 2], 1, [[0]], [1, 2]),
+        ([2, 3, 5, 7, 8, 9], 2, [[2, 3], [5]], [7, 8, 9]),
+    ],
+)
+def test_first_half_generates(
+    cores: list[int], num_rollouts: int, rollouts: list[list[int]], trainer: list[int]
+) -> None:
+    assert plan_cores(cores, num_rollouts) == CorePlan(rollouts, trainer)
+
+
+def test_given_cores_are_taken_and_the_other_side_gets_the_rest() -> None:
+    assert plan_cores([0, 1, 2, 3], 1, rollout_cores=[3]) == CorePlan([[3]], [0, 1, 2])
+    assert plan_cores([0, 1, 2, 3], 2, trainer_cores=[0]) == CorePlan([[1, 2], [3]], [0])
+    with pytest.raises(ValueError, match="core 9 is not available; this process may use 0-3"):
+        plan_cores([0, 1, 2, 3], 1, rollout_cores=[9])
+
+
+def test_core_lists_read_and_written() -> None:
+    assert parse_cores("6,0-3") == [0, 1, 2, 3, 6]
+    assert format_cores([0, 1, 2, 3, 6]) == "0-3,6"
+    for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
+        with pytest.raises(ValueError, match="list of cores"):
+            parse_cores(wrong)
+
+
+# ---- a job's data file -----------------------------------------------------------------------------------------
+
+
+def test_data_file_beside_the_job_is_put_where_the_broker_reads(tmp_path: Path) -> None:
+    config = JobConfig.from_file(EXAMPLES / "from_jsonl.toml")
+    staged = stage_data(config, EXAMPLES, tmp_path)
+    assert staged == stage_data(config, EXAMPLES, tmp_path)
+    path = Path(staged.data.path)  # type: ignore[union-attr]
+    assert path.is_relative_to(tmp_path)
+    assert path.read_text() == (EXAMPLES / "arithmetic.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"no file .*relative to the job file"):
+        stage_data(config, tmp_path, tmp_path)

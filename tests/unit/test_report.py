@@ -1,0 +1,77 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from onbeat.client import AsyncClient
+from onbeat.errors import OnbeatError
+from onbeat.report import build_report, check_report_path, make_report, write_report
+from onbeat.types import IterationRecord, JobRecord
+from tests.unit.fake_broker import FakeJobs, iteration_json, serve
+
+PROMISED = """iteration policy_version reward_mean num_groups num_responses prompt_tokens response_tokens wall_s
+generate_s train_s weight_sync_s rollout_idle_frac trainer_idle_frac staleness_max mismatch_mean mismatch_max tpspd"""
+JOB = JobRecord.model_validate(
+    {
+        "id": "j",
+        "name": "n",
+        "pool": "default",
+        "state": "SUCCEEDED",
+        "created_at": 90.0,
+        "started_at": 95.0,
+        "finished_at": 130.0,
+        "num_iterations": 12,
+        "config": {"schedule": {"mode": "periodic"}},
+    }
+)
+
+
+def records(num_committed: int, **changes: float) -> list[IterationRecord]:
+    return [IterationRecord.model_validate(iteration_json(i) | changes) for i in range(num_committed)]
+
+
+async def test_report_has_the_promised_names() -> None:
+    fake = FakeJobs()
+    with serve(fake) as url:
+        async with AsyncClient(url) as client:
+            job = await client.jobs.create({"name": "n", "schedule": {"mode": "sync", "num_iterations": 2}})
+            await client.jobs.wait(job.id, timeout_s=5)
+            report = await build_report(client, job.id)
+    assert {"job_id", "state", "mode", "totals", "iterations"} <= report.keys()
+    assert (report["job_id"], report["state"], report["mode"]) == (job.id, "SUCCEEDED", "sync")
+    assert [set(record) for record in report["iterations"]] == [set(PROMISED.split())] * 2
+
+
+def test_totals_by_hand() -> None:
+    totals = make_report(JOB, records(12))["totals"]
+    assert totals["reward_mean_first5"] == pytest.approx(0.2)
+    assert totals["reward_mean_last5"] == pytest.approx(0.9)
+    assert (totals["iterations"], totals["wall_s"], totals["job_s"]) == (12, 24.0, 35.0)
+    assert (totals["tokens"], totals["num_stale"]) == (1200, 12)
+
+
+def test_tpspd_weighs_iterations_by_their_device_seconds() -> None:
+    # 100 tokens at 25 on 2 devices for 2 s, then 100 at 10 on 2 devices for 5 s: 200 tokens in 14 device-seconds
+    mixed = records(1) + records(1, wall_s=5.0, tpspd=10.0)
+    assert make_report(JOB, mixed)["totals"]["tpspd"] == pytest.approx(200 / 14)
+
+
+def test_unfinished_iteration_is_left_out() -> None:
+    unfinished = IterationRecord.model_validate(iteration_json(2, is_committed=False))
+    assert len(make_report(JOB, [*records(2), unfinished])["iterations"]) == 2
+
+
+def test_job_that_never_started_has_a_report() -> None:
+    totals = make_report(JOB.model_copy(update={"started_at": None}), [])["totals"]
+    assert totals["iterations"] == 0
+    assert totals["reward_mean_first5"] is totals["tpspd"] is totals["job_s"] is None
+
+
+def test_report_file_is_json_and_checked_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    check_report_path(path)
+    write_report(path, make_report(JOB, records(1)))
+    assert json.loads(path.read_text())["job_id"] == "j"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OnbeatError, match="cannot be written"):
+        check_report_path(tmp_path / "missing" / "report.json")

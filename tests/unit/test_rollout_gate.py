@@ -1,0 +1,189 @@
+"""The version gate and the puller: no token of the wrong version, no load under running requests, no needless pull."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from onbeat.errors import WeightsError
+from services.rollout import puller as puller_module
+from services.rollout.engine import Sampling
+from services.rollout.engines import EngineBroken
+from services.rollout.gate import VersionGate
+from services.rollout.puller import WeightsPuller
+from tests.rollout_fakes import FakeEngine, FakeTrainer
+
+SAMPLING = Sampling(max_response_tokens=4, temperature=1.0, seed=0)
+
+
+class Rig:
+    """An engine on version 0, a trainer, and what is between."""
+
+    def __init__(self, staging_dir: Path) -> None:
+        self.staging_dir = staging_dir
+        self.trainer = FakeTrainer()
+        self.address = self.trainer.address
+        self.engine = FakeEngine()
+        self.puller = WeightsPuller(self.trainer.connect, self.find_address, staging_dir)
+        self.ready: list[int] = []
+        self.gate = VersionGate(self.engine, self.puller, self.on_loaded)
+
+    async def find_address(self) -> str:
+        return self.address
+
+    async def on_loaded(self, weights, load_s) -> None:
+        self.ready.append(weights.policy_version)
+
+    async def start(self) -> None:
+        (self.staging_dir / "config.json").touch()
+        (self.staging_dir / "model.safetensors").write_text("0")
+        await self.engine.start(self.staging_dir, 0)
+
+    def generate(self, version: int) -> asyncio.Task[list[int]]:
+        async def pinned() -> list[int]:
+            async with self.gate.pinned(version):
+                return (await self.engine.generate([1], 1, SAMPLING, expected_version=version))[0].token_ids
+
+        return asyncio.create_task(pinned())
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.staging_dir.glob("policy-*"))
+
+
+@pytest.fixture
+async def rig(tmp_path):
+    rig = Rig(tmp_path)
+    await rig.start()
+    yield rig
+    await rig.puller.close()
+
+
+async def settle(seconds: float = 0.05) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def test_new_version_is_loaded_only_after_the_drain_and_once_for_all_who_wait(rig):
+    rig.trainer.newest = 1
+    rig.engine.may_finish.clear()
+    old = [rig.generate(0) for _ in range(3)]
+    await settle()
+    new = [rig.generate(1) for _ in range(4)]
+    await settle()
+    assert rig.engine.loads == []  # three are still generating
+    assert rig.trainer.pulls == [1]  # but the weights are there already
+    rig.engine.may_finish.set()
+    assert await asyncio.gather(*old, *new) == [[0] * 3] * 3 + [[1] * 3] * 4
+    assert rig.engine.loads == rig.ready == [1]
+    assert rig.files() == []
+
+
+async def test_late_comers_of_the_old_version_do_not_starve_the_new_one(rig):
+    rig.trainer.newest = 1
+    rig.engine.may_finish.clear()
+    first = rig.generate(0)
+    await settle()
+    new = rig.generate(1)
+    await settle()
+    late = rig.generate(0)
+    await settle()
+    rig.engine.may_finish.set()
+    assert await new == [1, 1, 1]
+    assert [await first, await late] == [[0] * 3, [0] * 3]
+    assert [version for version, _, _ in rig.engine.requests] == [0, 1, 0]
+
+
+async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypatch):
+    monkeypatch.setattr(WeightsPuller.fetch, "__defaults__", (0.2,))
+    waiting = [rig.generate(7) for _ in range(10)]
+    started = asyncio.get_running_loop().time()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(result, WeightsError) for result in results)
+    assert asyncio.get_running_loop().time() - started < 1.0
+    assert await rig.generate(0) == [0, 0, 0]
+
+
+async def test_load_that_fails_once_is_repeated_with_a_fresh_copy(rig):
+    rig.trainer.newest = 1
+    rig.engine.load_errors = [RuntimeError("half a file")]
+    assert await rig.generate(1) == [1, 1, 1]
+    assert rig.trainer.pulls == [1, 1]
+
+
+async def test_load_that_keeps_failing_breaks_the_engine(rig):
+    rig.trainer.newest = 1
+    rig.engine.load_errors = [RuntimeError("no memory")] * 2
+    with pytest.raises(EngineBroken, match="policy version 1 could not be loaded: no memory"):
+        await rig.generate(1)
+    assert rig.engine.version() is None
+
+
+async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):
+    rig.trainer.newest = 1
+    impatient = rig.generate(1)
+    while not rig.engine.loads:
+        await asyncio.sleep(0)
+    impatient.cancel()
+    assert await rig.generate(1) == [1, 1, 1]
+    assert rig.engine.loads == [1]
+
+
+async def test_idle_advance_never_goes_back(rig):
+    rig.trainer.newest = 3
+    await rig.gate.advance(3)
+    await rig.gate.advance(2)
+    assert rig.engine.version() == 3
+    assert rig.engine.loads == [3]
+
+
+async def test_announced_versions_are_staged_at_once_and_at_most_two_files_are_kept(rig):
+    follow = asyncio.create_task(rig.puller.follow())
+    for version in range(1, 5):
+        await rig.trainer.publish(version)
+        await settle()
+    assert rig.trainer.pulls == [0, 1, 2, 3, 4]
+    assert rig.files() == ["policy-3.safetensors", "policy-4.safetensors"]
+    assert (await rig.puller.fetch(4)).policy_version == 4
+    assert rig.trainer.pulls.count(4) == 1
+    follow.cancel()
+
+
+async def test_pulls_of_one_version_are_shared(rig):
+    rig.trainer.newest = 2
+    pulled = await asyncio.gather(*(rig.puller.fetch(2) for _ in range(5)))
+    assert len(set(pulled)) == 1
+    assert rig.trainer.pulls == [2]
+
+
+async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog):
+    follow = asyncio.create_task(rig.puller.follow())
+    await settle()
+    await rig.trainer.break_watches("trainer:2")
+    await settle(0.5)  # several tries, while the job still names the old address
+    rig.address = "trainer:2"
+    await asyncio.sleep(1.0)
+    await rig.trainer.publish(5)
+    await settle()
+    assert rig.trainer.pulls[-1] == 5
+    assert len([line for line in caplog.messages if "trying again" in line]) == 1  # one line per change, not per try
+    follow.cancel()
+
+
+async def test_silent_server_is_left_when_the_job_names_another_address(rig, monkeypatch):
+    monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.05)
+    follow = asyncio.create_task(rig.puller.follow())
+    await settle()
+    rig.trainer.address = rig.address = "trainer:2"  # the old one says nothing, not even goodbye
+    await settle(0.4)
+    assert rig.trainer.num_watches == 2
+    follow.cancel()
+
+
+async def test_server_that_never_answers_is_given_up_after_a_deadline(rig, monkeypatch, caplog):
+    monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.02)
+    monkeypatch.setattr(puller_module, "FIRST_ANSWER_S", 0.05)
+    rig.trainer.newest = -1  # nothing to announce
+    follow = asyncio.create_task(rig.puller.follow())
+    await settle(0.4)
+    assert "no answer" in caplog.text
+    assert rig.trainer.num_watches > 1
+    follow.cancel()
