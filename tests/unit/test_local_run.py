@@ -73,6 +73,13 @@ def processes_of(data_dir: Path) -> list[str]:
     return found
 
 
+def wait_until_gone(data_dir: Path) -> None:
+    deadline = time.monotonic() + 15
+    while processes_of(data_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(data_dir) == []
+
+
 def test_run_succeeds_writes_its_report_and_leaves_nothing(cli: list[str], data_dir: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ["run", str(QUICKSTART), "--rollouts", "2", "--set", "schedule.num_iterations=4"]
@@ -110,13 +117,6 @@ def test_broker_that_does_not_start_is_explained(cli: list[str], data_dir: Path)
     assert process.returncode == 1
     assert "error: broker exited with code 1 while starting; last lines of" in out
     assert "could not convert string to float: 'not a number'" in out
-    assert processes_of(data_dir) == []
-
-
-def wait_until_gone(data_dir: Path) -> None:
-    deadline = time.monotonic() + 15
-    while processes_of(data_dir) and time.monotonic() < deadline:
-        time.sleep(0.05)
     assert processes_of(data_dir) == []
 
 

@@ -1,0 +1,75 @@
+"""The `onbeat` command. Modules import what they need inside the commands: `onbeat --help` stays instant."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from onbeat.cli import jobs, model, stack
+
+app = typer.Typer(
+    name="onbeat",
+    help="Post-train language models with reinforcement learning, one policy version per iteration.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(stack.run)
+app.command("up")(stack.up)
+app.command("down")(stack.down)
+app.add_typer(jobs.app, name="jobs")
+app.command("workers")(jobs.workers)
+app.add_typer(model.app, name="model")
+
+
+def show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from onbeat import __version__
+
+        typer.echo(f"onbeat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 it failed, 2 wrong usage or a wrong job, 130 interrupted."""
+    from onbeat.errors import ApiError, OnbeatError
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a model may say what this terminal cannot show
+    try:
+        app()
+    except ApiError as error:
+        fail(str(error), 2 if error.status == 422 else 1)
+    except OnbeatError as error:
+        fail(str(error), 1)
+    except ValueError as error:
+        fail(describe_value_error(error), 2)
+
+
+def describe_value_error(error: ValueError) -> str:
+    """One line per wrong field of a job, named as in the file."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    lines = [f"{error.title} is not valid:"]
+    for problem in error.errors(include_url=False):
+        field = ".".join(str(part) for part in problem["loc"]) or "job"
+        lines.append(f"  {field}: {problem['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)
+
+
+def fail(message: str, exit_code: int) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(exit_code)

@@ -1,0 +1,218 @@
+"""`onbeat jobs` and `onbeat workers`: everything that a broker is asked."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onbeat.cli.options import ApiKey, AsJson, DataDir, Job, JobId, Overrides, Url, connect, make_console
+
+if TYPE_CHECKING:
+    from onbeat.types import JobRecord, Record
+
+app = typer.Typer(help="Submit, watch and steer jobs.", no_args_is_help=True)
+
+
+@app.command()
+def create(
+    job: Job,
+    overrides: Overrides = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key never creates a second job.")] = None,
+    is_watched: Annotated[bool, typer.Option("--watch", help="Follow the job until it is final.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Submit a job and print its id."""
+    from onbeat.config import read_job_file
+
+    config = read_job_file(job, overrides or [])
+
+    async def call() -> str:
+        async with connect(url, api_key, data_dir) as client:
+            return (await client.jobs.create(config, idempotency_key)).id
+
+    job_id = asyncio.run(call())
+    typer.echo(job_id)
+    if is_watched:
+        watch(job_id, url, api_key, data_dir)
+
+
+@app.command("list")
+def list_jobs(
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state, such as RUNNING.")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Jobs, newest first."""
+
+    async def call() -> "list[JobRecord]":
+        async with connect(url, api_key, data_dir) as client:
+            return await client.jobs.list(state=state.upper() if state else None)
+
+    jobs = asyncio.run(call())
+    if as_json:
+        print_json(jobs)
+        return
+    rows = [
+        (job.id, job.name, job.pool, job.state.value, f"{job.next_iteration}/{job.num_iterations}", when(job))
+        for job in jobs
+    ]
+    print_table(["id", "name", "pool", "state", "iterations", "created"], rows)
+
+
+@app.command()
+def get(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+    """One job, as JSON."""
+
+    async def call() -> "JobRecord":
+        async with connect(url, api_key, data_dir) as client:
+            return await client.jobs.get(job_id)
+
+    print_json(asyncio.run(call()))
+
+
+@app.command()
+def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+    """Follow a job until it is final; exit code 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
+    from onbeat.progress import follow
+    from onbeat.summary import print_summary
+    from onbeat.types import JobState
+
+    console = make_console()
+
+    async def call() -> JobState:
+        async with connect(url, api_key, data_dir) as client:
+            progress = await follow(client, job_id, console)
+            await print_summary(client, progress, console)
+            return progress.job.state
+
+    raise typer.Exit(0 if asyncio.run(call()) == JobState.SUCCEEDED else 1)
+
+
+@app.command()
+def cancel(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+    """End a job. What it has committed stays."""
+    move("cancel", job_id, url, api_key, data_dir)
+
+
+@app.command()
+def pause(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+    """Hold a job until it is resumed."""
+    move("pause", job_id, url, api_key, data_dir)
+
+
+@app.command()
+def resume(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+    """Go on with a paused job."""
+    move("resume", job_id, url, api_key, data_dir)
+
+
+def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir: Path | None) -> None:
+    async def call() -> "JobRecord":
+        async with connect(url, api_key, data_dir) as client:
+            moves = {"cancel": client.jobs.cancel, "pause": client.jobs.pause, "resume": client.jobs.resume}
+            return await moves[verb](job_id)
+
+    typer.echo(f"{job_id} {asyncio.run(call()).state.value}")
+
+
+@app.command()
+def samples(
+    job_id: JobId,
+    iteration: Annotated[int | None, typer.Option(min=0, help="Default: the newest.")] = None,
+    limit: Annotated[int, typer.Option(min=1)] = 10,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Responses with their rewards, for humans to read."""
+    from onbeat.summary import print_examples
+    from onbeat.types import Sample
+
+    async def call() -> list[Sample]:
+        async with connect(url, api_key, data_dir) as client:
+            return await client.jobs.samples(job_id, iteration=iteration, limit=limit)
+
+    found = asyncio.run(call())
+    if as_json:
+        print_json(found)
+    elif not found:
+        typer.echo("no samples yet")
+    else:
+        print_examples(make_console(), f"iteration {found[0].iteration}", found)
+
+
+@app.command()
+def report(
+    job_id: JobId,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; default: the terminal.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """The numbers of every iteration and their totals, as JSON."""
+    from onbeat.report import build_report, check_report_path, write_report
+
+    if output is not None:
+        check_report_path(output)
+
+    async def call() -> dict[str, Any]:
+        async with connect(url, api_key, data_dir) as client:
+            return await build_report(client, job_id)
+
+    built = asyncio.run(call())
+    if output is None:
+        typer.echo(json.dumps(built, indent=2))
+    else:
+        write_report(output, built)
+
+
+def workers(
+    pool: Annotated[str | None, typer.Option(help="Only rollouts of this pool.")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Rollout replicas and what they do."""
+    from onbeat.progress import worker_line
+    from onbeat.types import WorkerRecord
+
+    async def call() -> list[WorkerRecord]:
+        async with connect(url, api_key, data_dir) as client:
+            return await client.workers(pool)
+
+    found = asyncio.run(call())
+    if as_json:
+        print_json(found)
+        return
+    print_table(["id", "job", "doing"], [(worker.id, worker.job_id or "-", worker_line(worker)) for worker in found])
+
+
+def when(job: "JobRecord") -> str:
+    return datetime.fromtimestamp(job.created_at).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def print_json(records: "Record | Sequence[Record]") -> None:
+    from pydantic import BaseModel
+
+    if isinstance(records, BaseModel):
+        typer.echo(records.model_dump_json(indent=2))
+    else:
+        typer.echo(json.dumps([record.model_dump(mode="json") for record in records], indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Plain columns: as good for `grep` and `awk` as for people."""
+    cells = [tuple(column.upper() for column in columns), *rows]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    for row in cells:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,24 @@
+"""`onbeat model`: models on this machine."""
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Models on this machine."""
+
+
+@app.command()
+def prepare(
+    name: Annotated[str, typer.Argument(help="A bundled model, such as smollm2-135m-instruct.", show_default=False)],
+) -> None:
+    """Convert a bundled model ahead of the first job that uses it, and print its folder."""
+    # A process of its own: this one never imports torch.
+    command = [sys.executable, "-P", "-m", "services.trainer.prepare_model", name]
+    raise typer.Exit(subprocess.call(command))

@@ -1,0 +1,54 @@
+"""Options that several commands share."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onbeat.client import AsyncClient
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        envvar="ONBEAT_URL", help="The broker. Default: the stack of the data folder, else http://127.0.0.1:8800."
+    ),
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="ONBEAT_API_KEY", help="Sent as a bearer token.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(envvar="ONBEAT_DATA_DIR", help="Redis, checkpoints and logs of the local stack. Default: ./.onbeat"),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job: --set schedule.num_iterations=5"),
+]
+Job = Annotated[Path, typer.Argument(help="A job file, TOML or JSON; see examples/.", show_default=False)]
+JobId = Annotated[str, typer.Argument(help="As `onbeat jobs list` shows it.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+NumRollouts = Annotated[int, typer.Option("--rollouts", min=1, max=64, help="Rollout replicas.")]
+Engine = Annotated[str, typer.Option(help="What generates: vllm, transformers, or an installed engine's name.")]
+RolloutCores = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="CPU cores of all rollouts, such as 0-3,6. Default: the first half."),
+]
+TrainerCores = Annotated[str | None, typer.Option(metavar="LIST", help="CPU cores of the trainer. Default: the rest.")]
+
+
+def connect(url: str | None, api_key: str | None, data_dir: Path | None = None) -> "AsyncClient":
+    """A client for --url, else for the stack of the data folder, else for the default address."""
+    from onbeat.client import DEFAULT_URL, AsyncClient
+    from onbeat.local.state import resolve_data_dir, running_stack
+
+    if not url:
+        stack = running_stack(resolve_data_dir(data_dir))
+        url = stack.url if stack else DEFAULT_URL
+    return AsyncClient(url, api_key)
+
+
+def make_console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)

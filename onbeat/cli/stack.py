@@ -1,0 +1,89 @@
+"""`onbeat run`, `onbeat up`, `onbeat down`: the local stack."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onbeat.cli.options import DataDir, Engine, Job, NumRollouts, Overrides, RolloutCores, TrainerCores
+
+if TYPE_CHECKING:
+    from onbeat.local.stack import StackOptions
+
+
+def run(
+    job: Job,
+    overrides: Overrides = None,
+    num_rollouts: NumRollouts = 1,
+    engine: Engine = "vllm",
+    report: Annotated[Path | None, typer.Option(help="Write the numbers of the run to this JSON file.")] = None,
+    is_fresh: Annotated[
+        bool, typer.Option("--fresh", help="Cancel what an interrupted run left unfinished instead of resuming it.")
+    ] = False,
+    rollout_cores: RolloutCores = None,
+    trainer_cores: TrainerCores = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start everything on this machine, train, show progress, stop everything.
+
+    Exit code 0 only if the job SUCCEEDED. Ctrl-C cancels the job. With a stack of `onbeat up`, the job runs there.
+    """
+    from onbeat.config import JobConfig
+    from onbeat.local.run import run_job
+
+    options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
+    config = JobConfig.from_file(job, overrides)
+    raise typer.Exit(run_job(config, job.parent, options, report, is_fresh))
+
+
+def up(
+    num_rollouts: NumRollouts = 1,
+    engine: Engine = "vllm",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="The broker's. Default: 8800 if it is free.")
+    ] = None,
+    rollout_cores: RolloutCores = None,
+    trainer_cores: TrainerCores = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Start the local stack in the background."""
+    from dataclasses import replace
+
+    from onbeat.local.daemon import start_in_background
+    from onbeat.local.redis_server import free_port
+    from onbeat.local.state import running_stack
+
+    options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
+    state = running_stack(options.data_dir)
+    if state is not None:
+        typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down` stops it")
+        return
+    state = start_in_background(replace(options, port=port or free_port(preferred=8800)))
+    typer.echo(f"up at {state.url} (data folder {options.data_dir}); `onbeat down` stops it")
+
+
+def down(data_dir: DataDir = None) -> None:
+    """Stop the local stack. Unfinished jobs go on with the next `onbeat up`."""
+    from onbeat.local.daemon import stop_in_background
+    from onbeat.local.state import resolve_data_dir
+
+    folder = resolve_data_dir(data_dir)
+    typer.echo("stopped" if stop_in_background(folder) else f"no stack runs in {folder}")
+
+
+def make_options(
+    data_dir: Path | None, num_rollouts: int, engine: str, rollout_cores: str | None, trainer_cores: str | None
+) -> "StackOptions":
+    from onbeat.local.cores import available_cores, parse_cores, plan_cores
+    from onbeat.local.stack import StackOptions
+    from onbeat.local.state import resolve_data_dir
+
+    options = StackOptions(
+        data_dir=resolve_data_dir(data_dir),
+        num_rollouts=num_rollouts,
+        engine=engine,
+        rollout_cores=parse_cores(rollout_cores) if rollout_cores else None,
+        trainer_cores=parse_cores(trainer_cores) if trainer_cores else None,
+    )
+    plan_cores(available_cores(), num_rollouts, options.rollout_cores, options.trainer_cores)  # wrong lists end here
+    return options

@@ -1,0 +1,278 @@
+"""The Python client: `AsyncClient` speaks to a broker over REST; `Client` is the same for code without an event loop.
+
+with Client() as client:
+    job = client.jobs.create(JobConfig.from_file(Path("examples/quickstart.toml")))
+    print(client.jobs.wait(job.id).state)
+"""
+
+import asyncio
+import functools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import httpx
+
+from onbeat.config import JobConfig
+from onbeat.errors import ApiError, OnbeatError
+from onbeat.types import Event, IterationRecord, JobRecord, JobState, Record, Sample, WorkerRecord
+
+DEFAULT_URL = "http://127.0.0.1:8800"
+RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
+BUSY_STATUSES = frozenset({502, 503, 504})
+
+P = ParamSpec("P")
+R = TypeVar("R")
+RecordT = TypeVar("RecordT", bound=Record)
+# Named here because `list` is a method inside AsyncJobs and Jobs.
+JobRecords = list[JobRecord]
+Iterations = list[IterationRecord]
+Samples = list[Sample]
+Events = list[Event]
+Series = dict[str, list[tuple[int, float]]]
+
+
+class BrokerUnreachable(OnbeatError):
+    """No answer from the broker, after retries."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"no answer from a broker at {url} ({reason}); start a local stack with `onbeat up`, "
+            "or name another broker with --url or ONBEAT_URL"
+        )
+        self.url = url
+
+
+class AsyncJobs:
+    """Everything under /v1/jobs. Methods raise ApiError for refusals and BrokerUnreachable without an answer."""
+
+    def __init__(self, client: "AsyncClient") -> None:
+        self._client = client
+
+    async def create(self, config: JobConfig | dict[str, Any], idempotency_key: str | None = None) -> JobRecord:
+        """Submit a job. Safe to repeat: the same key gives the same job, and every call has a key."""
+        body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        answer = await self._client.request("POST", "/v1/jobs", json=body, headers=headers, is_repeatable=True)
+        return JobRecord.model_validate(answer)
+
+    async def list(self, state: JobState | str | None = None) -> JobRecords:
+        """Newest first."""
+        return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state))
+
+    async def get(self, job_id: str) -> JobRecord:
+        return JobRecord.model_validate(await self._client.get(job_path(job_id)))
+
+    async def cancel(self, job_id: str) -> JobRecord:
+        return await self._move(job_id, "cancel")
+
+    async def pause(self, job_id: str) -> JobRecord:
+        return await self._move(job_id, "pause")
+
+    async def resume(self, job_id: str) -> JobRecord:
+        return await self._move(job_id, "resume")
+
+    async def _move(self, job_id: str, verb: str) -> JobRecord:
+        return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}"))
+
+    async def iterations(self, job_id: str, after: int = -1) -> Iterations:
+        """Iterations with a number above `after`, in order."""
+        answer = await self._client.get(f"{job_path(job_id)}/iterations", after=after)
+        return parse_list(IterationRecord, "iterations", answer)
+
+    async def metrics(self, job_id: str) -> Series:
+        """`area/name` -> [(iteration, value), ...]."""
+        answer = await self._client.get(f"{job_path(job_id)}/metrics")
+        return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
+
+    async def samples(self, job_id: str, iteration: int | None = None, limit: int | None = None) -> Samples:
+        answer = await self._client.get(f"{job_path(job_id)}/samples", iteration=iteration, limit=limit)
+        return parse_list(Sample, "samples", answer)
+
+    async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Events:
+        """Events after the cursor (the last event's id), waiting up to `wait_s` (at most 30) for the first one."""
+        answer = await self._client.get(f"{job_path(job_id)}/events", after=after, wait_s=wait_s)
+        return parse_list(Event, "events", answer)
+
+    async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
+        """Wait until the job is final. Raises TimeoutError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        cursor = "0"
+        while not (job := await self.get(job_id)).state.is_final:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s")
+            events = await self.events(job_id, after=cursor, wait_s=min(20.0, left_s))
+            cursor = events[-1].id if events else cursor
+        return job
+
+
+class AsyncClient:
+    """An async REST client; use it as `async with AsyncClient(url) as client`."""
+
+    def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 15.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.jobs = AsyncJobs(self)
+        host = host_of(self.base_url)
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout_s,
+            trust_env=host not in ("127.0.0.1", "localhost", "::1"),  # no proxy between us and this machine
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def workers(self, pool: str | None = None) -> list[WorkerRecord]:
+        return parse_list(WorkerRecord, "workers", await self.get("/v1/workers", pool=pool))
+
+    async def get(self, path: str, **params: Any) -> Any:
+        given = {name: value for name, value in params.items() if value is not None}
+        timeout_s = self.timeout_s + float(params.get("wait_s", 0))
+        return await self.request("GET", path, params=given, timeout=timeout_s, is_repeatable=True)
+
+    async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
+        """One call with bounded retries; what is not repeatable is only retried when nothing was sent."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            try:
+                response = await self._http.request(method, path, **options)
+            except httpx.TransportError as error:
+                if delay_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
+                    raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
+            else:
+                is_retried = is_repeatable and response.status_code in BUSY_STATUSES and delay_s is not None
+                if not is_retried:
+                    return parse_answer(response)
+            await asyncio.sleep(delay_s or 0)
+        raise AssertionError("the last try returns or raises")
+
+
+def host_of(base_url: str) -> str:
+    """Raises ValueError when this is no URL of a broker."""
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{base_url!r} is not a URL: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{base_url!r} is not a broker's URL; expected something like {DEFAULT_URL}")
+    return url.host
+
+
+def job_path(job_id: str) -> str:
+    if not job_id or not all(character.isalnum() or character in "._-" for character in job_id):
+        raise ValueError(f"{job_id!r} is not a job id; `onbeat jobs list` shows them")
+    return f"/v1/jobs/{job_id}"
+
+
+def parse_list(record: type[RecordT], name: str, answer: Any) -> list[RecordT]:
+    return [record.model_validate(item) for item in answer[name]]
+
+
+def parse_answer(response: httpx.Response) -> Any:
+    """The JSON of a success; raises ApiError with the problem document of a refusal."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if response.is_success and body is not None:
+        return body
+    if not isinstance(body, dict):
+        text = response.text.strip()[:200] or "empty answer"
+        raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
+    title = str(body.get("title") or response.reason_phrase)
+    detail = body.get("detail")
+    errors = body.get("errors")
+    raise ApiError(
+        response.status_code,
+        title,
+        detail if isinstance(detail, str) else "",
+        errors if isinstance(errors, list) else None,
+    )
+
+
+# ---- the same without an event loop ----------------------------------------------------------------------------
+
+
+class LoopThread:
+    """One event loop in a background thread; `run` blocks the caller until a coroutine is done there."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="onbeat-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def jobs_face(
+    method: Callable[Concatenate[AsyncJobs, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate["Jobs", P], R]:
+    """The blocking twin of an AsyncJobs method, with its signature and docstring."""
+
+    @functools.wraps(method)
+    def call(self: "Jobs", *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._thread.run(method(self._jobs, *args, **kwargs))
+
+    return call
+
+
+class Jobs:
+    """AsyncJobs, blocking."""
+
+    def __init__(self, jobs: AsyncJobs, thread: LoopThread) -> None:
+        self._jobs, self._thread = jobs, thread
+
+    create = jobs_face(AsyncJobs.create)
+    list = jobs_face(AsyncJobs.list)
+    get = jobs_face(AsyncJobs.get)
+    cancel = jobs_face(AsyncJobs.cancel)
+    pause = jobs_face(AsyncJobs.pause)
+    resume = jobs_face(AsyncJobs.resume)
+    iterations = jobs_face(AsyncJobs.iterations)
+    metrics = jobs_face(AsyncJobs.metrics)
+    samples = jobs_face(AsyncJobs.samples)
+    events = jobs_face(AsyncJobs.events)
+    wait = jobs_face(AsyncJobs.wait)
+
+
+class Client:
+    """A blocking REST client; use it as `with Client(url) as client`."""
+
+    def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 15.0) -> None:
+        self._client = AsyncClient(base_url, api_key, timeout_s)
+        self._thread = LoopThread()
+        self.jobs = Jobs(self._client.jobs, self._thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._thread.run(self._client.close())
+        self._thread.close()
+
+    def workers(self, pool: str | None = None) -> list[WorkerRecord]:
+        return self._thread.run(self._client.workers(pool))

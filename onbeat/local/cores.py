@@ -1,0 +1,74 @@
+"""Which CPU cores serve rollouts and which the trainer: disjoint, because two thread pools on one core fight."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CorePlan:
+    rollouts: list[list[int]]  # one list per replica; replicas share when there are fewer cores than replicas
+    trainer: list[int]
+
+
+def available_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def plan_cores(
+    cores: Sequence[int],
+    num_rollouts: int,
+    rollout_cores: Sequence[int] | None = None,
+    trainer_cores: Sequence[int] | None = None,
+) -> CorePlan:
+    """The first half generates, the rest trains; what the user gave is taken as it is.
+
+    >>> plan_cores([0, 1, 2, 3, 4, 5], num_rollouts=2)
+    CorePlan(rollouts=[[0, 1], [2]], trainer=[3, 4, 5])
+    """
+    if num_rollouts < 1:
+        raise ValueError(f"at least one rollout is needed, got {num_rollouts}")
+    for core in [*(rollout_cores or []), *(trainer_cores or [])]:
+        if core not in cores:
+            raise ValueError(f"core {core} is not available; this process may use {format_cores(cores)}")
+    if rollout_cores is None:
+        taken = set(trainer_cores or [])
+        free = [core for core in cores if core not in taken] or list(cores)
+        rollout_cores = free if trainer_cores else free[: max(1, len(cores) // 2)]
+    if trainer_cores is None:
+        trainer_cores = [core for core in cores if core not in set(rollout_cores)] or list(cores)
+    return CorePlan(divide(rollout_cores, num_rollouts), list(trainer_cores))
+
+
+def divide(cores: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Contiguous shares whose sizes differ by at most one; single cores in turn when there are too few."""
+    if len(cores) < num_shares:
+        return [[cores[share % len(cores)]] for share in range(num_shares)]
+    size, rest = divmod(len(cores), num_shares)
+    ends = [size * (share + 1) + min(share + 1, rest) for share in range(num_shares)]
+    return [list(cores[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def parse_cores(text: str) -> list[int]:
+    """`0-3,6` -> [0, 1, 2, 3, 6]. Raises ValueError."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ValueError(f"{text!r} is not a list of cores; write something like 0-3,6")
+        cores.update(range(int(first), int(last if dash else first) + 1))
+    return sorted(cores)
+
+
+def format_cores(cores: Sequence[int]) -> str:
+    """[0, 1, 2, 3, 6] -> `0-3,6`."""
+    parts: list[str] = []
+    start = 0
+    for index in range(1, len(cores) + 1):
+        if index == len(cores) or cores[index] != cores[index - 1] + 1:
+            first, last = cores[start], cores[index - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = index
+    return ",".join(parts)

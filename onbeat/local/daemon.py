@@ -1,0 +1,116 @@
+"""`onbeat up` and `onbeat down`: a LocalStack in a background process of its own."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from onbeat.errors import OnbeatError
+from onbeat.local.stack import LocalStack, StackOptions
+from onbeat.local.state import StackState, create_data_dir, has_processes, running_stack
+
+log = logging.getLogger(__name__)
+
+DAEMON_COMMAND = [sys.executable, "-P", "-m", "onbeat.local.daemon"]
+START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 90.0
+
+
+def start_in_background(options: StackOptions) -> StackState:
+    """Start the stack and return when it is ready. Raises OnbeatError with the reason of the failure."""
+    create_data_dir(options.data_dir)
+    log_path = options.data_dir / "logs" / "stack.log"
+    arguments = json.dumps({**asdict(options), "data_dir": str(options.data_dir)})
+    with log_path.open("wb") as output:
+        daemon = subprocess.Popen(
+            [*DAEMON_COMMAND, arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return wait_until_up(daemon, options.data_dir, log_path)
+    except BaseException:  # Ctrl-C while starting, too
+        daemon.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            daemon.wait(STOP_DEADLINE_S)
+        raise
+
+
+def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: Path) -> StackState:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        state = running_stack(data_dir)
+        if state is not None and state.pid == daemon.pid:
+            return state
+        if daemon.poll() is not None:
+            raise OnbeatError(f"the stack did not start:\n{log_path.read_text(errors='replace').strip()}")
+        time.sleep(0.1)
+    raise OnbeatError(f"the stack is not up after {START_DEADLINE_S:.0f} s; see {log_path}")
+
+
+def stop_in_background(data_dir: Path) -> bool:
+    """Stop the stack of this data folder, whoever started it; False if none was running."""
+    state = running_stack(data_dir)
+    if state is None:
+        if has_processes(data_dir):
+            raise OnbeatError(f"a stack in {data_dir} is just starting or ending; try again in a few seconds")
+        return False
+    for number, deadline_s in ((signal.SIGTERM, STOP_DEADLINE_S), (signal.SIGKILL, 20.0)):
+        with suppress(ProcessLookupError):
+            os.kill(state.pid, number)
+        if wait_until(lambda: not has_processes(data_dir), deadline_s):
+            wait_until(lambda: not is_there(state.pid), 0.3)  # it gives up the locks just before it is gone
+            return True
+    raise OnbeatError(f"the stack in {data_dir} (process {state.pid}) does not stop")
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    given = json.loads(sys.argv[1])
+    options = StackOptions(**{**given, "data_dir": Path(given["data_dir"])})
+    signal.signal(signal.SIGTERM, raise_exit)
+    try:
+        with LocalStack(options, command="up") as stack:
+            log.info("the stack is up at %s", stack.url)
+            while True:
+                stack.check()
+                time.sleep(0.5)
+    except OnbeatError as error:
+        log.error("%s", error)
+        return 1
+
+
+def raise_exit(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stopping takes its time, and only once
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

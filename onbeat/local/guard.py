@@ -1,0 +1,132 @@
+"""`python -m onbeat.local.guard`: run one command so that nothing of it can outlive the parent of this process.
+
+    parent (onbeat run) --> guard --> service --> engine process, scoring processes, ...
+
+- the parent dies, even by SIGKILL: the guard notices within a second and stops the service
+- SIGTERM: the service alone gets it and may drain; after `--grace-s` everything is killed
+- the service dies: what it left behind is killed, whatever session or process group it moved to
+- the guard itself is killed: the kernel kills the service (Linux), and the parent kills the process group
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+IS_LINUX = sys.platform == "linux"
+ORPHAN_GRACE_S = 5.0  # everybody is stopping at once, nobody waits for a drained queue
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parent", type=int, required=True, help="process id of whoever starts this")
+    parser.add_argument("--grace-s", type=float, required=True, help="time between SIGTERM and SIGKILL")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    stop = StopSignal()
+    prctl = load_prctl()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a dying service leaves behind becomes our child
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    child = subprocess.Popen(command, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    exit_code = supervise(child.pid, options.parent, options.grace_s, stop)
+    kill_descendants()
+    if os.getppid() != options.parent:
+        os.killpg(0, signal.SIGKILL)  # nobody else will, and nobody wants our exit code
+    return exit_code
+
+
+class StopSignal:
+    """SIGTERM and SIGINT set `is_set`; they and SIGCHLD end a wait early."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._reader, writer = socket.socketpair()
+        self._reader.setblocking(False)
+        writer.setblocking(False)
+        self._writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _set(self, *_: object) -> None:
+        self.is_set = True
+
+    def wait(self, timeout_s: float) -> None:
+        if select.select([self._reader], [], [], timeout_s)[0]:
+            self._reader.recv(4096)
+
+
+def supervise(child: int, parent: int, grace_s: float, stop: StopSignal) -> int:
+    """Wait until the child is gone or has to go; its exit code as a shell would give it."""
+    deadline: float | None = None
+    while (exit_code := reap(child)) is None:
+        is_orphan = os.getppid() != parent
+        if deadline is None and (stop.is_set or is_orphan):
+            deadline = time.monotonic() + (min(grace_s, ORPHAN_GRACE_S) if is_orphan else grace_s)
+            os.kill(child, signal.SIGTERM)
+        if deadline is not None and time.monotonic() >= deadline:
+            return 128 + signal.SIGKILL
+        stop.wait(1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic())))
+    return exit_code
+
+
+def reap(child: int) -> int | None:
+    """Collect every child that has exited; the service's exit code once it is among them."""
+    exit_code = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+                exit_code = code if code >= 0 else 128 - code
+    return exit_code
+
+
+def kill_descendants(deadline_s: float = 5.0) -> None:
+    """Kill children until there are none; as their subreaper we then inherit theirs. Linux only."""
+    deadline = time.monotonic() + deadline_s
+    while IS_LINUX and time.monotonic() < deadline:
+        for pid in children_of(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+        except ChildProcessError:
+            return
+
+
+def children_of(parent: int) -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state_and_parent = stat.read_text().rpartition(")")[2].split()
+            if int(state_and_parent[1]) == parent:
+                children.append(int(stat.parent.name))
+    return children
+
+
+def load_prctl() -> Callable[[int, int], object]:
+    if not IS_LINUX:
+        return lambda option, value: None
+    prctl: Callable[[int, int], object] = ctypes.CDLL(None, use_errno=True).prctl
+    return prctl
+
+
+if __name__ == "__main__":
+    sys.exit(main())

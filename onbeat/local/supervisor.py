@@ -1,0 +1,180 @@
+"""Child processes in waves: started in order, restarted when they die, stopped in reverse order with nothing left.
+
+Each child runs under its own guard (see guard.py) in its own session, with its output in a log file.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onbeat.errors import OnbeatError
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 4
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
+HEALTHY_AFTER_S = 120.0  # a service that lived so long starts again with a clean record
+TAIL_LINES = 20
+
+
+class StackFailed(OnbeatError):
+    """A service does not start, or keeps dying. The message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    name: str
+    command: Sequence[str]
+    wave: int  # started in ascending order, each wave ready before the next
+    env: Mapping[str, str] = field(default_factory=dict)
+    grace_s: float = 10.0
+    missing: Callable[[], str] = lambda: ""  # what is still missing for readiness; "" when it is ready
+    ready_deadline_s: float = 30.0
+
+
+class Service:
+    """One child under its guard."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int]) -> None:
+        self.spec, self.log_path = spec, log_path
+        self.num_failures = 0
+        self.restart_at: float | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._held_fds = held_fds
+
+    @property
+    def pid(self) -> int | None:
+        """The guard's process id, which is also the id of its process group."""
+        return self._guard.pid if self._guard is not None else None
+
+    def spawn(self) -> None:
+        guard = [sys.executable, "-P", "-m", "onbeat.local.guard", "--parent", str(os.getpid())]
+        with self.log_path.open("ab") as output:
+            self._guard = subprocess.Popen(
+                [*guard, "--grace-s", str(self.spec.grace_s), "--", *self.spec.command],
+                env={**os.environ, **self.spec.env, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=self._held_fds,
+            )
+        self._started_at = time.monotonic()
+        self.restart_at = None
+
+    def exit_code(self) -> int | None:
+        return self._guard.poll() if self._guard is not None else None
+
+    def terminate(self) -> None:
+        if self._guard is not None and self._guard.poll() is None:
+            self._guard.terminate()
+
+    def kill_group(self) -> None:
+        """Also after the guard's death: whoever it could not kill is still in its group."""
+        if self._guard is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()
+
+    def schedule_restart(self) -> bool:
+        """False when it has died too often."""
+        now = time.monotonic()
+        if now - self._started_at > HEALTHY_AFTER_S:
+            self.num_failures = 0
+        self.num_failures += 1
+        self.restart_at = now + min(FIRST_DELAY_S * 2 ** (self.num_failures - 1), MAX_DELAY_S)
+        return self.num_failures <= MAX_RESTARTS
+
+    def tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.log_path.exists() else []
+        body = "\n".join(f"  {line}" for line in lines) or "  (nothing was logged)"
+        return f"last lines of {self.log_path}:\n{body}"
+
+
+class Supervisor:
+    """Call `start` once, `check` about every second, and `stop` in any case.
+
+    Guards keep `held_fds` open: a lock among them stays taken until the last child is gone, even if we are killed.
+    """
+
+    def __init__(
+        self, log_dir: Path, report: Callable[[str], None] = log.warning, held_fds: Sequence[int] = ()
+    ) -> None:
+        self._log_dir = log_dir
+        self._held_fds = held_fds
+        self._report = report
+        self.services: list[Service] = []
+
+    def start(self, specs: Sequence[ServiceSpec]) -> None:
+        """Raises StackFailed when a service dies or is not ready in time."""
+        for wave in sorted({spec.wave for spec in specs}):
+            started = [self._launch(spec) for spec in specs if spec.wave == wave]
+            for service in started:
+                wait_until_ready(service)
+
+    def _launch(self, spec: ServiceSpec) -> Service:
+        log_path = self._log_dir / f"{spec.name}.log"
+        if log_path.exists():
+            log_path.replace(log_path.with_suffix(".log.1"))
+        service = Service(spec, log_path, self._held_fds)
+        self.services.append(service)
+        service.spawn()
+        return service
+
+    def check(self) -> None:
+        """Notice deaths and restart after a growing delay. Raises StackFailed when a service keeps dying."""
+        for service in self.services:
+            if service.restart_at is not None:
+                if time.monotonic() >= service.restart_at:
+                    service.spawn()
+                continue
+            exit_code = service.exit_code()
+            if exit_code is None:
+                continue
+            service.kill_group()
+            cause = f"{service.spec.name} {describe_exit(exit_code)}"
+            if not service.schedule_restart():
+                raise StackFailed(f"{cause}, after {MAX_RESTARTS} restarts; {service.tail()}")
+            self._report(f"{cause}; restart {service.num_failures} of {MAX_RESTARTS} (log: {service.log_path})")
+
+    def stop(self) -> None:
+        """Last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice."""
+        for wave in sorted({service.spec.wave for service in self.services}, reverse=True):
+            services = [service for service in self.services if service.spec.wave == wave]
+            for service in services:
+                service.terminate()
+            deadline = time.monotonic() + max(service.spec.grace_s for service in services) + 7.0
+            while any(service.exit_code() is None for service in services) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            for service in services:
+                service.kill_group()
+        self.services = []
+
+
+def wait_until_ready(service: Service) -> None:
+    spec = service.spec
+    deadline = time.monotonic() + spec.ready_deadline_s
+    while missing := spec.missing():
+        if (exit_code := service.exit_code()) is not None:
+            raise StackFailed(f"{spec.name} {describe_exit(exit_code)} while starting; {service.tail()}")
+        if time.monotonic() > deadline:
+            raise StackFailed(
+                f"{spec.name} is not ready after {spec.ready_deadline_s:.0f} s: {missing}; {service.tail()}"
+            )
+        time.sleep(0.05)
+
+
+def describe_exit(exit_code: int) -> str:
+    number = exit_code - 128 if exit_code > 128 else -exit_code
+    if number > 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(number).name}"
+    return f"exited with code {exit_code}"

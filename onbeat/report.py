@@ -1,0 +1,104 @@
+"""The report of a job as JSON: what `--report FILE` and `onbeat jobs report` write. Its names stay."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onbeat.client import AsyncClient
+from onbeat.errors import OnbeatError
+from onbeat.types import IterationRecord, IterationState, JobRecord
+
+ITERATION_FIELDS = (
+    "iteration",
+    "policy_version",
+    "reward_mean",
+    "num_groups",
+    "num_responses",
+    "prompt_tokens",
+    "response_tokens",
+    "wall_s",
+    "generate_s",
+    "train_s",
+    "weight_sync_s",
+    "rollout_idle_frac",
+    "trainer_idle_frac",
+    "staleness_max",
+    "mismatch_mean",
+    "mismatch_max",
+    "tpspd",
+)
+
+
+async def build_report(client: AsyncClient, job_id: str) -> dict[str, Any]:
+    job = await client.jobs.get(job_id)
+    return make_report(job, await client.jobs.iterations(job_id))
+
+
+def make_report(job: JobRecord, iterations: Sequence[IterationRecord]) -> dict[str, Any]:
+    """Only committed iterations: what is unfinished has no numbers yet."""
+    committed = [record for record in iterations if record.state == IterationState.COMMITTED]
+    return {
+        "job_id": job.id,
+        "state": job.state.value,
+        "mode": job.config.get("schedule", {}).get("mode"),
+        "error": job.error,
+        "checkpoint": job.checkpoint,
+        "totals": make_totals(job, committed),
+        "iterations": [{name: getattr(record, name) for name in ITERATION_FIELDS} for record in committed],
+    }
+
+
+def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[str, Any]:
+    prompt_tokens = sum(record.prompt_tokens or 0 for record in committed)
+    response_tokens = sum(record.response_tokens or 0 for record in committed)
+    ended_at = job.finished_at or (committed[-1].committed_at if committed else None)
+    return {
+        "iterations": len(committed),
+        "wall_s": sum(record.wall_s or 0.0 for record in committed),  # from the first opening to the last commit
+        "job_s": ended_at - job.started_at if ended_at and job.started_at else None,  # loading the model included
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": response_tokens,
+        "tokens": prompt_tokens + response_tokens,
+        "reward_mean_first5": mean_reward(committed[:5]),
+        "reward_mean_last5": mean_reward(committed[-5:]),
+        "tpspd": total_tpspd(committed),
+        "num_stale": sum(record.num_stale for record in committed),
+        "num_duplicate": sum(record.num_duplicate for record in committed),
+        "num_failed_groups": sum(record.num_failed_groups for record in committed),
+    }
+
+
+def mean_reward(records: Sequence[IterationRecord]) -> float | None:
+    rewards = [record.reward_mean for record in records if record.reward_mean is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def total_tpspd(records: Sequence[IterationRecord]) -> float | None:
+    """All tokens over all device-seconds. The number of devices may change between iterations:
+    an iteration's device-seconds are its tokens / its tpspd."""
+    tokens, device_s = 0, 0.0
+    for record in records:
+        if record.tpspd:
+            iteration_tokens = num_tokens(record)
+            tokens += iteration_tokens
+            device_s += iteration_tokens / record.tpspd
+    return tokens / device_s if device_s else None
+
+
+def num_tokens(record: IterationRecord) -> int:
+    return (record.prompt_tokens or 0) + (record.response_tokens or 0)
+
+
+def check_report_path(path: Path) -> None:
+    """Before the run rather than after it. Raises OnbeatError."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise OnbeatError(f"--report {path}: cannot be written; name a file in an existing, writable folder")
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """All or nothing: a reader never sees half a report."""
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(json.dumps(report, indent=2) + "\n")
+    draft.replace(path)

@@ -1,0 +1,82 @@
+"""What a finished run prints: a table of totals, and example responses of the first and the last iteration."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from onbeat.client import AsyncClient
+from onbeat.errors import OnbeatError
+from onbeat.progress import JobProgress, duration, number, printable, sparkline, state_style
+from onbeat.report import make_report
+from onbeat.types import Sample
+
+NUM_EXAMPLES = 3
+
+
+async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:
+    job, committed = progress.job, progress.committed
+    report = make_report(job, committed)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("state", Text(job.state, style=state_style(job.state)))
+    for label, text in total_rows(report):
+        table.add_row(label, Text(printable(text)))
+    console.print()
+    console.print(table)
+    if not committed:
+        return
+    first, last = committed[0].iteration, committed[-1].iteration
+    try:
+        before = await examples(client, job.id, first)
+        after = await examples(client, job.id, last) if last != first else []
+    except OnbeatError as error:  # the run is over and well reported without them
+        console.print(f"no example responses: {error}", soft_wrap=True)
+        return
+    num_examples = min(len(before), len(after)) or max(len(before), len(after))
+    print_examples(console, f"before training (iteration {first})", before[:num_examples])
+    print_examples(console, f"after (iteration {last})", after[:num_examples])
+
+
+def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    totals = report["totals"]
+    if report["error"]:
+        yield "reason", report["error"]
+    yield "job", report["job_id"]
+    yield "iterations", str(totals["iterations"])
+    rewards = [record["reward_mean"] for record in report["iterations"] if record["reward_mean"] is not None]
+    first5, last5 = number(totals["reward_mean_first5"], ".3f"), number(totals["reward_mean_last5"], ".3f")
+    yield "reward", f"{first5} (first 5) -> {last5} (last 5)  {sparkline(rewards)}".rstrip()
+    yield "time", duration(totals["job_s"] if totals["job_s"] is not None else totals["wall_s"])
+    yield "tokens", f"{totals['tokens']} ({totals['response_tokens']} generated)"
+    yield "TPSPD", f"{number(totals['tpspd'], '.1f')} tokens per second per device"
+    trouble = {"stale": "num_stale", "duplicate": "num_duplicate", "failed": "num_failed_groups"}
+    counts = [f"{totals[field]} {word}" for word, field in trouble.items() if totals[field]]
+    if counts:
+        yield "groups", ", ".join(counts)
+    yield "checkpoint", report["checkpoint"] or "none"
+
+
+async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:
+    """One response of each of the first few groups: different prompts say more than one prompt thrice."""
+    by_group: dict[str, Sample] = {}
+    for sample in await client.jobs.samples(job_id, iteration=iteration, limit=100):
+        by_group.setdefault(sample.group_id, sample)
+    return list(by_group.values())[:NUM_EXAMPLES]
+
+
+def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> None:
+    if not samples:
+        return
+    table = Table("prompt", "response", "reward", title=title, title_justify="left", expand=True)
+    for sample in samples:
+        table.add_row(Text(clip(sample.prompt)), Text(clip(sample.response)), f"{sample.reward:g}")
+    console.print()
+    console.print(table)
+
+
+def clip(text: str, max_characters: int = 400) -> str:
+    """Printable, line breaks kept, the end of long text left out."""
+    lines = "\n".join(printable(line) for line in text.strip().splitlines())
+    return lines if len(lines) <= max_characters else lines[:max_characters] + " ..."

@@ -1,0 +1,169 @@
+"""A broker that only pretends: the REST contract, with jobs that commit an iteration every `STEP_S` seconds.
+
+Runs inside a test (`serve`) or as a process of its own in place of `services.broker` (`python fake_broker.py`).
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+STEP_S = float(os.environ.get("FAKE_STEP_S", "0.05"))
+API_KEY = "secret"
+
+
+def problem(status: int, title: str, detail: str = "", errors: list[dict[str, str]] | None = None) -> JSONResponse:
+    body = {"type": "about:blank", "title": title, "status": status, "detail": detail, "errors": errors or []}
+    return JSONResponse(body, status, media_type="application/problem+json")
+
+
+class FakeJobs:
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.by_key: dict[str, str] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.failures: list[int] = []  # status codes to answer before doing the work
+        self.authorization: str | None = None
+
+    def create(self, config: dict[str, Any], key: str) -> dict[str, Any]:
+        if key not in self.by_key:
+            job_id = f"job-{len(self.jobs) + 1}"
+            self.by_key[key] = job_id
+            self.jobs[job_id] = {"config": config, "created_at": time.time(), "ended": None}
+        return self.record(self.by_key[key])
+
+    def record(self, job_id: str) -> dict[str, Any]:
+        job = self.jobs[job_id]
+        num_iterations = job["config"]["schedule"]["num_iterations"]
+        done = self.num_committed(job_id)
+        state = job["ended"] or ("SUCCEEDED" if done == num_iterations else "RUNNING")
+        return {
+            "id": job_id,
+            "name": job["config"]["name"],
+            "pool": "default",
+            "state": state,
+            "created_at": job["created_at"],
+            "started_at": job["created_at"],
+            "finished_at": time.time() if state != "RUNNING" else None,
+            "num_iterations": num_iterations,
+            "next_iteration": done,
+            "checkpoint": "/somewhere/checkpoint",
+            "config": job["config"],
+            "error": "the model does not load" if state == "FAILED" else None,
+        }
+
+    def num_committed(self, job_id: str) -> int:
+        job = self.jobs[job_id]
+        steps = int((time.time() - job["created_at"]) / STEP_S)
+        return min(steps, job["config"]["schedule"]["num_iterations"])
+
+    def iterations(self, job_id: str) -> list[dict[str, Any]]:
+        opened = self.num_committed(job_id) + (self.record(job_id)["state"] == "RUNNING")
+        return [iteration_json(i, i < self.num_committed(job_id)) for i in range(opened)]
+
+
+def iteration_json(iteration: int, is_committed: bool = True) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "iteration": iteration,
+        "state": "COMMITTED" if is_committed else "OPEN",
+        "policy_version": iteration,
+        "num_groups": 2,
+        "num_accepted": 2 if is_committed else 1,
+        "opened_at": 100.0 + 2 * iteration,
+    }
+    if is_committed:
+        record |= {"num_responses": 8, "prompt_tokens": 40, "response_tokens": 60, "reward_mean": iteration / 10}
+        record |= {"wall_s": 2.0, "tpspd": 25.0, "num_stale": 1, "committed_at": 102.0 + 2 * iteration}
+    return record
+
+
+def make_app(fake: FakeJobs) -> FastAPI:
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def watch(request: Request, call_next: Any) -> Any:
+        fake.requests.append((request.method, request.url.path))
+        fake.authorization = request.headers.get("authorization")
+        if fake.failures:
+            return problem(fake.failures.pop(0), "not now")
+        return await call_next(request)
+
+    @app.get("/readyz")
+    async def readyz() -> dict[str, str]:
+        return {"status": "ready"}
+
+    @app.post("/v1/jobs", status_code=201)
+    async def create(request: Request) -> Any:
+        config = await request.json()
+        if config.get("model", {}).get("path") == "no-such-model":
+            error = {"field": "model.path", "message": "unknown model; try bundled:smollm2-135m-instruct"}
+            return problem(422, "Invalid job", "the job was not created", [error])
+        return fake.create(config, request.headers["idempotency-key"])
+
+    @app.get("/v1/jobs")
+    async def list_jobs(state: str | None = None) -> Any:
+        records = [fake.record(job_id) for job_id in reversed(fake.jobs)]
+        return {"jobs": [record for record in records if state in (None, record["state"])]}
+
+    @app.post("/v1/jobs/{job_id}:cancel")
+    async def cancel(job_id: str) -> Any:
+        fake.jobs[job_id]["ended"] = "CANCELLED"
+        return fake.record(job_id)
+
+    @app.get("/v1/jobs/{job_id}")
+    async def get(job_id: str) -> Any:
+        if job_id not in fake.jobs:
+            return problem(404, "Job not found", f"there is no job {job_id!r}")
+        return fake.record(job_id)
+
+    @app.get("/v1/jobs/{job_id}/iterations")
+    async def iterations(job_id: str, after: int = -1) -> Any:
+        return {"iterations": [record for record in fake.iterations(job_id) if record["iteration"] > after]}
+
+    @app.get("/v1/jobs/{job_id}/metrics")
+    async def metrics(job_id: str) -> Any:
+        return {"metrics": {"train/loss": [[0, 1.5], [1, 1.25]]}}
+
+    @app.get("/v1/jobs/{job_id}/samples")
+    async def samples(job_id: str, iteration: int | None = None, limit: int = 10) -> Any:
+        sample = {"policy_version": 0, "prompt": "What is [1] + 1?", "reward": 1, "num_tokens": 4}
+        sample |= {"iteration": iteration or 0, "response": "[bold]\x1b[2J2", "finish_reason": "stop"}
+        return {"samples": [sample | {"group_id": f"g{i // 4}"} for i in range(8)][:limit]}
+
+    @app.get("/v1/jobs/{job_id}/events")
+    async def events(job_id: str, after: str = "0", wait_s: float = 0) -> Any:
+        event = {"id": "1-0", "time": 1.0, "kind": "job.state", "message": "RUNNING", "data": {"state": "RUNNING"}}
+        return {"events": [event] if after == "0" else []}
+
+    @app.get("/v1/workers")
+    async def workers(pool: str | None = None) -> Any:
+        worker = {"id": "rollout-0", "state": "generating", "num_in_flight": 3, "last_seen_at": time.time()}
+        return {"workers": [worker]}
+
+    return app
+
+
+@contextlib.contextmanager
+def serve(fake: FakeJobs) -> Iterator[str]:
+    """The URL of a real HTTP server in a thread."""
+    server = uvicorn.Server(uvicorn.Config(make_app(fake), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+if __name__ == "__main__":
+    uvicorn.run(make_app(FakeJobs()), host=os.environ["ONBEAT_HOST"], port=int(os.environ["ONBEAT_PORT"]))
