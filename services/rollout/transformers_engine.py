@@ -1,0 +1,130 @@
+"""The reference rollout engine: a plain Hugging Face model, one request at a time.
+
+Slow and simple on purpose. Tests compare vLLM with it, and it serves where vLLM does not exist.
+"""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.rollout.engine import FinishReason, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
+
+
+class TransformersEngine:
+    """See `Engine` for the contract. `dtype` is "float32" or "bfloat16", `device` any torch device.
+
+    `max_num_seqs` is what `capacity` reports; requests beyond the running one wait for it.
+    """
+
+    def __init__(self, *, dtype: str = "float32", max_num_seqs: int = 16, device: str = "cpu") -> None:
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._max_num_seqs = max_num_seqs
+        self._device = torch.device(device)
+        self._lock = threading.Lock()  # held by the thread that uses the model, which outlives a cancelled request
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._eos_token_ids: list[int] = []
+        self._shapes: TensorShapes = {}
+        self._version: int | None = None
+        self._num_in_flight = 0
+
+    async def start(self, model_dir: Path, policy_version: int) -> None:
+        assert self._model is None, "the engine is already started"
+        await asyncio.to_thread(self._read_model, model_dir)
+        self._version = policy_version
+
+    def _read_model(self, model_dir: Path) -> None:
+        self._shapes = read_checkpoint_shapes(model_dir)
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self._dtype, local_files_only=True)
+        eos = model.generation_config.eos_token_id
+        eos_token_ids = set(eos if isinstance(eos, list) else [eos]) | {self._tokenizer.eos_token_id}
+        self._eos_token_ids = sorted(eos_token_ids - {None})
+        self._model = model.to(self._device).eval()
+
+    async def generate(
+        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int
+    ) -> list[GeneratedResponse]:
+        if self._model is None or expected_version != self._version:
+            raise VersionMismatch(expected_version, self._version)
+        if sampling.temperature <= 0:
+            raise ValueError(f"temperature {sampling.temperature} is not positive")
+        self._num_in_flight += num_samples
+        try:
+            token_ids_GT, logprobs_GT = await asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling)
+        finally:
+            self._num_in_flight -= num_samples
+        return [
+            self._to_response(token_ids, logprobs, expected_version)
+            for token_ids, logprobs in zip(token_ids_GT.tolist(), logprobs_GT.tolist(), strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _sample(self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Token ids and their float32 logprobs, [G, T] both, T the longest response. The prompt is read once."""
+        with self._lock:
+            generator = torch.Generator(self._device).manual_seed(sampling.seed)
+            is_finished_G = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
+            eos_token_ids = torch.tensor(self._eos_token_ids, device=self._device)
+            prompt = torch.tensor([prompt_token_ids], device=self._device)
+            output = self._model(prompt, use_cache=True, logits_to_keep=1)
+            output.past_key_values.batch_repeat_interleave(num_samples)
+            logits_GV = output.logits[:, -1].expand(num_samples, -1)
+            tokens, logprobs = [], []
+            for _ in range(sampling.max_response_tokens):
+                logprobs_GV = torch.log_softmax(logits_GV.float() / sampling.temperature, dim=-1)
+                token_G1 = torch.multinomial(logprobs_GV.exp(), 1, generator=generator)
+                tokens.append(token_G1)
+                logprobs.append(logprobs_GV.gather(1, token_G1))
+                is_finished_G |= torch.isin(token_G1[:, 0], eos_token_ids)
+                if is_finished_G.all():
+                    break
+                output = self._model(token_G1, past_key_values=output.past_key_values, use_cache=True)
+                logits_GV = output.logits[:, -1]
+            return torch.cat(tokens, 1).cpu(), torch.cat(logprobs, 1).cpu()
+
+    def _to_response(self, token_ids: list[int], logprobs: list[float], version: int) -> GeneratedResponse:
+        """Cut after the first end-of-sequence token: the batch went on until its longest response."""
+        stops = [index for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids]
+        num_tokens = stops[0] + 1 if stops else len(token_ids)
+        finish_reason: FinishReason = "stop" if stops else "length"
+        return GeneratedResponse(
+            token_ids=token_ids[:num_tokens],
+            rollout_logprobs=logprobs[:num_tokens],
+            finish_reason=finish_reason,
+            version_spans=[VersionSpan(version, 0, num_tokens)],
+            text=self._tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=True),
+        )
+
+    async def load(self, policy_version: int, weights_file: Path) -> None:
+        """See `Engine`. Raises BadWeightFile."""
+        assert self._model is not None, "load before start"
+        assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
+        self._version = None
+        await asyncio.to_thread(self._replace_weights, weights_file)
+        self._version = policy_version
+
+    def _replace_weights(self, weights_file: Path) -> None:
+        with self._lock:
+            check_weight_file(weights_file, self._shapes, is_tied=self._model.config.tie_word_embeddings)
+            # Not strict: tied weights are under one name in the file. check_weight_file has been strict already.
+            self._model.load_state_dict(load_file(weights_file), strict=False)
+
+    def version(self) -> int | None:
+        return self._version
+
+    def capacity(self) -> int:
+        return self._max_num_seqs
+
+    def num_in_flight(self) -> int:
+        return self._num_in_flight
+
+    async def stop(self) -> None:
+        self._model = self._version = None

@@ -1,0 +1,207 @@
+"""The rollout engine over vLLM's AsyncLLM: continuous batching in processes of its own, weights replaced in place.
+
+vLLM is imported in `start`, after the environment that it reads while being imported has been set.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+
+# Below this vLLM samples at another temperature than the one asked for.
+MIN_TEMPERATURE = 0.01
+
+
+class VllmEngine:
+    """One vLLM engine, serving one policy version. See `Engine` for the contract.
+
+    max_model_len: prompt + response tokens; None takes the model's own limit.
+    max_num_seqs: responses generated concurrently; more wait in vLLM's queue.
+    kv_cache_gib, cpu_cores: CPU only. `cpu_cores` binds the worker's threads, e.g. "0" or "0-3"; with tensor
+        parallelism one list per rank, "0-3|4-7". None lets vLLM choose.
+    gpu_memory_utilization: share of the device's memory, not used on the CPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        dtype: str = "bfloat16",
+        kv_cache_gib: float = 1.0,
+        cpu_cores: str | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.85,
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._cpu_cores = cpu_cores
+        self._is_cpu = not torch.accelerator.is_available()
+        self._engine_args: dict[str, Any] = {
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+        }
+        if self._is_cpu:
+            self._engine_args["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+            # vLLM's engine core dies on the CPU when a seeded request's prompt is read in parts: it rewinds the
+            # request's generator, which only CUDA's can.
+            self._engine_args["enable_chunked_prefill"] = False
+        self._llm: AsyncLLM | None = None
+        self._shapes: TensorShapes = {}
+        self._is_tied = False
+        self._version: int | None = None
+        self._num_in_flight = 0
+        self._num_requests = 0
+
+    async def start(self, model_dir: Path, policy_version: int) -> None:
+        assert self._llm is None, "the engine is already started"
+        self._shapes = read_checkpoint_shapes(model_dir)
+        self._is_tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
+        self._set_environment()
+        # In a thread, because it takes many seconds in which heartbeats and leases have to go on.
+        await asyncio.to_thread(self._build, model_dir)
+        assert self._llm is not None
+        await self._llm.update_weight_version(str(policy_version))
+        self._version = policy_version
+        logger.info("vLLM serves %s as policy version %d", model_dir, policy_version)
+
+    def _set_environment(self) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ["VLLM_DO_NOT_TRACK"] = "1"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # A forked child of a process with gRPC and Redis threads can deadlock.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if self._is_cpu:
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB; would override kv_cache_memory_bytes
+            if self._cpu_cores is not None:
+                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cpu_cores
+
+    def _build(self, model_dir: Path) -> None:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from services.rollout.weight_transfer import BACKEND
+
+        engine_args = AsyncEngineArgs(
+            model=str(model_dir),
+            # The logprobs of what was sampled from, that is after temperature.
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            **self._engine_args,
+        )
+        self._llm = AsyncLLM.from_engine_args(engine_args)
+
+    async def generate(
+        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int
+    ) -> list[GeneratedResponse]:
+        if self._llm is None or expected_version != self._version:
+            raise VersionMismatch(expected_version, self._version)
+        params = _sampling_params(sampling, num_samples)
+        self._num_requests += 1
+        self._num_in_flight += num_samples
+        try:
+            async for output in self._llm.generate(
+                {"type": "token", "prompt_token_ids": prompt_token_ids}, params, request_id=str(self._num_requests)
+            ):
+                if output.finished:
+                    return [_to_response(completion) for completion in output.outputs]
+        finally:
+            self._num_in_flight -= num_samples
+        raise RuntimeError("vLLM ended a request without finishing it")
+
+    async def load(self, policy_version: int, weights_file: Path) -> None:
+        """See `Engine`. Raises BadWeightFile; after any other error, or if cancelled, stop and start the engine."""
+        assert self._llm is not None, "load before start"
+        assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
+        self._version = None
+        check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
+        await _replace_weights(self._llm, policy_version, weights_file.absolute())  # noqa: ASYNC240, no disk involved
+        self._version = policy_version
+
+    def version(self) -> int | None:
+        return self._version
+
+    def capacity(self) -> int:
+        return self._max_num_seqs
+
+    def num_in_flight(self) -> int:
+        return self._num_in_flight
+
+    async def stop(self) -> None:
+        llm, self._llm, self._version = self._llm, None, None
+        if llm is None:
+            return
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()  # it would take the end of the engine core for a crash
+        await asyncio.to_thread(llm.shutdown)
+
+
+async def _replace_weights(llm: "AsyncLLM", policy_version: int, weights_file: Path) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.pause_generation(mode="wait", clear_cache=True)
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest({"weights_file": str(weights_file)}))
+    await llm.finish_weight_update(str(policy_version))
+    await llm.resume_generation()
+
+
+def _sampling_params(sampling: Sampling, num_samples: int) -> "SamplingParams":
+    """Sample from the whole tempered distribution: every truncation off, whatever the model's generation config says.
+
+    Response i of a request is seeded with `seed + i`.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if sampling.temperature < MIN_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature} is below {MIN_TEMPERATURE}")
+    return SamplingParams(
+        n=num_samples,
+        max_tokens=sampling.max_response_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,  # otherwise n > 1 arrive one by one
+    )
+
+
+def _to_response(completion: "CompletionOutput") -> GeneratedResponse:
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM finished a response with {completion.finish_reason!r}")
+    token_ids = list(completion.token_ids)
+    rollout_logprobs = list(completion.logprobs.logprobs)  # flat: one entry per token
+    assert len(rollout_logprobs) == len(token_ids)
+    return GeneratedResponse(
+        token_ids=token_ids,
+        rollout_logprobs=rollout_logprobs,
+        finish_reason=completion.finish_reason,
+        version_spans=[VersionSpan(int(span.version), span.start, span.end) for span in completion.weight_versions],
+        text=completion.text,
+    )

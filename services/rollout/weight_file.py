@@ -1,0 +1,53 @@
+"""Checks a safetensors file against the checkpoint an engine was started on, by headers alone.
+
+Loaders of both engines fill what they are given and keep the rest: a file that lacks a tensor would silently mix two
+policies. So a file must hold exactly the tensors of the checkpoint before an engine touches a single weight.
+"""
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+# Checkpoints of models with tied embeddings may or may not repeat the embedding under this name.
+LM_HEAD_WEIGHT = "lm_head.weight"
+
+TensorShapes = dict[str, tuple[int, ...]]
+
+
+class BadWeightFile(Exception):
+    """A weight file is missing, broken, or holds other tensors than the model."""
+
+
+def read_shapes(weights_file: Path) -> TensorShapes:
+    """Names and shapes in a safetensors file. Raises BadWeightFile if it is missing or broken."""
+    try:
+        with safe_open(weights_file, framework="pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise BadWeightFile(f"cannot read the weights in {weights_file}: {error}") from error
+
+
+def read_checkpoint_shapes(model_dir: Path) -> TensorShapes:
+    """Names and shapes of a whole HF checkpoint, sharded or not."""
+    shapes: TensorShapes = {}
+    for shard in sorted(model_dir.glob("*.safetensors")):
+        shapes |= read_shapes(shard)
+    if not shapes:
+        raise BadWeightFile(f"no safetensors file in {model_dir}")
+    return shapes
+
+
+def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bool) -> None:
+    """Raise BadWeightFile unless the file holds exactly the `expected` tensors (dtypes may differ)."""
+    found = read_shapes(weights_file)
+    ignored = {LM_HEAD_WEIGHT} if is_tied else set()
+    names, expected_names = found.keys() - ignored, expected.keys() - ignored
+    if names != expected_names:
+        missing, unexpected = sorted(expected_names - names), sorted(names - expected_names)
+        raise BadWeightFile(
+            f"{weights_file} is of another model: {len(missing)} tensors are missing {missing[:3]}, "
+            f"{len(unexpected)} are unexpected {unexpected[:3]}"
+        )
+    for name in sorted(names):
+        if found[name] != expected[name]:
+            raise BadWeightFile(f"{name} in {weights_file} has shape {found[name]}, the model's is {expected[name]}")

@@ -1,0 +1,317 @@
+"""Real engines on tiny models: what an engine samples after a load is what a fresh engine on those weights samples."""
+
+import asyncio
+import shutil
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.rollout import vllm_engine
+from services.rollout.engine import Engine, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.transformers_engine import TransformersEngine
+from services.rollout.vllm_engine import VllmEngine
+from services.rollout.weight_file import BadWeightFile
+from tests.integration.tiny_models import (
+    build_tokenizer,
+    write_perturbed_weights,
+    write_tied_model,
+    write_untied_model,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHORT_PROMPT = list(b"two and two is")
+# Over several blocks of the prefix cache, which are of 128 tokens on the CPU.
+LONG_PROMPT = [(7 * index) % 251 for index in range(300)]
+FIRST_VERSION = 3
+FRESH_VERSION = 9
+
+
+@dataclass
+class Subject:
+    """An engine that tests share and load as they like; `next_version` counts so that versions only grow."""
+
+    engine: Engine
+    first_weights: Path  # what the engine was started on
+    second_weights: Path
+    second_model_dir: Path  # a whole model with `second_weights`
+    fresh_probe: list[GeneratedResponse]  # of an engine started in `second_model_dir`
+    next_version: int = FIRST_VERSION
+
+    async def load(self, weights_file: Path) -> int:
+        self.next_version += 1
+        await self.engine.load(self.next_version, weights_file)
+        return self.next_version
+
+
+async def probe(engine: Engine, version: int, temperature: float = 1.0) -> list[GeneratedResponse]:
+    """Responses one after the other, because bfloat16 results depend on what else is in the batch."""
+    responses = []
+    for seed, prompt in enumerate((SHORT_PROMPT, LONG_PROMPT, SHORT_PROMPT[:5])):
+        sampling = Sampling(max_response_tokens=24, temperature=temperature, seed=seed)
+        responses += await engine.generate(prompt, 1, sampling, version)
+    return responses
+
+
+def sampled(responses: list[GeneratedResponse]) -> list[tuple[list[int], list[float]]]:
+    return [(response.token_ids, response.rollout_logprobs) for response in responses]
+
+
+def teacher_forced_logprobs(
+    model_dir: Path, prompt: list[int], response: list[int], dtype: torch.dtype, temperature: float
+) -> torch.Tensor:
+    """Tempered logprobs [T] of a response from one plain forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def new_vllm_engine() -> VllmEngine:
+    return VllmEngine(cpu_cores="0", kv_cache_gib=0.25, max_num_seqs=32)
+
+
+def new_transformers_engine() -> TransformersEngine:
+    return TransformersEngine(dtype="bfloat16")
+
+
+async def open_subject(tmp_path: Path, model_dir: Path, new_engine) -> Subject:
+    first_weights = model_dir / "model.safetensors"
+    second_model_dir = Path(shutil.copytree(model_dir, tmp_path / "second"))
+    second_weights = write_perturbed_weights(model_dir, second_model_dir / "model.safetensors", seed=1)
+    fresh = new_engine()
+    await fresh.start(second_model_dir, FRESH_VERSION)
+    fresh_probe = await probe(fresh, FRESH_VERSION)
+    await fresh.stop()
+    engine = new_engine()
+    await engine.start(model_dir, FIRST_VERSION)
+    return Subject(engine, first_weights, second_weights, second_model_dir, fresh_probe)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    tmp_path = tmp_path_factory.mktemp("tied")
+    subject = await open_subject(tmp_path, write_tied_model(tmp_path / "first"), new_vllm_engine)
+    yield subject
+    await subject.engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def untied(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    tmp_path = tmp_path_factory.mktemp("untied")
+    subject = await open_subject(tmp_path, write_untied_model(tmp_path / "first"), new_vllm_engine)
+    yield subject
+    await subject.engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    tmp_path = tmp_path_factory.mktemp("reference")
+    subject = await open_subject(tmp_path, write_tied_model(tmp_path / "first"), new_transformers_engine)
+    yield subject
+    await subject.engine.stop()
+
+
+@pytest.fixture(params=["tied", "untied", "reference"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["tied", "reference"])
+def either_engine(request: pytest.FixtureRequest) -> Subject:
+    return request.getfixturevalue(request.param)
+
+
+async def test_loaded_engine_samples_what_a_fresh_one_samples(subject: Subject) -> None:
+    before = await probe(subject.engine, await subject.load(subject.first_weights))
+    after = await probe(subject.engine, await subject.load(subject.second_weights))
+    assert sampled(after) == sampled(subject.fresh_probe)
+    assert sampled(before) != sampled(after)
+
+
+async def test_loading_the_first_weights_again_restores_them(subject: Subject) -> None:
+    first = await probe(subject.engine, await subject.load(subject.first_weights))
+    await subject.load(subject.second_weights)
+    assert sampled(await probe(subject.engine, await subject.load(subject.first_weights))) == sampled(first)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_rollout_logprobs_are_the_models_own_to_bfloat16_noise(subject: Subject, temperature: float) -> None:
+    responses = await probe(subject.engine, await subject.load(subject.second_weights), temperature)
+    for prompt, response in zip((SHORT_PROMPT, LONG_PROMPT, SHORT_PROMPT[:5]), responses, strict=True):
+        expected = teacher_forced_logprobs(
+            subject.second_model_dir, prompt, response.token_ids, torch.float32, temperature
+        )
+        gap = (torch.tensor(response.rollout_logprobs) - expected).abs()
+        assert gap.mean() < 0.05
+        assert gap.max() < 0.2
+
+
+async def test_prefix_cache_of_old_weights_is_dropped(subject: Subject) -> None:
+    sampling = Sampling(max_response_tokens=24, temperature=1.0, seed=1)
+    old = await subject.load(subject.first_weights)
+    for _ in range(2):
+        await subject.engine.generate(LONG_PROMPT, 1, sampling, old)
+    new = await subject.load(subject.second_weights)
+    assert sampled(await subject.engine.generate(LONG_PROMPT, 1, sampling, new)) == sampled(subject.fresh_probe[1:2])
+
+
+async def test_first_version_is_stamped_before_any_load(subject: Subject) -> None:
+    for response in subject.fresh_probe:
+        assert response.version_spans == [VersionSpan(FRESH_VERSION, 0, len(response.token_ids))]
+
+
+async def test_every_token_is_stamped_with_the_loaded_version(subject: Subject) -> None:
+    for weights_file in (subject.first_weights, subject.second_weights):
+        version = await subject.load(weights_file)
+        responses = await subject.engine.generate(SHORT_PROMPT, 8, Sampling(64, 1.0, 5), version)
+        assert len(responses) == 8
+        for response in responses:
+            assert response.version_spans == [VersionSpan(version, 0, len(response.token_ids))]
+            assert len(response.rollout_logprobs) == len(response.token_ids)
+
+
+async def test_request_pinned_to_another_version_is_refused(either_engine: Subject) -> None:
+    version = await either_engine.load(either_engine.first_weights)
+    for other in (version - 1, version + 1):
+        with pytest.raises(VersionMismatch) as refusal:
+            await either_engine.engine.generate(SHORT_PROMPT, 1, Sampling(4, 1.0, 0), other)
+        assert (refusal.value.expected, refusal.value.served) == (other, version)
+    assert either_engine.engine.num_in_flight() == 0
+
+
+async def test_more_prompt_tokens_than_one_step_takes_are_generated(tied: Subject) -> None:
+    """vLLM's engine core dies on the CPU when it reads part of a seeded request's prompt in one step."""
+    version = await tied.load(tied.first_weights)
+    prompts = [[index, *LONG_PROMPT] for index in range(24)]
+    groups = await asyncio.gather(
+        *(tied.engine.generate(prompt, 2, Sampling(4, 1.0, 0), version) for prompt in prompts)
+    )
+    assert [len(responses) for responses in groups] == [2] * len(prompts)
+
+
+async def test_load_while_generating_is_refused(either_engine: Subject) -> None:
+    version = await either_engine.load(either_engine.first_weights)
+    engine = either_engine.engine
+    generating = asyncio.create_task(engine.generate(SHORT_PROMPT, 4, Sampling(200, 1.0, 0), version))
+    await asyncio.sleep(0)
+    assert engine.num_in_flight() == 4
+    with pytest.raises(AssertionError, match="4 responses in flight"):
+        await engine.load(version + 1, either_engine.second_weights)
+    responses = await generating
+    assert {span.policy_version for response in responses for span in response.version_spans} == {version}
+    assert engine.num_in_flight() == 0
+
+
+def write_truncated_file(good: Path, bad: Path) -> None:
+    bad.write_bytes(good.read_bytes()[:-1000])
+
+
+def write_file_without_a_tensor(good: Path, bad: Path) -> None:
+    weights = load_file(good)
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, bad)
+
+
+def write_file_with_a_wrong_shape(good: Path, bad: Path) -> None:
+    weights = load_file(good)
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+    save_file(weights, bad)
+
+
+def write_nothing(good: Path, bad: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "write_bad_file",
+    [write_nothing, write_truncated_file, write_file_without_a_tensor, write_file_with_a_wrong_shape],
+)
+async def test_failed_load_serves_nothing_until_a_good_one(
+    either_engine: Subject, tmp_path: Path, write_bad_file
+) -> None:
+    write_bad_file(either_engine.second_weights, tmp_path / "bad.safetensors")
+    version = await either_engine.load(either_engine.first_weights)
+    with pytest.raises(BadWeightFile):
+        await either_engine.load(tmp_path / "bad.safetensors")
+    assert either_engine.engine.version() is None
+    for expected in (version, version + 1):
+        with pytest.raises(VersionMismatch):
+            await either_engine.engine.generate(SHORT_PROMPT, 1, Sampling(4, 1.0, 0), expected)
+    repaired = await either_engine.load(either_engine.second_weights)
+    assert sampled(await probe(either_engine.engine, repaired)) == sampled(either_engine.fresh_probe)
+
+
+async def test_load_that_fails_in_the_vllm_worker_is_repaired_by_a_good_one(
+    tied: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(vllm_engine, "check_weight_file", lambda *_, **__: None)
+        with pytest.raises(Exception, match="vanished"):
+            await tied.load(tmp_path / "vanished.safetensors")
+    assert tied.engine.version() is None
+    assert sampled(await probe(tied.engine, await tied.load(tied.second_weights))) == sampled(tied.fresh_probe)
+
+
+async def test_sampling_defaults_of_the_model_are_ignored_but_its_eos_is_not(either_engine: Subject) -> None:
+    """The tiny models' generation config asks for top_k = 2."""
+    version = await either_engine.load(either_engine.first_weights)
+    responses = await either_engine.engine.generate(SHORT_PROMPT, 16, Sampling(400, 1.0, 11), version)
+    assert len({response.token_ids[0] for response in responses}) > 2
+    eos_token_id = build_tokenizer().eos_token_id
+    for response in responses:
+        assert eos_token_id not in response.token_ids[:-1]
+        assert (response.finish_reason == "stop") == (response.token_ids[-1] == eos_token_id)
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+
+
+async def test_same_seed_draws_the_same_and_samples_of_a_request_differ(reference: Subject) -> None:
+    version = await reference.load(reference.first_weights)
+    draw = [await reference.engine.generate(SHORT_PROMPT, 4, Sampling(12, 1.0, seed), version) for seed in (1, 1, 2)]
+    assert sampled(draw[0]) == sampled(draw[1])
+    assert sampled(draw[0]) != sampled(draw[2])
+    assert len({tuple(response.token_ids) for response in draw[0]}) == 4
+
+
+START_AND_SLEEP = """
+import asyncio, sys
+from pathlib import Path
+from services.rollout.vllm_engine import VllmEngine
+
+async def main():
+    engine = VllmEngine(cpu_cores="0", kv_cache_gib=0.25)
+    await engine.start(Path(sys.argv[1]), 0)
+    sys.stdout.write("started\\n")
+    sys.stdout.flush()
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_rollout_leaves_no_vllm_process(tmp_path: Path) -> None:
+    model_dir = write_tied_model(tmp_path / "model")
+    rollout = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", START_AND_SLEEP, str(model_dir)), stdout=PIPE, stderr=DEVNULL
+    )
+    assert rollout.stdout is not None
+    while (line := await rollout.stdout.readline()) != b"started\n":
+        assert line, "the rollout ended before its engine had started"
+    processes = psutil.Process(rollout.pid).children(recursive=True)
+    assert len(processes) >= 2  # engine core and worker
+    rollout.kill()
+    await rollout.wait()
+    deadline = time.monotonic() + 20
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        await asyncio.sleep(0.2)

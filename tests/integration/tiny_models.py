@@ -1,0 +1,85 @@
+"""Tiny random Llama models in HF layout, with a tokenizer, written without a hub: what tests run real engines on."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 512
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+EOS_TOKEN = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tied_model(model_dir: Path, seed: int = 0) -> Path:
+    """A model whose output head is its embedding."""
+    return _write_model(model_dir, seed, is_tied=True)
+
+
+def write_untied_model(model_dir: Path, seed: int = 0) -> Path:
+    """A model with an output head of its own."""
+    return _write_model(model_dir, seed, is_tied=False)
+
+
+def write_perturbed_weights(model_dir: Path, weights_file: Path, seed: int, scale: float = 0.02) -> Path:
+    """The weights of `model_dir` plus normal noise of standard deviation `scale`, as one safetensors file."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(model_dir / "model.safetensors")
+    perturbed = {
+        name: (weight.float() + scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+        for name, weight in weights.items()
+    }
+    weights_file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(perturbed, weights_file, metadata={"format": "pt"})
+    return weights_file
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level without merges: bytes are 0-255, then the special tokens. Any text encodes, one token per byte."""
+    vocab = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token=EOS_TOKEN,
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_MODEL_LEN,
+    )
+
+
+def _write_model(model_dir: Path, seed: int, *, is_tied: bool) -> Path:
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the least that vLLM has attention for on the CPU
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=is_tied,
+        initializer_range=0.15,  # wide, so that logits differ visibly between tokens and between models
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    # Sampling defaults that an engine must not take over from the model.
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True, top_k=2, top_p=0.5)
+    model.save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+    return model_dir
