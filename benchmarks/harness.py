@@ -1,0 +1,51 @@
+"""What the benchmark scripts share: run a job, describe the machine, write the JSON result."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def run_job(job: str, *overrides: str, options: tuple[str, ...] = (), timeout_s: float = 1800) -> dict[str, Any]:
+    """`onbeat run` in a folder of its own; returns the report. Raises RuntimeError with the end of its output."""
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "onbeat.cli", "run", str(ROOT / job), "--report", str(report)]
+        command += ["--data-dir", folder, *options]
+        for override in overrides:
+            command += ["--set", override]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+        return json.loads(report.read_text())
+
+
+def median_of(report: dict[str, Any], name: str, warmup: int = 2) -> float:
+    """Median over the iterations after `warmup`."""
+    return statistics.median(iteration[name] for iteration in report["iterations"][warmup:])
+
+
+def machine() -> dict[str, Any]:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    return {"processor": model, "num_cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def save(name: str, result: dict[str, Any]) -> None:
+    """Write benchmarks/results/NAME.json and show it."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    result = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine()} | result
+    text = json.dumps(result, indent=2)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text)
