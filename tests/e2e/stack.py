@@ -1,4 +1,4 @@
-"""A real local stack (Redis, broker, trainer, rollouts as processes) on a tiny model, for tests that watch or hurt it."""
+"""A real local stack (Redis, broker, trainer, rollouts as processes) on a tiny model, to be watched or hurt."""
 
 import os
 import signal
@@ -72,8 +72,9 @@ class RunningStack:
 
 @contextmanager
 def running(
-    tmp_path: Path, num_rollouts: int = 1, engine: str = "transformers", **options: Any
+    tmp_path: Path, num_rollouts: int = 1, engine: str = "transformers", lease_s: float = 5.0, **options: Any
 ) -> Iterator[RunningStack]:
+    os.environ["ONBEAT_LEASE_S"] = str(lease_s)  # services inherit it: take-over in seconds
     stack_options = StackOptions(data_dir=tmp_path / "data", num_rollouts=num_rollouts, engine=engine)
     stack = LocalStack(replace(stack_options, **options), "up")
     done = threading.Event()
