@@ -285,8 +285,8 @@ class JobConfig(Section):
         allowed = MODES_OF_OBJECTIVE[self.objective.type]
         if self.schedule.mode not in allowed:
             raise ValueError(
-                f"schedule.mode: objective {self.objective.type} needs statistics of the whole iteration and cannot run "
-                f"in {self.schedule.mode}; use {' or '.join(allowed)}, or another objective"
+                f"schedule.mode: objective {self.objective.type} needs statistics of the whole iteration and cannot "
+                f"run in {self.schedule.mode}; use {' or '.join(allowed)}, or another objective"
             )
         return self
 

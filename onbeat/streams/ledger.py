@@ -112,6 +112,15 @@ class Ledger:
         ids = await self.redis.zrange(keys.ACTIVE_JOBS if active_only else keys.ALL_JOBS, 0, -1)
         return [job_id.decode() for job_id in ids]
 
+    async def retire_job(self, job_id: str) -> None:
+        """Take a job that is final, or was never created, off the list of active jobs."""
+        await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
+
+    async def now(self) -> float:
+        """Unix seconds by the Redis clock: the one that all times in the ledger are from."""
+        seconds, microseconds = await self.redis.time()
+        return float(seconds) + float(microseconds) / 1e6
+
     async def move_job(self, job_id: str, wanted: JobState, error: str = "") -> JobState:
         """Move along an edge of JOB_MOVES; returns the state before. Raises IllegalTransition or JobNotFound."""
         allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves]
@@ -122,7 +131,7 @@ class Ledger:
         if not moved:
             raise IllegalTransition(job_id, before.decode(), wanted)
         if wanted.is_final:
-            await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
+            await self.retire_job(job_id)
         return JobState(before.decode())
 
     async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:

@@ -6,12 +6,12 @@ import sys
 import threading
 import traceback
 
-from onbeat.logging import configure
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobFailed, LeaseLost
+from onbeat.logging import configure
 from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
 from services.trainer.background import Background

@@ -1,4 +1,4 @@
-"""GAC on the accumulated gradient: remembers the one before, measures the cosine, projects or skips (`algorithm/gac`)."""
+"""GAC on the accumulated gradient: keeps the last one, measures the cosine, projects or skips (`algorithm/gac`)."""
 
 import torch
 

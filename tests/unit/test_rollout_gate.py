@@ -140,7 +140,7 @@ async def test_announced_versions_are_staged_at_once_and_at_most_two_files_are_k
     for version in range(1, 5):
         await rig.trainer.publish(version)
         await settle()
-    assert rig.trainer.pulls == [0, 1, 2, 3, 4]
+    assert rig.trainer.pulls == [1, 2, 3, 4]
     assert rig.files() == ["policy-3.safetensors", "policy-4.safetensors"]
     assert (await rig.puller.fetch(4)).policy_version == 4
     assert rig.trainer.pulls.count(4) == 1

@@ -1,0 +1,132 @@
+"""What a job must also satisfy, beyond its schema, before it is created. Every refusal names a field and a remedy."""
+
+import json
+import re
+from importlib.metadata import entry_points
+from typing import Any
+
+from pydantic import BaseModel
+
+from onbeat.config import FileData, JobConfig, ReasoningGymData
+from onbeat.errors import OnbeatError
+from services.broker.datasets import DatasetError, DatasetSpec
+from services.broker.datasets.procedural import nearest
+from services.broker.datasets.process import DatasetProcess
+from services.broker.models import review_model
+
+REWARD_GROUP = "onbeat.rewards"
+REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
+
+# Far beyond what a run can use, and far below what one message of the streams or one script can carry.
+LIMITS = {
+    "rollout.num_prompts_per_iteration": 10_000,
+    "rollout.num_samples_per_prompt": 1_024,
+    "rollout.max_response_tokens": 1_048_576,
+    "rollout.group_deadline_s": 86_400,
+    "rollout.max_group_attempts": 100,
+    "reward.max_attempts": 100,
+    "reward.memory_limit_mb": 1_048_576,
+    "training.max_tokens_per_micro_batch": 2**31 - 1,
+    "schedule.num_iterations": 1_000_000,
+    "schedule.iteration_deadline_s": 7 * 86_400,
+    "model.max_context_tokens": 16_777_216,
+}
+MAX_RESPONSES_PER_ITERATION = 1_000_000
+MAX_PROMPTS_PER_JOB = 2**31 - 1
+
+
+class FieldError(BaseModel):
+    field: str
+    message: str
+
+
+class JobRefused(OnbeatError):
+    """The job cannot run as it is; nothing was created."""
+
+    def __init__(self, errors: list[FieldError]) -> None:
+        super().__init__("; ".join(f"{error.field}: {error.message}" for error in errors))
+        self.errors = errors
+
+
+class Admission:
+    def __init__(self, process: DatasetProcess, has_model_folders: bool) -> None:
+        self._process, self._has_model_folders = process, has_model_folders
+
+    async def review(self, config: JobConfig) -> None:
+        """Raises JobRefused with everything that is wrong; the data is only opened when all else is right."""
+        errors = review_numbers(config) + review_free_values(config) + review_reward(config)
+        errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
+        if errors:
+            raise JobRefused(errors)
+        try:
+            await self._process.read(DatasetSpec.of_job(config), 0, 1)
+        except DatasetError as error:
+            raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
+
+
+def review_numbers(config: JobConfig) -> list[FieldError]:
+    values = config.model_dump()
+    errors = []
+    for field, limit in LIMITS.items():
+        section, name = field.split(".")
+        value = values[section][name]
+        if value is not None and value > limit:
+            errors.append(FieldError(field=field, message=f"at most {limit} is allowed, got {value}; lower it"))
+    if errors:
+        return errors
+    rollout = config.rollout
+    num_responses = rollout.num_prompts_per_iteration * rollout.num_samples_per_prompt
+    if num_responses > MAX_RESPONSES_PER_ITERATION:
+        message = (
+            f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, lower it"
+        )
+        errors.append(FieldError(field="rollout.num_prompts_per_iteration", message=message))
+    if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
+        message = (
+            f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; lower it or the prompts per iteration"
+        )
+        errors.append(FieldError(field="schedule.num_iterations", message=message))
+    return errors
+
+
+def review_free_values(config: JobConfig) -> list[FieldError]:
+    """Options are free-form: they must at least be JSON that every service can read."""
+    options: dict[str, Any] = {"reward.options": config.reward.options}
+    if isinstance(config.data, ReasoningGymData):
+        options["data.options"] = config.data.options
+    errors = []
+    for field, value in options.items():
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, TypeError) as error:
+            errors.append(
+                FieldError(field=field, message=f"not plain JSON ({error}); use finite numbers and valid text")
+            )
+    return errors
+
+
+def review_reward(config: JobConfig) -> list[FieldError]:
+    name, installed = config.reward.name, entry_points(group=REWARD_GROUP).names
+    if name not in installed:
+        message = f"no reward {name!r} is installed; {nearest(name, installed)}"
+        return [FieldError(field="reward.name", message=message)]
+    if name == "reasoning_gym" and isinstance(config.data, FileData):
+        message = "scores only data of type reasoning_gym; use exact, regex or math with files"
+        return [FieldError(field="reward.name", message=message)]
+    if name in REWARDS_THAT_COMPARE and isinstance(config.data, FileData) and config.data.answer_field is None:
+        message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
+        return [FieldError(field="data.answer_field", message=message)]
+    return review_pattern(config) if name == "regex" else []
+
+
+def review_pattern(config: JobConfig) -> list[FieldError]:
+    pattern = config.reward.options.get("pattern")
+    reason = "it is not a string"
+    if isinstance(pattern, str):
+        try:
+            re.compile(pattern)
+            return []
+        except (re.error, RecursionError, OverflowError) as error:
+            reason = str(error)
+    message = f"reward regex needs a regular expression here, got {pattern!r}: {reason}"
+    return [FieldError(field="reward.options.pattern", message=message)]

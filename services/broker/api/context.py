@@ -1,0 +1,27 @@
+"""What every route needs, handed over by `create_app`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from onbeat.streams.ledger import Ledger
+from services.broker.admission import Admission
+from services.broker.metrics import Meters
+
+
+@dataclass
+class Context:
+    ledger: Ledger
+    admission: Admission
+    meters: Meters
+    is_conducting: Callable[[], bool]  # the control loop is alive
+    is_stopping: Callable[[], bool]  # the server wants its long polls back
+
+
+def context_of(request: Request) -> Context:
+    return cast(Context, request.app.state.context)
+
+
+Broker = Annotated[Context, Depends(context_of)]

@@ -1,0 +1,96 @@
+"""Pydantic's errors in the words of a job: the field as users write it, what is wrong with it, and a remedy."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from onbeat.config import JobConfig
+
+PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)+): (.+)", re.DOTALL)
+MAX_SHOWN = 80  # characters of a wrong value
+
+
+def explain_error(error: Any, body: Any) -> tuple[str, str]:
+    """(field, message) of one entry of `ValidationError.errors()`; `body` is the JSON that was sent."""
+    source, *location = error["loc"]
+    if source != "body":
+        return ".".join(map(str, location or [source])), f"{error['msg']}, got {show(error.get('input'))}"
+    if not location:
+        prefixed = PREFIXED.fullmatch(error["msg"])  # a check of the whole job names its field itself
+        if prefixed:
+            return prefixed[1], prefixed[2]
+        return "body", "must be one JSON object, the job (with Content-Type: application/json)"
+    path = without_tags(location, body)
+    return ".".join(path), explain_value(error, path)
+
+
+def without_tags(location: list[Any], body: Any) -> list[str]:
+    """Pydantic puts the `type` of a tagged union into the location; users did not write it.
+
+    >>> without_tags(["data", "jsonl", "path"], {"data": {"type": "jsonl"}})
+    ['data', 'path']
+    """
+    path: list[str] = []
+    here = body
+    for step in location:
+        is_mapping = isinstance(here, dict)
+        if is_mapping and step not in here and step in (here.get("type"), *default_tags(path)):
+            continue
+        path.append(str(step))
+        here = here.get(step) if is_mapping else None
+    return path
+
+
+def default_tags(path: list[str]) -> list[str]:
+    """The tags of the sections that may stand at this place."""
+    return [tag for section in sections_at(path) for tag in get_args(section_tag(section))]
+
+
+def section_tag(section: type[BaseModel]) -> Any:
+    field = section.model_fields.get("type")
+    return field.annotation if field else None
+
+
+def explain_value(error: Any, path: list[str]) -> str:
+    known = fields_at(path[:-1])
+    if error["type"] == "extra_forbidden":
+        if path[-1] in known:
+            return f"belongs to another type of {path[-2]}; leave it out, or change {path[-2]}.type"
+        close = difflib.get_close_matches(path[-1], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
+        return f"is no key of a job; {hint}"
+    field = known.get(path[-1])
+    meaning = f" ({field.description})" if field and field.description else ""
+    if error["type"] == "missing":
+        return f"is required{meaning}"
+    if error["type"].startswith("union_tag"):
+        return f"{error['msg']}; set {path[-1]}.type to one of them"
+    return f"{error['msg']}, got {show(error.get('input'))}{meaning}"
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def fields_at(path: Iterable[str]) -> dict[str, FieldInfo]:
+    return {name: field for section in sections_at(path) for name, field in section.model_fields.items()}
+
+
+def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:
+    """The section of the job at a dotted path; several where a tagged union stands."""
+    sections: list[type[BaseModel]] = [JobConfig]
+    for step in path:
+        fields = (section.model_fields.get(step) for section in sections)
+        sections = [model for field in fields if field for model in models_of(field.annotation)]
+    return sections
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_of(part)]

@@ -1,0 +1,45 @@
+"""Is the broker alive, can it work, and what does it count."""
+
+import asyncio
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+
+from services.broker.api.context import Broker
+from services.broker.api.problems import documented, problem
+
+router = APIRouter(tags=["health"])
+
+PING_S = 2.0
+
+
+class Health(BaseModel):
+    status: str
+
+
+@router.get("/livez")
+async def livez() -> Health:
+    """The process answers."""
+    return Health(status="alive")
+
+
+@router.get("/readyz", response_model=Health, responses=documented(503))
+async def readyz(broker: Broker) -> Response:
+    """Redis answers and the control loop runs."""
+    if not broker.is_conducting():
+        return problem(503, "Not ready", "the control loop has ended; the broker must be restarted")
+    try:
+        async with asyncio.timeout(PING_S):
+            await broker.ledger.redis.ping()
+    except (RedisError, TimeoutError):
+        return problem(503, "Not ready", f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(broker: Broker) -> Response:
+    """Prometheus text."""
+    body, content_type = await broker.meters.render(broker.ledger)
+    return Response(body, media_type=content_type)

@@ -1,0 +1,210 @@
+"""REST of jobs: submit, look, and move them along their state machine."""
+
+import hashlib
+import json
+import secrets
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from onbeat.config import JobConfig
+from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.streams.ledger import Ledger
+from onbeat.types import Event, IterationRecord, JobRecord, JobState, Sample, WorkerRecord
+from services.broker.api.context import Broker
+from services.broker.api.problems import documented
+from services.broker.records import job_record, metric_series, read_iterations, read_samples
+
+router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
+
+POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
+MAX_ITERATIONS = 10_000
+MAX_TRIES = 5
+
+JobId = Annotated[str, Path(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class JobList(BaseModel):
+    jobs: list[JobRecord]
+
+
+class IterationList(BaseModel):
+    iterations: list[IterationRecord]
+
+
+class MetricSeries(BaseModel):
+    metrics: dict[str, list[tuple[int, float]]]
+
+
+class SampleList(BaseModel):
+    samples: list[Sample]
+
+
+class EventList(BaseModel):
+    events: list[Event]
+
+
+class WorkerList(BaseModel):
+    workers: list[WorkerRecord]
+
+
+# ---- submit and look ---------------------------------------------------------------------------------------------
+
+
+@router.post("/jobs", status_code=201, responses=documented(400, 409, 413))
+async def create_job(
+    config: JobConfig,
+    broker: Broker,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> JobRecord:
+    """Submit a job. The same Idempotency-Key with the same job gives the same job again, whatever became of it."""
+    job_id = choose_job_id(idempotency_key)
+    wanted = config.model_dump(mode="json")
+    record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None
+    if record is None:
+        await broker.admission.review(config)
+        is_new = await broker.ledger.create_job(job_id, wanted, config.schedule.num_iterations)
+        record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
+    if record is None:
+        record = job_record(await broker.ledger.job_fields(job_id))
+    response.headers["Location"] = f"/v1/jobs/{job_id}"
+    return record
+
+
+def choose_job_id(idempotency_key: str | None) -> str:
+    """The key decides the id, so that two brokers at once cannot create two jobs for it."""
+    if idempotency_key is None:
+        return f"job-{secrets.token_hex(6)}"
+    return f"job-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:12]}"
+
+
+async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecord | None:
+    """The job that an earlier request with this key created; None for the first one."""
+    try:
+        fields = await ledger.job_fields(job_id)
+    except JobNotFound:
+        return None
+    if json.loads(fields["config"]) != wanted:
+        raise HTTPException(
+            409, f"this Idempotency-Key was used for another job ({job_id}); take a new key for a new job"
+        )
+    return job_record(fields)
+
+
+@router.get("/jobs")
+async def list_jobs(
+    broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+) -> JobList:
+    """Newest first."""
+    jobs: list[JobRecord] = []
+    for job_id in reversed(await broker.ledger.job_ids()):
+        try:
+            record = job_record(await broker.ledger.job_fields(job_id))
+        except JobNotFound:  # indexed, not created yet
+            continue
+        if state in (None, record.state):
+            jobs.append(record)
+        if len(jobs) == limit:
+            break
+    return JobList(jobs=jobs)
+
+
+@router.get("/jobs/{job_id}", responses=documented(404))
+async def get_job(job_id: JobId, broker: Broker) -> JobRecord:
+    return job_record(await broker.ledger.job_fields(job_id))
+
+
+# ---- move --------------------------------------------------------------------------------------------------------
+
+
+@router.post("/jobs/{job_id}:cancel", responses=documented(404, 409))
+async def cancel_job(job_id: JobId, broker: Broker) -> JobRecord:
+    """A pending job is cancelled at once, a running one by its trainer. Repeating it changes nothing."""
+    for _ in range(MAX_TRIES):  # the trainer may claim the job between our look and our move
+        state = await broker.ledger.job_state(job_id)
+        if state in (JobState.CANCELLING, JobState.CANCELLED):
+            break
+        wanted = JobState.CANCELLED if state is JobState.PENDING else JobState.CANCELLING
+        try:
+            await broker.ledger.move_job(job_id, wanted)
+            break
+        except IllegalTransition as conflict:
+            if conflict.current == state:
+                raise
+    return job_record(await broker.ledger.job_fields(job_id))
+
+
+@router.post("/jobs/{job_id}:pause", responses=documented(404, 409))
+async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
+    """No prompt is handed out and no iteration opened while a job is paused; what is in flight is kept."""
+    await broker.ledger.move_job(job_id, JobState.PAUSED)
+    return job_record(await broker.ledger.job_fields(job_id))
+
+
+@router.post("/jobs/{job_id}:resume", responses=documented(404, 409))
+async def resume_job(job_id: JobId, broker: Broker) -> JobRecord:
+    state = await broker.ledger.job_state(job_id)
+    if state is not JobState.PAUSED:  # a pending job also becomes RUNNING, but only by its trainer
+        raise IllegalTransition(job_id, state, JobState.RUNNING)
+    await broker.ledger.move_job(job_id, JobState.RUNNING)
+    return job_record(await broker.ledger.job_fields(job_id))
+
+
+# ---- what happens in a job ---------------------------------------------------------------------------------------
+
+
+@router.get("/jobs/{job_id}/iterations", responses=documented(404))
+async def list_iterations(
+    job_id: JobId,
+    broker: Broker,
+    after: Annotated[int, Query(ge=-1)] = -1,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITERATIONS)] = MAX_ITERATIONS,
+) -> IterationList:
+    """Iterations with a number above `after`, in order; the last one may still be open."""
+    return IterationList(iterations=await read_iterations(broker.ledger, job_id, after, limit))
+
+
+@router.get("/jobs/{job_id}/metrics", responses=documented(404))
+async def get_metrics(job_id: JobId, broker: Broker) -> MetricSeries:
+    """`area/name` -> [[iteration, value], ...]."""
+    records = await read_iterations(broker.ledger, job_id, after=-1, limit=MAX_ITERATIONS)
+    return MetricSeries(metrics=metric_series(records))
+
+
+@router.get("/jobs/{job_id}/samples", responses=documented(404))
+async def list_samples(
+    job_id: JobId,
+    broker: Broker,
+    iteration: Annotated[int | None, Query(ge=0)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 16,
+) -> SampleList:
+    """Responses to read, of the newest iteration that has any, a first one of each prompt before the second ones."""
+    return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit))
+
+
+@router.get("/jobs/{job_id}/events", responses=documented(404))
+async def list_events(
+    job_id: JobId,
+    broker: Broker,
+    after: Annotated[str, Query(pattern=r"^\d{1,16}(-\d{1,16})?$")] = "0",
+    wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0,
+) -> EventList:
+    """Events after the cursor (the id of the last one seen), oldest first; waits up to `wait_s` for the first one."""
+    await broker.ledger.job_state(job_id)  # raises JobNotFound
+    deadline = time.monotonic() + wait_s
+    events = await broker.ledger.events(job_id, after)
+    while not events and (left_s := deadline - time.monotonic()) > 0 and not broker.is_stopping():
+        events = await broker.ledger.events(job_id, after, timeout_s=min(POLL_SLICE_S, left_s))
+    return EventList(events=events)
+
+
+@router.get("/workers", tags=["workers"])
+async def list_workers(
+    broker: Broker, pool: Annotated[str, Query(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "default"
+) -> WorkerList:
+    """The last heartbeat of every rollout replica of a pool."""
+    return WorkerList(workers=await broker.ledger.workers(pool))

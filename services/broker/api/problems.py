@@ -1,0 +1,119 @@
+"""Every refusal and failure of the API as a problem document (RFC 9457), mapped here and nowhere else."""
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+
+from onbeat.errors import IllegalTransition, JobNotFound
+from services.broker.admission import FieldError, JobRefused
+from services.broker.api.fields import explain_error
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Problem(BaseModel):
+    """RFC 9457. `errors` names the fields that are wrong and what to do about them."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str = ""
+    errors: list[FieldError] = []
+
+
+class ProblemResponse(JSONResponse):
+    media_type = MEDIA_TYPE
+
+
+def problem(
+    status: int,
+    title: str,
+    detail: str = "",
+    errors: list[FieldError] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> ProblemResponse:
+    body = Problem(title=title, status=status, detail=detail, errors=errors or [])
+    return ProblemResponse(to_json(body), status, headers=headers)
+
+
+def to_json(body: BaseModel) -> Any:
+    """What users sent may come back in messages: replace what is no text."""
+    return {key: replace_surrogates(value) for key, value in body.model_dump().items()}
+
+
+def replace_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [replace_surrogates(item) for item in value]
+    return {k: replace_surrogates(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route for OpenAPI."""
+    schema = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": {MEDIA_TYPE: schema}} for status in statuses}
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(RequestValidationError, on_invalid_request)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(JobRefused, on_refused)
+    app.add_exception_handler(JobNotFound, on_not_found)
+    app.add_exception_handler(IllegalTransition, on_illegal_move)
+    app.add_exception_handler(RedisError, on_redis_error)
+    app.add_exception_handler(Exception, on_defect)
+
+
+async def on_invalid_request(_: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, RequestValidationError)
+    if any(details["type"] == "json_invalid" for details in error.errors()):
+        reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
+        return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
+    errors = [FieldError(field=f, message=m) for f, m in (explain_error(e, error.body) for e in error.errors())]
+    return problem(
+        422, "Invalid request", "Nothing was created or changed. Correct the fields and send it again.", errors
+    )
+
+
+async def on_http_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, HTTPException)
+    detail = error.detail if error.detail != HTTPStatus(error.status_code).phrase else ""
+    if error.status_code in (404, 405) and not detail:
+        detail = f"{request.method} {request.url.path} is not part of this API; see /openapi.json"
+    return problem(error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=error.headers)
+
+
+async def on_refused(_: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, JobRefused)
+    return problem(422, "Job refused", "Nothing was created. Correct the fields and send it again.", error.errors)
+
+
+async def on_not_found(_: Request, error: Exception) -> ProblemResponse:
+    return problem(404, "Job not found", str(error))
+
+
+async def on_illegal_move(_: Request, error: Exception) -> ProblemResponse:
+    return problem(409, "Illegal transition", str(error))
+
+
+async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
+    logger.error("Redis failed a request: %s: %s", type(error).__name__, error)
+    return problem(
+        503, "Redis does not answer", "Nothing is lost; try again in a moment.", headers={"Retry-After": "2"}
+    )
+
+
+async def on_defect(request: Request, _: Exception) -> ProblemResponse:
+    """Logged with its traceback by the server."""
+    return problem(500, "Internal error", f"{request.method} {request.url.path} met a defect; see the broker's log.")

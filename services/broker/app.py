@@ -1,0 +1,73 @@
+"""The broker as an ASGI application: REST on one side, the conductor on the other, the ledger between them."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+
+from onbeat.streams.ledger import Ledger
+from services.broker.admission import Admission
+from services.broker.api import health, jobs, problems
+from services.broker.api.context import Context
+from services.broker.conductor import Conductor
+from services.broker.datasets.process import DatasetProcess
+from services.broker.metrics import Meters
+from services.broker.middleware import BodyLimit, RequestTimer
+from services.broker.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(
+    settings: Settings,
+    ledger: Ledger,
+    *,
+    on_conductor_end: Callable[[], None] = lambda: None,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """The lifespan runs the conductor; `on_conductor_end` is called if it gives up."""
+    memory_mb = settings.dataset_memory_mb
+    # Two processes, so that an odd job at the door cannot hold up the jobs inside.
+    admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, memory_mb)
+    conductor_data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, memory_mb)
+    conductor = Conductor(ledger, conductor_data, settings.redis_retry_s)
+    conducting: list[asyncio.Task[None]] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(conductor.run(), name="conductor")
+        task.add_done_callback(lambda ended: report_end(ended, on_conductor_end))
+        conducting[:] = [task]
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await admission_data.close()
+            await conductor_data.close()
+
+    app = FastAPI(title="Onbeat broker", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    meters = Meters()
+    app.state.context = Context(
+        ledger=ledger,
+        admission=Admission(admission_data, settings.has_model_folders),
+        meters=meters,
+        is_conducting=lambda: bool(conducting) and not conducting[0].done(),
+        is_stopping=is_stopping,
+    )
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestTimer, meters=meters)
+    problems.install(app)
+    app.include_router(jobs.router)
+    app.include_router(health.router)
+    return app
+
+
+def report_end(task: asyncio.Task[None], on_end: Callable[[], None]) -> None:
+    if task.cancelled():
+        return
+    error = task.exception()
+    logger.critical("the control loop gave up: %s: %s", type(error).__name__, error)
+    on_end()

@@ -1,0 +1,102 @@
+"""The control loop: opens the next iteration of every job as soon as its policy version is published.
+
+Level-triggered: every step looks at the ledger alone and does what it finds undone, and every move is a
+compare-and-set. So any number of brokers may run, and one that died half way leaves nothing to repair.
+
+    scan (slow) --> one watcher per active job --> step --> wait for the job's next event (or a second) --> step ...
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from redis.exceptions import RedisError
+
+from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from services.broker.datasets.process import DatasetProcess
+from services.broker.watcher import JobWatcher
+
+logger = logging.getLogger(__name__)
+
+SCAN_S = 0.25
+MAX_CRASHES = 3  # of one job's watcher, by a defect of ours, before the job fails
+FORGET_S = 60.0  # an indexed job without a record was never created
+MAX_BACKOFF_S = 5.0
+
+
+class Conductor:
+    """`run` only ends by cancellation, or by raising when Redis stays away for longer than `patience_s`."""
+
+    def __init__(self, ledger: Ledger, process: DatasetProcess, patience_s: float) -> None:
+        self._ledger, self._process, self._patience_s = ledger, process, patience_s
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._crashes: dict[str, int] = {}
+        self._missing_since: dict[str, float] = {}
+
+    async def run(self) -> None:
+        failing_since: float | None = None
+        backoff_s = SCAN_S
+        try:
+            while True:
+                try:
+                    await self._scan()
+                    failing_since, backoff_s = None, SCAN_S
+                except Exception as error:  # the supervisor: bounded by patience_s, then the broker ends
+                    now = time.monotonic()
+                    failing_since = failing_since or now
+                    logger.error("the control loop failed, trying again: %s: %s", type(error).__name__, error)
+                    if now - failing_since > self._patience_s:
+                        raise
+                    backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+                await asyncio.sleep(backoff_s)
+        finally:
+            await self._stop_watchers()
+
+    async def _scan(self) -> None:
+        """Start watchers of new jobs, look after those that ended."""
+        for job_id, watcher in list(self._watchers.items()):
+            if watcher.done():
+                del self._watchers[job_id]
+                await self._look_after(job_id, watcher)
+        active = await self._ledger.job_ids(active_only=True)
+        for job_id in active:
+            if job_id not in self._watchers:
+                work = JobWatcher(self._ledger, self._process, job_id).run()
+                self._watchers[job_id] = asyncio.create_task(work, name=f"watch {job_id}")
+
+    async def _look_after(self, job_id: str, watcher: asyncio.Task[None]) -> None:
+        error = watcher.exception()
+        if error is None:  # the job is final
+            self._crashes.pop(job_id, None)
+            await self._ledger.retire_job(job_id)
+        elif isinstance(error, RedisError):
+            raise error
+        elif isinstance(error, JobNotFound):
+            await self._forget_after_a_while(job_id)
+        else:
+            await self._bury_after_crashes(job_id, error)
+
+    async def _forget_after_a_while(self, job_id: str) -> None:
+        """A job is indexed a moment before it is created; its creator may have died in between."""
+        since = self._missing_since.setdefault(job_id, time.monotonic())
+        if time.monotonic() - since > FORGET_S:
+            del self._missing_since[job_id]
+            await self._ledger.retire_job(job_id)
+
+    async def _bury_after_crashes(self, job_id: str, error: BaseException) -> None:
+        """A defect of ours that meets one job must not spin for ever, nor stop the other jobs."""
+        self._crashes[job_id] = self._crashes.get(job_id, 0) + 1
+        logger.error("watching job %s failed", job_id, exc_info=error)
+        if self._crashes[job_id] >= MAX_CRASHES:
+            reason = f"the broker cannot conduct this job: {type(error).__name__}: {error}; see the broker's log"
+            with contextlib.suppress(IllegalTransition):
+                await self._ledger.move_job(job_id, JobState.FAILED, reason)
+
+    async def _stop_watchers(self) -> None:
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        self._watchers.clear()

@@ -1,0 +1,70 @@
+"""Prompts: where a job's data comes from. A dataset is a sequence that is a pure function of its spec.
+
+Data is only touched in a child process (`process`): generators and parsers run user-chosen options and files, and none
+of them may stall or take down the broker.
+"""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from onbeat.config import DataConfig, FileData, JobConfig
+from onbeat.errors import OnbeatError
+
+
+class DatasetError(OnbeatError):
+    """The data cannot be used: which field of the job is to blame, and what to do."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field, self.message = field, message
+
+
+class ChatMessage(BaseModel):
+    role: str
+    content: str
+
+
+class PromptItem(BaseModel):
+    """One prompt: either `messages` or `text`, and what the reward needs to know of it."""
+
+    messages: list[ChatMessage] = []
+    text: str = ""
+    context: dict[str, Any]
+
+
+class DatasetSpec(BaseModel):
+    """Everything that a dataset depends on, besides the data folder."""
+
+    model_config = ConfigDict(frozen=True)
+
+    data: DataConfig
+    seed: int
+    num_items: int  # all that the job will ever take
+
+    @classmethod
+    def of_job(cls, config: JobConfig) -> "DatasetSpec":
+        num_items = config.schedule.num_iterations * config.rollout.num_prompts_per_iteration
+        return cls(data=config.data, seed=config.seed, num_items=num_items)
+
+
+class PromptDataset(Protocol):
+    def item(self, index: int) -> PromptItem:
+        """The prompt number `index` of the job, 0 <= index < num_items. Raises DatasetError."""
+        ...
+
+    def is_current(self) -> bool:
+        """False when what lies underneath has changed and the dataset must be opened again."""
+        ...
+
+
+def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
+    """Raises DatasetError. Imports what the type of data needs, and nothing else."""
+    if isinstance(spec.data, FileData):
+        from services.broker.datasets.files import FileDataset
+
+        return FileDataset.open(spec.data, spec.seed, data_dir)
+    from services.broker.datasets.procedural import ReasoningGymDataset
+
+    return ReasoningGymDataset.open(spec.data, spec.seed, spec.num_items)

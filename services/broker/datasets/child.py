@@ -1,0 +1,72 @@
+"""The process that touches data: one JSON request per line in, one JSON answer per line out, until standard input ends.
+
+Started by `process`. A request that takes longer than its limit ends this process, even if the broker is gone.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import BaseModel
+
+from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, open_dataset
+
+MAX_OPEN = 8  # datasets kept open
+
+
+class ReadRequest(BaseModel):
+    spec: DatasetSpec
+    first: int
+    count: int
+    timeout_s: float
+
+
+def main() -> None:
+    data_dir, memory_mb = Path(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the broker; its end closes our standard input
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    answers = take_stdout()
+    open_datasets: dict[str, PromptDataset] = {}
+    for line in sys.stdin:
+        request = ReadRequest.model_validate_json(line)
+        signal.setitimer(signal.ITIMER_REAL, request.timeout_s)
+        answer = json.dumps(answer_request(request, data_dir, open_datasets))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+def take_stdout() -> TextIO:
+    """Keep standard output to ourselves; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> dict[str, Any]:
+    try:
+        dataset = find_dataset(request.spec, data_dir, open_datasets)
+        items = [dataset.item(index) for index in range(request.first, request.first + request.count)]
+    except DatasetError as error:
+        return {"error": {"field": error.field, "message": error.message}}
+    return {"items": [item.model_dump() for item in items]}
+
+
+def find_dataset(spec: DatasetSpec, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> PromptDataset:
+    key = spec.model_dump_json()
+    dataset = open_datasets.pop(key, None)
+    if dataset is None or not dataset.is_current():
+        dataset = open_dataset(spec, data_dir)
+    open_datasets[key] = dataset  # the most recent one is last
+    while len(open_datasets) > MAX_OPEN:
+        del open_datasets[next(iter(open_datasets))]
+    return dataset
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""JSONL and Parquet files. Rows are read when they are needed: the file may be larger than memory."""
+
+import functools
+import hashlib
+import json
+import os
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from onbeat.config import FileData
+from services.broker.datasets import ChatMessage, DatasetError, PromptItem
+
+NUM_CHECKED_ROWS = 10_000  # rows that are read through when the file is opened
+
+Row = dict[str, Any]
+
+
+class RowReader(Protocol):
+    num_rows: int
+
+    def row(self, index: int) -> Row:
+        """Raises DatasetError naming the line or row."""
+        ...
+
+    def place(self, index: int) -> str:
+        """How a person finds the row: `line 7`."""
+        ...
+
+
+class FileDataset:
+    def __init__(self, data: FileData, seed: int, path: Path, reader: RowReader) -> None:
+        self._data, self._seed, self._path, self._reader = data, seed, path, reader
+        self._identity = file_identity(path)
+        self._epoch_order = functools.lru_cache(maxsize=2)(self._compute_order)
+
+    @classmethod
+    def open(cls, data: FileData, seed: int, data_dir: Path) -> "FileDataset":
+        """Find the file and read its first rows through. Raises DatasetError."""
+        path = resolve_path(data.path, data_dir)
+        check_options(data)
+        readers: dict[str, Callable[[Path], RowReader]] = {"jsonl": JsonlReader, "parquet": ParquetReader}
+        try:
+            reader = readers[data.type](path)
+            if reader.num_rows == 0:
+                raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
+            dataset = cls(data, seed, path, reader)
+            for index in range(min(reader.num_rows, NUM_CHECKED_ROWS)):
+                dataset.to_item(index)
+        except OSError as error:
+            raise DatasetError("data.path", f"{data.path} cannot be read: {error.strerror or error}") from error
+        return dataset
+
+    def is_current(self) -> bool:
+        return file_identity(self._path) == self._identity
+
+    def item(self, index: int) -> PromptItem:
+        epoch, position = divmod(index, self._reader.num_rows)
+        row = self._epoch_order(epoch)[position] if self._data.shuffle else position
+        try:
+            return self.to_item(row)
+        except OSError as error:
+            raise DatasetError("data.path", f"{self._data.path} cannot be read: {error.strerror or error}") from error
+
+    def _compute_order(self, epoch: int) -> "array[int]":
+        return epoch_order(self._seed, epoch, self._reader.num_rows)
+
+    def to_item(self, index: int) -> PromptItem:
+        data, row = self._data, self._reader.row(index)
+        where = f"{data.path}, {self._reader.place(index)}"
+        prompt = pick(row, data.prompt_field, "data.prompt_field", where)
+        answer = None if data.answer_field is None else pick(row, data.answer_field, "data.answer_field", where)
+        metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
+        messages = to_messages(prompt, data, where)
+        question = next((m.content for m in reversed(messages) if m.role == "user"), prompt)
+        context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
+        return PromptItem(
+            messages=messages,
+            text="" if messages else prompt,
+            context=json.loads(json.dumps(context, default=str)),
+        )
+
+
+def resolve_path(given: str, data_dir: Path) -> Path:
+    """The file inside the data folder. Says nothing about what lies outside. Raises DatasetError."""
+    try:
+        root = data_dir.resolve()
+        path = (root / given).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DatasetError("data.path", f"{given!r} is not a path: {error}") from error
+    if not path.is_relative_to(root):
+        raise DatasetError("data.path", f"{given} is outside the broker's data folder; put the file there")
+    if not path.is_file():
+        raise DatasetError("data.path", f"there is no file {given} in the broker's data folder; put it there")
+    return path
+
+
+def check_options(data: FileData) -> None:
+    if data.system_prompt is not None and not data.as_chat:
+        raise DatasetError("data.system_prompt", "needs as_chat = true; a plain prompt has no messages")
+
+
+def pick(row: Row, name: str, field: str, where: str) -> Any:
+    if row.get(name) is None:
+        there = ", ".join(sorted(row)) or "nothing"
+        hint = "; or null: no answers" if field == "data.answer_field" else ""
+        raise DatasetError(field, f"{where} has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
+    return row[name]
+
+
+def to_messages(prompt: Any, data: FileData, where: str) -> list[ChatMessage]:
+    """[] for a plain prompt. Raises DatasetError when the prompt has neither of the two shapes."""
+    if is_text(prompt):
+        if not prompt.strip():
+            raise DatasetError("data.prompt_field", f"{where}: the prompt is empty")
+        messages = [ChatMessage(role="user", content=prompt)] if data.as_chat else []
+    elif isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
+        if not data.as_chat:
+            raise DatasetError("data.as_chat", f"{where}: the prompt is a list of messages; set as_chat = true")
+        messages = [ChatMessage(role=message["role"], content=message["content"]) for message in prompt]
+    else:
+        raise DatasetError(
+            "data.prompt_field", f"{where}: a prompt is a string or a list of {{role, content}}, not {str(prompt)[:60]}"
+        )
+    if data.system_prompt is not None:
+        messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
+    return messages
+
+
+def is_message(value: Any) -> bool:
+    return isinstance(value, dict) and is_text(value.get("role")) and is_text(value.get("content"))
+
+
+def is_text(value: Any) -> bool:
+    """JSON can carry halves of surrogate pairs, which are no text."""
+    return isinstance(value, str) and value.encode("utf-8", "ignore").decode() == value
+
+
+def to_answer(answer: Any) -> Any:
+    """Rewards compare text: a number becomes what people write; lists and mappings stay."""
+    is_scalar = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if is_scalar else answer
+
+
+def epoch_order(seed: int, epoch: int, num_rows: int) -> "array[int]":
+    """A permutation of the rows: a pure function of (seed, epoch)."""
+    order = array("q", range(num_rows))
+    digest = hashlib.sha256(f"epoch/{seed}/{epoch}".encode()).digest()
+    random.Random(int.from_bytes(digest[:8], "big")).shuffle(order)
+    return order
+
+
+def file_identity(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class JsonlReader:
+    """One JSON object per line; blank lines do not count. Keeps 16 bytes per row."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._starts, self._line_numbers = array("Q"), array("Q")
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                self._starts.append(start)
+                self._line_numbers.append(number)
+            start += len(line)
+        self.num_rows = len(self._starts)
+
+    def place(self, index: int) -> str:
+        return f"line {self._line_numbers[index]}"
+
+    def row(self, index: int) -> Row:
+        self._file.seek(self._starts[index])
+        try:
+            row = json.loads(self._file.readline())
+        except (ValueError, RecursionError) as error:
+            raise DatasetError("data.path", f"{self.place(index)} is not valid JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DatasetError("data.path", f'{self.place(index)} is not a JSON object, such as {{"prompt": "..."}}')
+        return row
+
+
+class ParquetReader:
+    """Holds a few row groups at a time."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowException as error:
+            raise DatasetError("data.path", f"not a Parquet file: {error}") from error
+        self.num_rows = self._file.metadata.num_rows
+        self._group_starts = [0]
+        for group in range(self._file.metadata.num_row_groups):
+            self._group_starts.append(self._group_starts[-1] + self._file.metadata.row_group(group).num_rows)
+        self._group = functools.lru_cache(maxsize=4)(self._file.read_row_group)
+
+    def place(self, index: int) -> str:
+        return f"row {index}"
+
+    def row(self, index: int) -> Row:
+        import bisect
+
+        group = bisect.bisect_right(self._group_starts, index) - 1
+        offset = index - self._group_starts[group]
+        rows: list[Row] = self._group(group).slice(offset, 1).to_pylist()
+        return rows[0]

@@ -1,0 +1,105 @@
+"""Prometheus metrics. What happened to jobs is read from the ledger at every scrape: any broker tells the same."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from onbeat.errors import JobNotFound
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+
+OUTCOMES = {
+    "accepted": "num_accepted",
+    "failed": "num_failed_groups",
+    "stale": "num_stale",
+    "duplicate": "num_duplicate",
+}
+LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+
+
+@dataclass
+class JobTotals:
+    """Group counts of a job over its iterations; those that can no longer change are read once."""
+
+    settled: Counter[str] = field(default_factory=Counter)
+    num_settled: int = 0
+    state: JobState = JobState.PENDING
+
+
+class Snapshot(Collector):
+    """Families computed just now, for one rendering."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+class Meters:
+    def __init__(self) -> None:
+        self._requests = CollectorRegistry()
+        self._latency = Histogram(
+            "onbeat_http_request_seconds",
+            "Time to answer a request, long polls included.",
+            ["method", "route", "status"],
+            registry=self._requests,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self._totals: dict[str, JobTotals] = {}
+
+    def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._latency.labels(method, route, str(status)).observe(seconds)
+
+    async def render(self, ledger: Ledger) -> tuple[bytes, str]:
+        registry = CollectorRegistry()
+        registry.register(Snapshot(await self._read_jobs(ledger)))
+        return generate_latest(self._requests) + generate_latest(registry), CONTENT_TYPE_LATEST
+
+    async def _read_jobs(self, ledger: Ledger) -> list[Metric]:
+        jobs = GaugeMetricFamily("onbeat_jobs", "Jobs by state.", labels=["state"])
+        iterations = CounterMetricFamily("onbeat_iterations_committed", "Committed iterations.", labels=["job_id"])
+        versions = GaugeMetricFamily("onbeat_policy_version", "Newest published policy version.", labels=["job_id"])
+        groups = CounterMetricFamily("onbeat_groups", "Submitted groups by outcome.", labels=["job_id", "outcome"])
+        for job_id in await ledger.job_ids():
+            totals = self._totals.setdefault(job_id, JobTotals())
+            if totals.state.is_final:
+                continue  # counted below, gone from the series
+            try:
+                fields = await ledger.job_fields(job_id)
+            except JobNotFound:
+                del self._totals[job_id]
+                continue
+            totals.state = JobState(fields["state"])
+            next_iteration = int(fields["next_iteration"])
+            iterations.add_metric([job_id], next_iteration)
+            versions.add_metric([job_id], float(fields.get("policy_version", "-1")))
+            for outcome, count in (await self._count_groups(ledger, job_id, next_iteration)).items():
+                groups.add_metric([job_id, outcome], count)
+        states = Counter(totals.state for totals in self._totals.values())
+        for state in JobState:
+            jobs.add_metric([state.value], states[state])
+        return [jobs, iterations, versions, groups]
+
+    async def _count_groups(self, ledger: Ledger, job_id: str, next_iteration: int) -> Counter[str]:
+        totals = self._totals[job_id]
+        while totals.num_settled < next_iteration - 1:  # late duplicates of the last one may still come
+            totals.settled += await read_outcomes(ledger, job_id, totals.num_settled)
+            totals.num_settled += 1
+        counts = Counter(dict.fromkeys(OUTCOMES, 0))
+        counts.update(totals.settled)
+        for iteration in range(totals.num_settled, next_iteration + 1):
+            counts.update(await read_outcomes(ledger, job_id, iteration))
+        return counts
+
+
+async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[str]:
+    """A failed group is accepted as one without training data: it counts as failed here, not as accepted."""
+    fields = await ledger.iteration_fields(job_id, iteration)
+    counts = Counter({outcome: int(fields.get(name, "0")) for outcome, name in OUTCOMES.items()})
+    counts["accepted"] -= counts["failed"]
+    return counts

@@ -1,0 +1,168 @@
+"""Records as REST shows them, built from the ledger's fields. Reads only."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean
+from typing import Any
+
+from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.ledger import Ledger
+from onbeat.types import IterationRecord, JobRecord, Sample
+
+Fields = dict[str, str]
+
+# What the trainer's metrics may say about an iteration, by its plain record name.
+INT_METRICS = ("num_responses", "prompt_tokens", "response_tokens", "staleness_max")
+FLOAT_METRICS = ("reward_mean", "reward_std", "train_s", "mismatch_mean", "mismatch_max")
+DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
+SERIES_OF_RECORD = (*INT_METRICS, *FLOAT_METRICS, *DERIVED)
+JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
+JOB_PROGRESS_FIELDS = ("next_iteration", "policy_version", "checkpoint", "num_training_devices")
+
+
+def job_record(fields: Fields) -> JobRecord:
+    known = {name: fields[name] for name in (*JOB_FIELDS, *JOB_PROGRESS_FIELDS) if name in fields}
+    return JobRecord.model_validate(known | {"config": json.loads(fields["config"])})
+
+
+@dataclass(frozen=True)
+class IterationSources:
+    """All that the ledger knows of one iteration."""
+
+    fields: Fields
+    busy_s: dict[str, float]  # by worker
+    engine_ready_at: float | None
+    previous_commit_at: float
+
+
+def iteration_record(sources: IterationSources) -> IterationRecord:
+    """Times of the trainer, the rollouts and the ledger, put together; None where something has not happened yet."""
+    fields, ready_at = sources.fields, sources.engine_ready_at
+    counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate")
+    times = ("opened_at", "drained_at", "committed_at")
+    known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
+    known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}
+    record = IterationRecord.model_validate(known)
+    record.engine_ready_at = ready_at
+    if ready_at is not None:
+        record.weight_sync_s = max(0.0, ready_at - sources.previous_commit_at)
+    if record.drained_at is not None:
+        record.generate_s = record.drained_at - max(record.opened_at, ready_at or 0.0)
+    if record.committed_at is not None:
+        record.wall_s = max(1e-6, record.committed_at - sources.previous_commit_at)
+    num_training_devices = add_metrics(record, fields.get("metrics", "{}"))
+    add_shares(record, sources.busy_s, num_training_devices)
+    return record
+
+
+def add_metrics(record: IterationRecord, metrics_json: str) -> int:
+    """Spread the trainer's metrics over the record; returns the number of training devices."""
+    metrics = {name: value for name, value in json.loads(metrics_json).items() if is_finite(value)}
+    num_training_devices = int(metrics.pop("num_training_devices", 1))
+    for name in INT_METRICS:
+        if name in metrics:
+            setattr(record, name, int(metrics.pop(name)))
+    for name in FLOAT_METRICS:
+        if name in metrics:
+            setattr(record, name, float(metrics.pop(name)))
+    record.metrics = metrics
+    return num_training_devices
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def add_shares(record: IterationRecord, busy_s: dict[str, float], num_training_devices: int) -> None:
+    """Idle shares and tokens per second per device, once the iteration is committed."""
+    wall_s = record.wall_s
+    if wall_s is None:
+        return
+    if busy_s:
+        record.rollout_idle_frac = clip_fraction(1 - fmean(busy_s.values()) / wall_s)
+    if record.train_s is not None:
+        record.trainer_idle_frac = clip_fraction(1 - record.train_s / wall_s)
+    if record.prompt_tokens is not None and record.response_tokens is not None:
+        num_devices = num_training_devices + len(busy_s)
+        record.tpspd = (record.prompt_tokens + record.response_tokens) / wall_s / max(1, num_devices)
+
+
+def clip_fraction(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -> list[IterationRecord]:
+    """Iterations with a number above `after`, in order. Raises JobNotFound."""
+    job = await ledger.job_fields(job_id)
+    ready_times = await ledger.ready_times(job_id)
+    first, last = after + 1, int(job["next_iteration"])
+    records = []
+    for iteration in range(first, min(last + 1, first + limit)):
+        fields = await ledger.iteration_fields(job_id, iteration)
+        if "state" not in fields:
+            break
+        previous = fields.get("previous_commit_at") or job.get("last_commit_at") or fields["opened_at"]
+        sources = IterationSources(
+            fields=fields,
+            busy_s=await ledger.busy_seconds(job_id, iteration),
+            engine_ready_at=ready_times.get(int(fields["policy_version"])),
+            previous_commit_at=float(previous),
+        )
+        records.append(iteration_record(sources))
+    return records
+
+
+def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[int, float]]]:
+    """`area/name` -> (iteration, value) pairs; what the record itself holds is under `iteration/`."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        own = {f"iteration/{name}": getattr(record, name) for name in SERIES_OF_RECORD}
+        for name, value in (own | record.metrics).items():
+            if value is not None:
+                series.setdefault(name, []).append((record.iteration, value))
+    return dict(sorted(series.items()))
+
+
+async def read_samples(ledger: Ledger, job_id: str, iteration: int | None, limit: int) -> list[Sample]:
+    """Responses of an iteration (default: the newest with an accepted group). Raises JobNotFound."""
+    newest = int((await ledger.job_fields(job_id))["next_iteration"])
+    if iteration is None:
+        iteration = newest
+        while iteration > 0 and not await has_accepted(ledger, job_id, iteration):
+            iteration -= 1
+    groups = await ledger.iteration_groups(job_id, iteration)
+    groups.sort(key=lambda group: group_order(group.group_id))
+    samples = interleave([group_samples(group) for group in groups])
+    return [sample for sample, _ in zip(samples, range(limit), strict=False)]
+
+
+async def has_accepted(ledger: Ledger, job_id: str, iteration: int) -> bool:
+    return int((await ledger.iteration_fields(job_id, iteration)).get("num_accepted", "0")) > 0
+
+
+def group_order(group_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in group_id.split("-") if part.isdigit())
+
+
+def group_samples(group: RolloutGroup) -> Iterator[Sample]:
+    for response in group.responses:
+        yield Sample(
+            iteration=group.iteration,
+            group_id=group.group_id,
+            policy_version=group.policy_version,
+            prompt=group.prompt_text,
+            response=response.text,
+            reward=response.reward,
+            reward_parts={name: value for name, value in response.reward_parts.items() if math.isfinite(value)},
+            num_tokens=len(response.token_ids),
+            finish_reason=response.finish_reason,
+        )
+
+
+def interleave(groups: list[Iterator[Sample]]) -> Iterator[Sample]:
+    """The first response of every group, then the second of every group: few samples show many prompts."""
+    for round_of_samples in zip_longest(*groups):
+        yield from (sample for sample in round_of_samples if sample is not None)

@@ -1,0 +1,86 @@
+"""`python -m services.rollout`: serve the pool's jobs until SIGTERM. Exit code 1 asks for a new process."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+from prometheus_client import start_http_server
+from redis.exceptions import RedisError
+
+from onbeat.config import JobConfig
+from onbeat.logging import configure
+from onbeat.streams.ledger import Ledger, connect
+from onbeat.weights.client import WeightsClient
+from services.rollout.engine import Engine
+from services.rollout.engines import create_engine
+from services.rollout.settings import Settings
+from services.rollout.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+REPORT_DEADLINE_S = 5.0
+
+
+def main() -> int:
+    settings = Settings()
+    configure(settings.log_format)
+    if settings.metrics_port:
+        start_http_server(settings.metrics_port, settings.metrics_host)
+    return asyncio.run(supervise(settings))
+
+
+async def supervise(settings: Settings) -> int:
+    """Run the worker. Whatever breaks it is reported once, where the user looks, and ends the process."""
+    ledger = Ledger(connect(settings.redis_url, settings.redis_retry_s))
+
+    def engine_of(config: JobConfig) -> Engine:
+        return create_engine(
+            settings.engine,
+            max_model_len=config.model.max_context_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            dtype=config.model.dtype,
+            kv_cache_gib=settings.kv_cache_gib,
+            cpu_cores=settings.cpu_cores or None,
+        )
+
+    worker = Worker(settings, ledger, engine_of, WeightsClient)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, worker.stop)
+    try:
+        await ledger.redis.ping()
+        await worker.run()
+        return 0
+    except Exception as error:  # the supervisor: an unknown defect ends the process, loudly
+        cause = root_cause(error)
+        if isinstance(cause, RedisError):
+            logger.error("Redis at %s cannot be reached: %s", settings.redis_url.rpartition("@")[2], cause)
+        else:
+            logger.error("the rollout broke", exc_info=cause)
+            await report(ledger, worker, settings.worker_id, cause)
+        return 1
+    finally:
+        await ledger.redis.aclose()
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What a task group wraps."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseException) -> None:
+    """Tell the job that it lost a rollout, and why."""
+    if worker.job_id is None:
+        return
+    message = f"{worker_id} ends: {type(cause).__name__}: {cause}"
+    try:
+        async with asyncio.timeout(REPORT_DEADLINE_S):
+            await ledger.emit(worker.job_id, "worker.failed", message, {"worker_id": worker_id})
+    except (RedisError, TimeoutError) as error:
+        logger.warning("the job was not told: %s", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

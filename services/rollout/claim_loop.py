@@ -1,0 +1,196 @@
+"""Claims groups of one job up to the free capacity, runs each as a task, and settles what becomes of them.
+
+claimed --> produced --> submitted: accepted | duplicate, closed (dropped) | stale (somebody generates it again)
+   |           |
+   |           +--> error that another attempt may cure: the lease is handed back, the attempt counts
+   +--> lease lost: cancelled, another worker has it
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from redis.exceptions import RedisError
+
+from onbeat.config import JobConfig
+from onbeat.errors import WeightsError
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.types import Verdict
+from services.rollout import meters
+from services.rollout.engine import Engine, VersionMismatch
+from services.rollout.engines import EngineBroken
+from services.rollout.inflight import Flight, FlightTable, Stage, num_claimable
+from services.rollout.producer import DeadlineExceeded, GroupProducer
+from services.rollout.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0  # leases that others lost or handed back are noticed this late
+RETRY_PAUSE_S = 1.0  # no claims for so long after an error
+MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
+RELEASE_DEADLINE_S = 5.0
+
+# Not the engine's fault.
+PASSING_ERRORS = (WeightsError, VersionMismatch, DeadlineExceeded)
+
+
+class ClaimLoop:
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        job_id: str,
+        config: JobConfig,
+        engine: Engine,
+        producer: GroupProducer,
+        ending: asyncio.Event,
+        hurry: asyncio.Event,
+    ) -> None:
+        self._settings, self._ledger, self._job_id, self._config = settings, ledger, job_id, config
+        self._engine, self._producer = engine, producer
+        self._ending = ending  # claim no more
+        self._hurry = hurry  # do not even finish
+        self._arrival: asyncio.Task[str] | None = None
+        self._last_seen = "0"
+        self._resume_at = 0.0
+        self._num_engine_errors = 0
+        self.flights = FlightTable()
+        self.num_workers = 1  # that share this job, this one included
+
+    async def serve(self) -> None:
+        """Until `ending` is set. Raises EngineBroken and redis' errors."""
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            while not self._ending.is_set():
+                await self._settle()
+                self._launch(await self._claim())
+                await self._wait_for_change(ending)
+        finally:
+            ending.cancel()
+            if self._arrival is not None:
+                self._arrival.cancel()
+
+    async def drain(self) -> None:
+        """Finish what is generating within the drain time; what has not begun goes back at once."""
+        if len(self.flights):
+            logger.info("draining %d groups, for at most %.0f s", len(self.flights), self._settings.drain_s)
+        for flight in self.flights:
+            if flight.stage is Stage.WAITING:
+                flight.task.cancel()
+        hurry = asyncio.create_task(self._hurry.wait())
+        deadline = time.monotonic() + self._settings.drain_s
+        while len(self.flights) and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
+            waited = {*self.flights.tasks(), hurry}
+            await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await self._settle()
+        hurry.cancel()
+
+    async def keep_leases(self) -> None:
+        """Renew what is in flight, for ever; cancel what somebody else has taken over."""
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            entry_ids = self.flights.entry_ids()
+            mine = await self._ledger.renew_groups(self._job_id, self._settings.worker_id, entry_ids)
+            lost = set(entry_ids) - set(mine)
+            for flight in self.flights:
+                if flight.claim.entry_id in lost and flight.stage is not Stage.SUBMITTING:
+                    logger.warning("%s is another worker's now, or done", flight.claim.task.group_id)
+                    flight.is_lost = True
+                    flight.task.cancel()
+
+    async def abandon(self) -> None:
+        """Cancel everything and hand the leases back, as far as Redis can be reached."""
+        flights = list(self.flights)
+        for flight in flights:
+            flight.task.cancel()
+            self.flights.remove(flight)
+        if flights:
+            await asyncio.wait({flight.task for flight in flights})
+        entry_ids = [flight.claim.entry_id for flight in flights if not flight.is_lost]
+        try:
+            async with asyncio.timeout(RELEASE_DEADLINE_S):
+                await self._ledger.release_groups(self._job_id, self._settings.worker_id, entry_ids)
+        except (RedisError, TimeoutError) as error:
+            logger.warning("%d leases were not handed back, they run out by themselves: %s", len(entry_ids), error)
+        meters.IN_FLIGHT.set(0)
+
+    # ---- steps of the loop ---------------------------------------------------------------------------------------
+
+    async def _claim(self) -> list[Claim]:
+        count = self._num_claimable()
+        if not count:
+            return []
+        return await self._ledger.claim_groups(self._job_id, self._settings.worker_id, count, self._settings.lease_s)
+
+    def _num_claimable(self) -> int:
+        if time.monotonic() < self._resume_at:
+            return 0
+        rollout = self._config.rollout
+        num_samples, num_prompts = rollout.num_samples_per_prompt, rollout.num_prompts_per_iteration
+        return num_claimable(self.flights, self._engine.capacity(), num_samples, num_prompts, self.num_workers)
+
+    def _launch(self, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            if claim.entry_id in self.flights:  # our own lease ran out and we were the first to notice
+                continue
+            flight = Flight(claim)
+            flight.task = asyncio.create_task(self._run(flight), name=f"group {claim.task.group_id}")
+            self.flights.add(flight)
+        meters.IN_FLIGHT.set(len(self.flights))
+
+    async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
+        """A group is done, prompts arrived (if there is room for them), the end, or a second has passed."""
+        changes: set[asyncio.Task] = {*self.flights.tasks(), ending}
+        if self._arrival is not None and self._arrival.done():
+            self._last_seen = self._arrival.result()
+            self._arrival = None
+        if self._num_claimable():
+            self._arrival = self._arrival or asyncio.create_task(
+                self._ledger.wait_for_prompts(self._job_id, self._last_seen, POLL_S)
+            )
+            changes.add(self._arrival)
+        await asyncio.wait(changes, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _run(self, flight: Flight) -> None:
+        group = await self._producer.produce(flight)
+        flight.stage = Stage.SUBMITTING
+        verdict = await self._ledger.submit_group(self._job_id, flight.claim.entry_id, group)
+        outcome = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict
+        meters.GROUPS.labels(outcome=outcome).inc()
+        if outcome is not Verdict.ACCEPTED:
+            logger.warning("group %s: %s %s", group.group_id, outcome, group.failure.message)
+
+    async def _settle(self) -> None:
+        """Take finished flights off the table; hand back the leases of those that did not succeed."""
+        released = []
+        for flight in self.flights.done():
+            self.flights.remove(flight)
+            if flight.task.cancelled():
+                if not flight.is_lost:
+                    released.append(flight.claim.entry_id)
+            elif (error := flight.task.exception()) is not None:
+                await self._settle_error(flight, error)
+            else:
+                self._num_engine_errors = 0
+        await self._ledger.release_groups(self._job_id, self._settings.worker_id, released)
+        meters.IN_FLIGHT.set(len(self.flights))
+
+    async def _settle_error(self, flight: Flight, error: BaseException) -> None:
+        """Hand the lease back and say why. Raises what ends this process."""
+        task, reason = flight.claim.task, f"{type(error).__name__}: {error}"
+        if isinstance(error, RedisError):
+            raise error
+        self._resume_at = time.monotonic() + RETRY_PAUSE_S
+        self._producer.remember_error(task, reason)
+        meters.RELEASED.inc()
+        await self._ledger.release_groups(self._job_id, self._settings.worker_id, [flight.claim.entry_id])
+        message = f"{task.group_id}, attempt {flight.claim.attempt}, on {self._settings.worker_id}: {reason}"
+        await self._ledger.emit(self._job_id, "group.released", message, {"group_id": task.group_id})
+        if isinstance(error, PASSING_ERRORS):
+            logger.warning("gave back %s", message)
+            return
+        logger.error("gave back %s", message, exc_info=error)
+        self._num_engine_errors += 1
+        if isinstance(error, EngineBroken) or self._num_engine_errors >= MAX_ENGINE_ERRORS:
+            raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error

@@ -1,0 +1,108 @@
+"""The gate in front of the engine: a group generates only while the engine serves the version it is pinned to.
+
+    group pinned to the served version   -> enters at once
+    group pinned to another version      -> holds the entrance: pull it, wait until nothing is in flight, load, enter
+    everybody behind it                  -> waits in line; whoever wants the same version finds it loaded
+
+The line is first in, first out, so a new version cannot be starved by groups of the old one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from onbeat.errors import WeightsError
+from services.rollout.engine import Engine
+from services.rollout.engines import EngineBroken
+from services.rollout.puller import PulledWeights, WeightsPuller
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADS = 2  # tries of one version, each with a fresh copy
+CLOSE_DEADLINE_S = 10.0
+
+# Called after each load with the weights and the seconds that the load took.
+LoadedCallback = Callable[[PulledWeights, float], Awaitable[None]]
+
+
+class VersionGate:
+    def __init__(self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback) -> None:
+        self._engine = engine
+        self._puller = puller
+        self._on_loaded = on_loaded
+        self._entrance = asyncio.Lock()  # first in, first out
+        self._num_inside = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._load: asyncio.Task[None] | None = None
+        self._failure: tuple[int, float, WeightsError] | None = None  # version, when, why
+        self.is_updating = False
+
+    @asynccontextmanager
+    async def pinned(self, version: int) -> AsyncIterator[None]:
+        """Inside, the engine serves `version`. Raises WeightsError (it cannot be had) or EngineBroken."""
+        arrived_at = time.monotonic()
+        async with self._entrance:
+            self._repeat_failure(version, arrived_at)
+            await self._reach(version)
+            self._num_inside += 1
+            self._is_empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._is_empty.set()
+
+    async def advance(self, version: int) -> None:
+        """Load a newer version although nobody has asked for it yet; nothing happens if it is not newer."""
+        async with self._entrance:
+            served = self._engine.version()
+            if served is None or served < version:
+                await self._reach(version)
+
+    def _repeat_failure(self, version: int, arrived_at: float) -> None:
+        """One failed pull answers everybody who was already waiting for it."""
+        if self._failure is not None:
+            failed_version, failed_at, error = self._failure
+            if failed_version == version and failed_at > arrived_at:
+                raise error
+
+    async def _reach(self, version: int) -> None:
+        if self._load is not None:  # its first waiter may have been cancelled: a load is never abandoned half way
+            await asyncio.wait({self._load})
+        if self._engine.version() == version:
+            return
+        self.is_updating = True
+        try:
+            await self._puller.fetch(version)
+            await self._is_empty.wait()
+            self._load = asyncio.create_task(self._replace(version), name=f"load version {version}")
+            await asyncio.shield(self._load)
+        except WeightsError as error:
+            self._failure = (version, time.monotonic(), error)
+            raise
+        finally:
+            self.is_updating = False
+
+    async def _replace(self, version: int) -> None:
+        for _ in range(MAX_LOADS):
+            weights = await self._puller.fetch(version)
+            started = time.monotonic()
+            load = asyncio.create_task(self._engine.load(version, weights.path))
+            await asyncio.wait({load})
+            error = load.exception()
+            self._puller.discard(version)
+            if error is None:
+                await self._on_loaded(weights, time.monotonic() - started)
+                return
+            logger.error("policy version %d was not loaded: %s: %s", version, type(error).__name__, error)
+        raise EngineBroken(f"policy version {version} could not be loaded: {error}") from error
+
+    async def close(self) -> None:
+        """Let a running load come to its end, so that the engine can be stopped."""
+        if self._load is not None and not self._load.done():
+            await asyncio.wait({self._load}, timeout=CLOSE_DEADLINE_S)
+            self._load.cancel()

@@ -1,0 +1,79 @@
+"""What this rollout measures of itself: busy time per iteration, tokens per second, Prometheus counters."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Counter, Gauge, Histogram
+
+GROUPS = Counter("onbeat_rollout_groups", "Groups by what became of them", ["outcome"])
+RESPONSE_TOKENS = Counter("onbeat_rollout_response_tokens", "Tokens of finished responses")
+RELEASED = Counter("onbeat_rollout_released_groups", "Leases handed back after an error")
+IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet submitted")
+POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
+GENERATE_S = Histogram("onbeat_rollout_generate_seconds", "Generating one group", buckets=(0.1, 0.5, 1, 5, 10, 60, 300))
+SCORE_S = Histogram("onbeat_rollout_score_seconds", "Scoring one group", buckets=(0.01, 0.1, 0.5, 1, 5, 10, 60))
+WEIGHT_PULL_S = Histogram("onbeat_rollout_weight_pull_seconds", "Pulling a version", buckets=(0.1, 0.5, 1, 5, 10, 60))
+WEIGHT_LOAD_S = Histogram("onbeat_rollout_weight_load_seconds", "Loading a version", buckets=(0.1, 0.5, 1, 5, 10, 60))
+WEIGHT_BYTES = Counter("onbeat_rollout_weight_bytes", "Bytes of pulled weights")
+
+RATE_WINDOW_S = 10.0
+MAX_ITERATIONS = 16  # newest ones whose busy time is kept
+
+
+class BusyMeter:
+    """Seconds with at least one response in flight, per iteration. Overlapping groups count once.
+
+    A group from second 0 to 4 and another from 3 to 5: 5 seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._finished_s: dict[int, float] = {}
+        self._num_running: dict[int, int] = {}
+        self._since: dict[int, float] = {}
+
+    @contextmanager
+    def running(self, iteration: int) -> Iterator[None]:
+        self._start(iteration)
+        try:
+            yield
+        finally:
+            self._stop(iteration)
+
+    def _start(self, iteration: int) -> None:
+        if not self._num_running.get(iteration):
+            self._since[iteration] = self._clock()
+        self._num_running[iteration] = self._num_running.get(iteration, 0) + 1
+        self._finished_s.setdefault(iteration, 0.0)
+        for old in sorted(self._finished_s)[:-MAX_ITERATIONS]:
+            if old not in self._num_running:
+                del self._finished_s[old]
+
+    def _stop(self, iteration: int) -> None:
+        self._num_running[iteration] -= 1
+        if not self._num_running[iteration]:
+            del self._num_running[iteration]
+            self._finished_s[iteration] += self._clock() - self._since.pop(iteration)
+
+    def seconds(self, iteration: int) -> float:
+        running_s = self._clock() - self._since[iteration] if iteration in self._since else 0.0
+        return self._finished_s.get(iteration, 0.0) + running_s
+
+
+class TokenRate:
+    """Tokens per second of the responses that were finished in the last seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._finished: deque[tuple[float, int]] = deque()
+
+    def add(self, num_tokens: int) -> None:
+        self._finished.append((self._clock(), num_tokens))
+
+    def per_second(self) -> float:
+        oldest = self._clock() - RATE_WINDOW_S
+        while self._finished and self._finished[0][0] < oldest:
+            self._finished.popleft()
+        return sum(num_tokens for _, num_tokens in self._finished) / RATE_WINDOW_S

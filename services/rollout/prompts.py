@@ -1,0 +1,74 @@
+"""From a prompt task to token ids, with the tokenizer and chat template that came with the model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from onbeat.streams.codec import PromptTask
+
+
+class GroupFailed(Exception):
+    """This group holds no training data, and trying again would not help. `kind` as in rollout.proto."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class PromptEncoder:
+    """`max_context_tokens`: longest prompt plus response; None where the model names no limit."""
+
+    def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.max_context_tokens = max_context_tokens
+
+    @classmethod
+    def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
+        """Takes seconds (it imports transformers): not for the event loop."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        limits = [limit for limit in (max_context_tokens, read_context_tokens(model_dir)) if limit is not None]
+        return cls(tokenizer, min(limits, default=None))
+
+    def encode(self, task: PromptTask) -> list[int]:
+        """Raises GroupFailed when the prompt has no tokens, does not fit, or the chat template refuses it."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            token_ids = self._tokenise(task)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise GroupFailed("generation_failed", f"the prompt cannot be tokenised: {error}") from error
+        if not token_ids:
+            raise GroupFailed("generation_failed", "the prompt has no tokens")
+        num_tokens = len(token_ids) + task.max_response_tokens
+        if self.max_context_tokens is not None and num_tokens > self.max_context_tokens:
+            raise GroupFailed(
+                "prompt_too_long",
+                f"{len(token_ids)} prompt and up to {task.max_response_tokens} response tokens are {num_tokens}, "
+                f"the context has {self.max_context_tokens}; shorten the prompt or lower rollout.max_response_tokens",
+            )
+        return token_ids
+
+    def _tokenise(self, task: PromptTask) -> list[int]:
+        if not task.messages:
+            return list(self._tokenizer(task.text)["input_ids"])
+        messages = [{"role": message.role, "content": message.content} for message in task.messages]
+        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+
+def read_context_tokens(model_dir: Path) -> int | None:
+    """The longest context that the model was made for; of the text part, when it has several."""
+    config = json.loads((model_dir / "config.json").read_text())
+    limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    return int(limit) if limit else None
+
+
+def prompt_text(task: PromptTask) -> str:
+    """The prompt as people read it; what the model saw is in `prompt_token_ids`."""
+    if not task.messages:
+        return task.text
+    if len(task.messages) == 1:
+        return task.messages[0].content
+    return "\n".join(f"{message.role}: {message.content}" for message in task.messages)

@@ -1,0 +1,85 @@
+"""The rewards that come with Onbeat. Heavy imports are inside: a scoring process pays only for what it uses."""
+
+import functools
+import json
+import re
+from typing import Any
+
+Context = dict[str, Any]
+
+
+def exact(response: str, context: Context, *, ignore_case: bool = False) -> float:
+    """1 if the response is the answer, up to white space.
+
+    >>> exact(" 4  apples", {"answer": "4 apples"})
+    1.0
+    """
+
+    def normalise(text: str) -> str:
+        text = " ".join(text.split())
+        return text.casefold() if ignore_case else text
+
+    return float(normalise(response) == normalise(expected_answer(context)))
+
+
+def regex(response: str, context: Context, *, pattern: str) -> float:
+    """1 if the pattern's last match captures the answer; a pattern without a group only has to match somewhere.
+
+    >>> regex("so x = 3, no: x = 4", {"answer": "4"}, pattern=r"x = (\\d+)")
+    1.0
+    """
+    compiled = re.compile(pattern)
+    matches = list(compiled.finditer(response))
+    if not matches or compiled.groups == 0:
+        return float(bool(matches))
+    captured = matches[-1].group(1) or ""
+    return float(captured.strip() == expected_answer(context).strip())
+
+
+def math(response: str, context: Context) -> float:
+    """1 if the mathematical answer in the response equals the expected one: fractions, LaTeX, sets, intervals.
+
+    >>> math("The answer is $\\\\boxed{0.5}$", {"answer": "1/2"})
+    1.0
+    """
+    from math_verify import parse, verify
+
+    answer = expected_answer(context)
+    has_math_marks = "$" in answer or "\\boxed" in answer
+    expected = parse(answer if has_math_marks else f"${answer}$") or parse(answer)
+    if not expected:
+        raise ValueError(f"the expected answer {answer!r} is no mathematical expression")
+    return float(verify(expected, parse(response)))
+
+
+def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None = None) -> float:
+    """What the task's own scorer says of the answer.
+
+    `answer_pattern`: its last match in the response (its first group, if it has one) is the answer, no match scores 0;
+    without a pattern the whole response is the answer.
+    """
+    answer = response.strip()
+    if answer_pattern is not None:
+        matches = list(re.finditer(answer_pattern, response))
+        if not matches:
+            return 0.0
+        answer = matches[-1].group(1 if matches[-1].re.groups else 0)
+    entry = {name: context[name] for name in ("question", "answer", "metadata")}
+    dataset = task_dataset(context["task"], json.dumps(context.get("options") or {}, sort_keys=True))
+    return float(dataset.score_answer(answer, entry))
+
+
+@functools.lru_cache(maxsize=64)
+def task_dataset(task: str, options_json: str) -> Any:
+    """A dataset of the task for the sake of its scorer: what it would generate does not matter."""
+    from reasoning_gym import create_dataset
+
+    options = json.loads(options_json) | {"seed": 0, "size": 1}
+    return create_dataset(task, **options)
+
+
+def expected_answer(context: Context) -> str:
+    answer = context.get("answer")
+    if answer is None:
+        raise ValueError("this prompt has no answer to compare with; set data.answer_field or take another reward")
+    return str(answer)

@@ -1,0 +1,240 @@
+"""One job on this rollout: attach -> serve -> drain -> detach. Nothing of it is left afterwards."""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onbeat.config import JobConfig
+from onbeat.errors import JobNotFound, WeightsError
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from onbeat.weights.client import ModelDescription
+from services.rollout import meters
+from services.rollout.claim_loop import ClaimLoop
+from services.rollout.engine import Engine
+from services.rollout.gate import VersionGate
+from services.rollout.producer import GroupProducer
+from services.rollout.prompts import PromptEncoder
+from services.rollout.puller import PulledWeights, WeightsPuller, WeightsSource
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)
+FOLLOW_S = 1.0
+ATTACH_RETRY_S = 1.0
+PEER_SILENCE_S = 10.0  # a worker without a heartbeat for so long has no share
+MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+
+EngineFactory = Callable[[JobConfig], Engine]
+SourceFactory = Callable[[str, str], WeightsSource]  # address, job id
+T = TypeVar("T")
+
+
+class Session:
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        job_id: str,
+        config: JobConfig,
+        create_engine: EngineFactory,
+        connect_weights: SourceFactory,
+    ) -> None:
+        self.job_id = job_id
+        self._settings, self._ledger, self._config = settings, ledger, config
+        self._create_engine, self._connect_weights = create_engine, connect_weights
+        self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to stop
+        self._hurry = asyncio.Event()  # do not even finish
+        self._engine: Engine | None = None
+        self._gate: VersionGate | None = None
+        self._producer: GroupProducer | None = None
+        self._loop: ClaimLoop | None = None
+
+    async def run(self) -> None:
+        """Until the job is over or `stop` is called. Raises EngineBroken, redis' errors, what starting an engine raises."""
+        async with AsyncExitStack() as cleanup:
+            staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
+            puller = WeightsPuller(self._connect, self._find_address, staging_dir)
+            cleanup.push_async_callback(puller.close)
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self._follow_job())]
+                loop = await self._unless_ending(self._attach(cleanup, staging_dir, puller))
+                if loop is not None:
+                    steady = (puller.follow(), loop.keep_leases(), self._load_when_idle(puller))
+                    background += [tasks.create_task(work) for work in steady]
+                    await loop.serve()
+                    await loop.drain()
+                for task in background:
+                    task.cancel()
+
+    def stop(self) -> None:
+        """Drain and leave; called again, leave at once."""
+        if self._ending.is_set():
+            self._hurry.set()
+        self._ending.set()
+
+    # ---- what heartbeats say -------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        if self._ending.is_set():
+            return "draining"
+        if self._loop is None or self._gate is None:
+            return "starting"
+        if self._gate.is_updating:
+            return "updating"
+        return "generating" if self.num_in_flight else "idle"
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._engine.version() if self._engine is not None else None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._loop.flights) if self._loop is not None else 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._producer.token_rate.per_second() if self._producer is not None else None
+
+    # ---- attach --------------------------------------------------------------------------------------------------
+
+    async def _attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> ClaimLoop:
+        """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order."""
+        description, weights = await self._fetch_model(puller)
+        model_dir = staging_dir / "model"
+        write_model_files(model_dir, description.files)
+        encoder = await asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
+        engine = self._create_engine(self._config)
+        cleanup.push_async_callback(engine.stop)
+        await self._start_engine(engine, model_dir, weights)
+        puller.discard(weights.policy_version)
+        gate = VersionGate(engine, puller, self._record_ready)
+        cleanup.push_async_callback(gate.close)
+        rewards = RewardPool(self._settings.reward_processes)
+        cleanup.push_async_callback(rewards.close)
+        attempts = (self._config.reward.max_attempts, self._config.rollout.max_group_attempts)
+        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts)
+        shared = (self._settings, self._ledger, self.job_id, self._config)
+        loop = ClaimLoop(*shared, engine, producer, self._ending, self._hurry)
+        cleanup.push_async_callback(loop.abandon)
+        self._engine, self._gate, self._producer, self._loop = engine, gate, producer, loop
+        return loop
+
+    async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, PulledWeights]:
+        """Wait for the trainer as long as the job is active: whoever calls this gives up when it is not."""
+        last_reason = ""
+        while True:
+            try:
+                description = await puller.describe()
+                return description, await puller.fetch(description.policy_version, deadline_s=0)
+            except WeightsError as error:
+                if str(error) != last_reason:
+                    logger.warning("job %s: waiting for its trainer: %s", self.job_id, error)
+                last_reason = str(error)
+            await asyncio.sleep(ATTACH_RETRY_S)
+
+    async def _start_engine(self, engine: Engine, model_dir: Path, weights: PulledWeights) -> None:
+        weights_file = weights.path.rename(model_dir / "model.safetensors")
+        started = time.monotonic()
+        await engine.start(model_dir, weights.policy_version)
+        weights_file.unlink()
+        await self._record_ready(weights, time.monotonic() - started)
+
+    async def _record_ready(self, weights: PulledWeights, load_s: float) -> None:
+        version, worker = weights.policy_version, self._settings.worker_id
+        meters.POLICY_VERSION.set(version)
+        meters.WEIGHT_PULL_S.observe(weights.pull_s)
+        meters.WEIGHT_LOAD_S.observe(load_s)
+        meters.WEIGHT_BYTES.inc(weights.num_bytes)
+        await self._ledger.engine_ready(self.job_id, version, worker, weights.pull_s, load_s, weights.num_bytes)
+        logger.info("serving policy version %d: pulled in %.2f s, loaded in %.2f s", version, weights.pull_s, load_s)
+
+    # ---- in the background ---------------------------------------------------------------------------------------
+
+    async def _follow_job(self) -> None:
+        """Notice the end of the job, and how many workers share it."""
+        while True:
+            if not await self._is_served():
+                logger.info("job %s needs no more rollouts", self.job_id)
+                self._ending.set()
+                self._hurry.set()
+            if self._loop is not None:
+                self._loop.num_workers = 1 + await self._num_peers()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _is_served(self) -> bool:
+        try:
+            return await self._ledger.job_state(self.job_id) in SERVED_STATES
+        except JobNotFound:
+            return False
+
+    async def _num_peers(self) -> int:
+        oldest = time.time() - PEER_SILENCE_S
+        return sum(
+            worker.job_id == self.job_id
+            and worker.id != self._settings.worker_id
+            and worker.state in ("idle", "updating", "generating")
+            and worker.last_seen_at > oldest
+            for worker in await self._ledger.workers(self._settings.pool)
+        )
+
+    async def _load_when_idle(self, puller: WeightsPuller) -> None:
+        """A new version is loaded when it is there, not when the first prompt asks for it."""
+        assert self._gate is not None
+        assert self._loop is not None
+        while True:
+            await puller.wait_for_staged()
+            version = puller.newest_staged()
+            if version is not None and not len(self._loop.flights):
+                await self._gate.advance(version)
+
+    async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of the work, or None if the end came first: the work is cancelled then."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            ending.cancel()
+            working.cancel()
+            await asyncio.wait({working})
+
+    # ---- places --------------------------------------------------------------------------------------------------
+
+    def _connect(self, address: str) -> WeightsSource:
+        return self._connect_weights(address, self.job_id)
+
+    async def _find_address(self) -> str:
+        try:
+            return (await self._ledger.job_fields(self.job_id))["weights_address"]
+        except JobNotFound as error:
+            raise WeightsError(f"job {self.job_id} is gone") from error
+
+
+@contextmanager
+def staging_folder(parent: Path | None) -> Iterator[Path]:
+    """A private folder for one session, removed with everything inside."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="onbeat-rollout-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:
+    """Configuration and tokenizer: plain data only. Raises ValueError for a name that would leave the folder."""
+    model_dir.mkdir()
+    for name, content in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"the trainer sent a model file named {name!r}: expected a plain file name")
+        if Path(name).suffix not in MODEL_FILE_SUFFIXES:
+            logger.warning("ignoring %s of the model: not a configuration or tokenizer file", name)
+            continue
+        (model_dir / name).write_bytes(content)

@@ -1,0 +1,34 @@
+"""Where this rollout runs: read from the environment, prefix ONBEAT_. What is generated is in the job."""
+
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def new_worker_id() -> str:
+    return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="ONBEAT_")
+
+    redis_url: str = Field("redis://127.0.0.1:6379", description="the Redis of broker, trainers and rollouts")
+    redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
+    pool: str = Field("default", description="serves jobs of this pool")
+    worker_id: str = Field(default_factory=new_worker_id, min_length=1, description="unique among living rollouts")
+    engine: str = Field("vllm", description="an installed entry point of the group `onbeat.engines`")
+    cpu_cores: str = Field("", description="cores of the engine on a CPU, such as 0 or 0-3; its own choice if empty")
+    max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")
+    kv_cache_gib: float = Field(1.0, gt=0, description="memory for the engine's cache on a CPU")
+    lease_s: float = Field(30.0, gt=0, description="others take over a prompt when its rollout is silent for so long")
+    staging_dir: Path | None = Field(None, description="where pulled weights lie; default: the system's temp folder")
+    reward_processes: int = Field(1, ge=1, description="groups scored concurrently")
+    drain_s: float = Field(60.0, ge=0, description="after SIGTERM: time to finish what is in flight")
+    metrics_port: int = Field(0, ge=0, lt=65536, description="Prometheus metrics over HTTP; 0: off")
+    metrics_host: str = Field("127.0.0.1", description="interface of the metrics port")
+    log_format: Literal["text", "json"] = Field("text", description="text or json")

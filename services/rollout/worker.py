@@ -1,0 +1,134 @@
+"""The rollout replica: find a running job of the pool, serve it, repeat. Holds nothing that another replica needs."""
+
+import asyncio
+import logging
+import time
+
+from pydantic import ValidationError
+from redis.exceptions import RedisError
+
+from onbeat.config import JobConfig
+from onbeat.errors import JobNotFound
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, WorkerRecord
+from services.rollout.session import EngineFactory, Session, SourceFactory
+from services.rollout.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+FIND_JOB_S = 0.5
+HEARTBEAT_S = 2.0
+STATE_CHECK_S = 0.1  # a change of state is told this soon
+FAREWELL_DEADLINE_S = 5.0
+
+
+class Worker:
+    def __init__(
+        self, settings: Settings, ledger: Ledger, create_engine: EngineFactory, connect_weights: SourceFactory
+    ) -> None:
+        self._settings, self._ledger = settings, ledger
+        self._create_engine, self._connect_weights = create_engine, connect_weights
+        self._stopping = asyncio.Event()
+        self._session: Session | None = None
+        self._not_understood: set[str] = set()
+
+    async def run(self) -> None:
+        """Until `stop` is called. Raises what this process cannot cure: redis' errors, EngineBroken, ..."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                heartbeats = tasks.create_task(self._send_heartbeats())
+                await self._serve_jobs()
+                heartbeats.cancel()
+        finally:
+            await self._say_farewell()
+
+    def stop(self) -> None:
+        """Finish what is in flight, then end; called again, end at once."""
+        logger.info("asked to stop")
+        self._stopping.set()
+        if self._session is not None:
+            self._session.stop()
+
+    @property
+    def job_id(self) -> str | None:
+        return self._session.job_id if self._session is not None else None
+
+    async def _serve_jobs(self) -> None:
+        logger.info("%s waits for jobs of pool %s", self._settings.worker_id, self._settings.pool)
+        while not self._stopping.is_set():
+            session = await self._find_job()
+            if session is None:
+                await self._pause(FIND_JOB_S)
+                continue
+            if self._stopping.is_set():
+                return
+            self._session = session
+            logger.info("serving job %s", session.job_id)
+            await self._emit("worker.joined")
+            await session.run()
+            await self._emit("worker.left")
+            self._session = None
+
+    async def _find_job(self) -> Session | None:
+        """The oldest running job of the pool whose trainer serves weights."""
+        for job_id in await self._ledger.job_ids(active_only=True):
+            try:
+                fields = await self._ledger.job_fields(job_id)
+            except JobNotFound:
+                continue
+            is_ours = fields["pool"] == self._settings.pool and fields["state"] == JobState.RUNNING
+            if is_ours and "weights_address" in fields and (config := self._read_config(job_id, fields["config"])):
+                factories = (self._create_engine, self._connect_weights)
+                return Session(self._settings, self._ledger, job_id, config, *factories)
+        return None
+
+    def _read_config(self, job_id: str, config: str) -> JobConfig | None:
+        try:
+            return JobConfig.model_validate_json(config)
+        except ValidationError as error:
+            if job_id not in self._not_understood:
+                logger.error("job %s is left alone, this rollout does not understand it: %s", job_id, error)
+            self._not_understood.add(job_id)
+            return None
+
+    async def _emit(self, kind: str) -> None:
+        if self.job_id is not None:
+            worker_id = self._settings.worker_id
+            await self._ledger.emit(self.job_id, kind, worker_id, {"worker_id": worker_id})
+
+    async def _pause(self, seconds: float) -> None:
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({stopping}, timeout=seconds)
+        stopping.cancel()
+
+    async def _send_heartbeats(self) -> None:
+        """Every two seconds, and at every change."""
+        last, last_sent = None, 0.0
+        while True:
+            record = self._record()
+            current = (record.job_id, record.state, record.policy_version)
+            if current != last or time.monotonic() - last_sent >= HEARTBEAT_S:
+                await self._ledger.heartbeat(self._settings.pool, record)
+                last, last_sent = current, time.monotonic()
+            await asyncio.sleep(STATE_CHECK_S)
+
+    def _record(self) -> WorkerRecord:
+        record = WorkerRecord(id=self._settings.worker_id, state="idle", last_seen_at=time.time())
+        session = self._session
+        if session is None:
+            return record
+        measured = {
+            "job_id": session.job_id,
+            "state": session.state,
+            "policy_version": session.policy_version,
+            "num_in_flight": session.num_in_flight,
+            "tokens_per_s": session.tokens_per_s,
+        }
+        return record.model_copy(update=measured)
+
+    async def _say_farewell(self) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL_DEADLINE_S):
+                await self._ledger.remove_worker(self._settings.pool, self._settings.worker_id)
+        except (RedisError, TimeoutError) as error:
+            logger.warning("Redis still lists %s: %s", self._settings.worker_id, error)

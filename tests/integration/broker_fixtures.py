@@ -1,0 +1,137 @@
+"""Small jobs, and the trainer's and the rollout's moves on the ledger, for tests of the broker."""
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import GroupFailure, PromptTask, Response, RolloutGroup, Timings, VersionSpan
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.types import IterationState
+from services.broker.app import create_app
+from services.broker.settings import Settings
+
+LEASE_S = 30.0
+
+
+def job_body(**sections: Any) -> dict[str, Any]:
+    """A valid job on `prompts.jsonl`; sections given here are merged into it."""
+    body: dict[str, Any] = {
+        "name": "test",
+        "model": {"path": "bundled:smollm2-135m-instruct"},
+        "data": {"type": "jsonl", "path": "prompts.jsonl"},
+        "reward": {"name": "exact"},
+        "rollout": {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 2, "max_response_tokens": 8},
+        "schedule": {"num_iterations": 3},
+    }
+    for name, value in sections.items():
+        body[name] = body[name] | value if isinstance(value, dict) and name in body else value
+    return body
+
+
+def write_prompts(data_dir: Path, num_rows: int = 5) -> None:
+    rows = [{"prompt": f"say {i}", "answer": str(i), "level": i} for i in range(num_rows)]
+    (data_dir / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@contextlib.asynccontextmanager
+async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The whole application, conductor included, without a socket."""
+    app = create_app(Settings(data_dir=data_dir, **settings), ledger)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://broker") as c:
+        yield c
+
+
+async def eventually(what: str, check: Callable[[], Awaitable[Any]], timeout_s: float = 10.0) -> Any:
+    """The first true value of `check`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not (value := await check()):
+        assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.01)
+    return value
+
+
+async def create_job(ledger: Ledger, **sections: Any) -> str:
+    config = JobConfig.model_validate(job_body(**sections))
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    assert await ledger.create_job(job_id, config.model_dump(mode="json"), config.schedule.num_iterations)
+    return job_id
+
+
+async def start_training(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> str:
+    """Be the trainer: claim the job and publish version 0; returns the epoch."""
+    epoch = await ledger.claim_job(job_id, "trainer-a", lease_s)
+    assert epoch is not None
+    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    return epoch
+
+
+async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
+    async def is_open() -> bool:
+        return await ledger.iteration_state(job_id, iteration) is IterationState.OPEN
+
+    await eventually(f"iteration {iteration} is open", is_open)
+
+
+def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
+    return [
+        PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, policy_version=iteration, text=f"prompt {i}")
+        for i in range(num_groups)
+    ]
+
+
+def make_group(task: PromptTask, worker: str = "w1", version: int | None = None, num_samples: int = 2) -> RolloutGroup:
+    version = task.policy_version if version is None else version
+    return RolloutGroup(
+        group_id=task.group_id,
+        iteration=task.iteration,
+        policy_version=version,
+        prompt_token_ids=[1, 2, 3],
+        prompt_text=f"prompt of {task.group_id}",
+        responses=[
+            Response(
+                token_ids=[4, 5],
+                rollout_logprobs=[-0.5, -0.25],
+                version_spans=[VersionSpan(policy_version=version, start=0, end=2)],
+                finish_reason="stop",
+                reward=float(sample),
+                text=f"response {sample}",
+            )
+            for sample in range(num_samples)
+        ],
+        timings=Timings(generate_s=0.1, score_s=0.1, worker_busy_s=0.2),
+        worker_id=worker,
+    )
+
+
+def failed_group(task: PromptTask, worker: str = "w1") -> RolloutGroup:
+    return RolloutGroup(
+        group_id=task.group_id,
+        iteration=task.iteration,
+        policy_version=task.policy_version,
+        failure=GroupFailure(kind="reward_failed", message="it raised"),
+        worker_id=worker,
+    )
+
+
+async def claim_all(ledger: Ledger, job_id: str, worker: str = "w1", count: int = 100) -> list[Claim]:
+    return await ledger.claim_groups(job_id, worker, count, LEASE_S)
+
+
+async def drain(ledger: Ledger, job_id: str, worker: str = "w1") -> list[PromptTask]:
+    """Be a rollout: claim and submit whatever is there; returns the tasks."""
+    claims = await claim_all(ledger, job_id, worker)
+    for claim in claims:
+        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, worker))
+    return [claim.task for claim in claims]
+
+
+async def commit(ledger: Ledger, job_id: str, epoch: str, iteration: int, **metrics: float) -> bool:
+    return await ledger.commit_iteration(job_id, epoch, iteration, iteration + 1, f"d{iteration + 1}", metrics)

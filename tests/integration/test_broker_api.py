@@ -1,0 +1,453 @@
+"""The REST API of a whole broker on a real Redis: what it accepts, what it refuses, and how it says so."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, WorkerRecord
+from tests.integration.broker_fixtures import (
+    commit,
+    drain,
+    eventually,
+    failed_group,
+    job_body,
+    make_group,
+    running_broker,
+    start_training,
+    wait_open,
+    write_prompts,
+)
+
+
+@pytest_asyncio.fixture
+async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        yield client
+
+
+async def submit(broker: httpx.AsyncClient, **sections: Any) -> str:
+    response = await broker.post("/v1/jobs", json=job_body(**sections))
+    assert response.status_code == 201, response.text
+    job_id: str = response.json()["id"]
+    return job_id
+
+
+def problem_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    body: dict[str, Any] = response.json()
+    assert body.keys() == {"type", "title", "status", "detail", "errors"}
+    assert body["status"] == status
+    return body
+
+
+# ---- submit ------------------------------------------------------------------------------------------------------
+
+
+async def test_submitted_job_is_pending_and_can_be_read_back(broker: httpx.AsyncClient) -> None:
+    response = await broker.post("/v1/jobs", json=job_body())
+    record = response.json()
+    assert response.status_code == 201
+    assert response.headers["location"] == f"/v1/jobs/{record['id']}"
+    assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 3, 0)
+    assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # with the defaults that it will run with
+    assert (await broker.get(response.headers["location"])).json() == record
+
+
+async def test_jobs_are_listed_newest_first_and_by_state(broker: httpx.AsyncClient) -> None:
+    ids = [await submit(broker) for _ in range(3)]
+    await broker.post(f"/v1/jobs/{ids[1]}:cancel")
+    listed = [job["id"] for job in (await broker.get("/v1/jobs")).json()["jobs"]]
+    assert [job_id for job_id in listed if job_id in ids] == ids[::-1]
+    cancelled = [job["id"] for job in (await broker.get("/v1/jobs?state=CANCELLED")).json()["jobs"]]
+    assert ids[1] in cancelled
+    assert not {ids[0], ids[2]} & set(cancelled)
+    assert len((await broker.get("/v1/jobs?limit=1")).json()["jobs"]) == 1
+    problem_of(await broker.get("/v1/jobs?state=SLEEPING"), 422)
+
+
+async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    headers = {"Idempotency-Key": f"key-{id(broker)}"}
+    before = set(await ledger.job_ids())
+    answers = await asyncio.gather(*(broker.post("/v1/jobs", json=job_body(), headers=headers) for _ in range(5)))
+    assert {answer.status_code for answer in answers} == {201}
+    (job_id,) = {answer.json()["id"] for answer in answers}
+    assert set(await ledger.job_ids()) - before == {job_id}
+    await broker.post(f"/v1/jobs/{job_id}:cancel")
+    again = await broker.post("/v1/jobs", json=job_body(), headers=headers)
+    assert (again.json()["id"], again.json()["state"]) == (job_id, "CANCELLED")
+    other = await broker.post("/v1/jobs", json=job_body(seed=5), headers=headers)
+    assert "take a new key" in problem_of(other, 409)["detail"]
+    assert job_id not in await ledger.job_ids(active_only=True)
+
+
+TINY_MODEL = {"max_position_embeddings": 64}
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("unknown key", {"rolout": {}}, "rolout", "did you mean rollout?"),
+    ("unknown nested key", {"rollout": {"num_sample": 2}}, "rollout.num_sample", "did you mean"),
+    ("wrong type", {"seed": "abc"}, "seed", "valid integer"),
+    ("wrong name", {"name": "a b"}, "name", "match pattern"),
+    ("not finite", {"rollout": {"temperature": 0}}, "rollout.temperature", "greater than 0"),
+    ("group of one", {"rollout": {"num_samples_per_prompt": 1}}, "rollout.num_samples_per_prompt", "2 or more"),
+    ("huge group", {"rollout": {"num_samples_per_prompt": 10**30}}, "rollout.num_samples_per_prompt", "at most 1024"),
+    (
+        "huge iteration",
+        {"rollout": {"num_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1024}},
+        "rollout.num_prompts_per_iteration",
+        "10240000 responses in one iteration",
+    ),
+    ("huge job", {"schedule": {"num_iterations": 10**9}}, "schedule.num_iterations", "at most 1000000"),
+    (
+        "response as long as the context",
+        {"rollout": {"max_response_tokens": 8192}},
+        "rollout.max_response_tokens",
+        "context of 8192 tokens; lower it",
+    ),
+    (
+        "response as long as the job's own context",
+        {"model": {"max_context_tokens": 8}},
+        "rollout.max_response_tokens",
+        "context of 8 tokens",
+    ),
+    (
+        "context beyond the model",
+        {"model": {"max_context_tokens": 9000}},
+        "model.max_context_tokens",
+        "the model supports 8192",
+    ),
+    ("unknown bundled model", {"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
+    ("no such folder", {"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
+    ("malformed hub id", {"model": {"path": "org/na me"}}, "model.path", "no hub id"),
+    ("null byte", {"model": {"path": "/a\0b"}}, "model.path", "is no folder"),
+    ("unknown reward", {"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),
+    ("reward of a task on a file", {"reward": {"name": "reasoning_gym"}}, "reward.name", "use exact, regex or math"),
+    ("reward without answers", {"data": {"answer_field": None}}, "data.answer_field", "name the field that holds it"),
+    (
+        "broken pattern",
+        {"reward": {"name": "regex", "options": {"pattern": "("}}},
+        "reward.options.pattern",
+        "needs a regular expression",
+    ),
+    ("no pattern", {"reward": {"name": "regex"}}, "reward.options.pattern", "needs a regular expression"),
+    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "put it there"),
+    ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
+    ("missing field", {"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
+    (
+        "unknown task",
+        {"data": {"type": "reasoning_gym", "task": "chain_summ", "path": None}},
+        "data.path",
+        "belongs to another type of data",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "field", "message"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED])
+async def test_impossible_job_is_refused_with_field_and_remedy_and_not_created(
+    broker: httpx.AsyncClient, ledger: Ledger, sections: dict[str, Any], field: str, message: str
+) -> None:
+    before = await ledger.job_ids()
+    body = problem_of(await broker.post("/v1/jobs", json=job_body(**sections)), 422)
+    assert message in {error["field"]: error["message"] for error in body["errors"]}[field]
+    assert await ledger.job_ids() == before
+
+
+async def test_unknown_task_and_its_options_are_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    body = job_body(reward={"name": "reasoning_gym"})
+    body["data"] = {"type": "reasoning_gym", "task": "chain_summ"}
+    (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
+    assert error == {
+        "field": "data.task",
+        "message": "reasoning_gym has no task 'chain_summ'; did you mean chain_sum?",
+    } or error["message"].startswith("reasoning_gym has no task 'chain_summ'; did you mean chain_sum")
+    body["data"] = {"type": "reasoning_gym", "task": "chain_sum", "options": {"max_terms": 1e308, "nan": 0}}
+    (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
+    assert error["field"] == "data.options.nan"
+
+
+async def test_all_that_is_wrong_is_said_at_once(broker: httpx.AsyncClient) -> None:
+    sections = {"reward": {"name": "nope"}, "model": {"path": "bundled:nope"}, "schedule": {"num_iterations": 10**8}}
+    errors = problem_of(await broker.post("/v1/jobs", json=job_body(**sections)), 422)["errors"]
+    assert {error["field"] for error in errors} == {"reward.name", "model.path", "schedule.num_iterations"}
+
+
+async def test_model_folder_bounds_the_response(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    model = {"model": {"path": str(folder)}}
+    refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
+    assert "has no readable config.json" in refused["errors"][0]["message"]
+    (folder / "config.json").write_text("{")
+    refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
+    assert "not valid JSON" in refused["errors"][0]["message"]
+    (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
+    await submit(broker, **model, rollout={"max_response_tokens": 63})
+    refused = problem_of(
+        await broker.post("/v1/jobs", json=job_body(**model, rollout={"max_response_tokens": 64})), 422
+    )
+    assert refused["errors"][0]["field"] == "rollout.max_response_tokens"
+
+
+async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger: Ledger, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
+        await submit(broker, model={"path": "/only/on/the/trainer"})
+        await submit(broker, model={"path": "HuggingFaceTB/SmolLM2-135M"})
+
+
+async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -> None:
+    text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}}))
+    for value in ("NaN", "1e999", r'"\ud800"'):
+        headers = {"content-type": "application/json"}
+        answer = await broker.post("/v1/jobs", content=text.replace('"VALUE"', value), headers=headers)
+        assert problem_of(answer, 422)["errors"][0]["field"] == "reward.options", value
+
+
+# ---- requests that are no job ------------------------------------------------------------------------------------
+
+
+async def test_malformed_requests_are_problems_too(broker: httpx.AsyncClient) -> None:
+    async def post(content: str | bytes, content_type: str = "application/json") -> httpx.Response:
+        return await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
+
+    problem_of(await post("{"), 400)
+    problem_of(await post(b"\xff\xfe"), 400)
+    problem_of(await post("[" * 100_000), 400)
+    assert "JSON object" in problem_of(await post("[]"), 422)["errors"][0]["message"]
+    assert "JSON object" in problem_of(await post(json.dumps(job_body()), "text/plain"), 422)["errors"][0]["message"]
+    problem_of(await post(""), 422)
+    problem_of(await post('{"name": "\\ud800"}'), 422)
+    problem_of(await broker.get("/v1/nothing"), 404)
+    problem_of(await broker.delete("/v1/jobs"), 405)
+    problem_of(await broker.post("/v1/jobs/x:explode"), 404 if True else 405)
+    problem_of(await broker.get("/v1/jobs/x/events?after=yesterday"), 422)
+    problem_of(await broker.get("/v1/jobs/x/events?wait_s=31"), 422)
+
+
+async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100_000
+
+    before = await ledger.job_ids()
+    large = job_body(reward={"name": "exact", "options": {"x": "y" * 1_100_000}})
+    problem_of(await broker.post("/v1/jobs", json=large), 413)
+    headers = {"content-type": "application/json"}
+    problem_of(await broker.post("/v1/jobs", content=drip(), headers=headers), 413)
+    assert await ledger.job_ids() == before
+
+
+# ---- moves -------------------------------------------------------------------------------------------------------
+
+
+async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
+    for path in ("", "/iterations", "/metrics", "/samples", "/events"):
+        assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
+    for verb in ("cancel", "pause", "resume"):
+        problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
+
+
+async def test_pending_job_is_cancelled_at_once(broker: httpx.AsyncClient) -> None:
+    job_id = await submit(broker)
+    assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLED"
+    assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLED"  # a retry is no error
+
+
+async def test_running_job_is_cancelled_by_its_trainer(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    await start_training(ledger, job_id)
+    assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLING"
+    await asyncio.sleep(0.5)
+    assert await ledger.job_state(job_id) is JobState.CANCELLING  # the trainer holds its lease
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["state"] == "CANCELLED"
+
+
+async def test_pause_and_resume(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    await start_training(ledger, job_id)
+    assert (await broker.post(f"/v1/jobs/{job_id}:pause")).json()["state"] == "PAUSED"
+    assert (await broker.post(f"/v1/jobs/{job_id}:resume")).json()["state"] == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("way", "verb"),
+    [
+        ([], "pause"),
+        ([], "resume"),  # a pending job becomes RUNNING only by its trainer
+        ([JobState.RUNNING], "resume"),
+        ([JobState.RUNNING, JobState.PAUSED], "pause"),
+        ([JobState.RUNNING, JobState.CANCELLING], "pause"),
+        ([JobState.RUNNING, JobState.CANCELLING], "resume"),
+        ([JobState.RUNNING, JobState.SUCCEEDED], "cancel"),
+        ([JobState.RUNNING, JobState.SUCCEEDED], "pause"),
+        ([JobState.FAILED], "cancel"),
+        ([JobState.FAILED], "resume"),
+        ([JobState.CANCELLED], "pause"),
+    ],
+)
+async def test_illegal_move_is_a_conflict(
+    broker: httpx.AsyncClient, ledger: Ledger, way: list[JobState], verb: str
+) -> None:
+    job_id = await submit(broker)
+    if JobState.CANCELLING in way:  # else the conductor ends it, as it has no trainer
+        await ledger.claim_job(job_id, "trainer-a", 30)
+        way = way[1:]
+    for state in way:
+        await ledger.move_job(job_id, state)
+    before = await ledger.job_state(job_id)
+    answer = problem_of(await broker.post(f"/v1/jobs/{job_id}:{verb}"), 409)
+    assert f"is {before} and cannot become" in answer["detail"]
+    assert await ledger.job_state(job_id) is before
+
+
+# ---- what happens in a job ---------------------------------------------------------------------------------------
+
+
+async def test_iterations_metrics_and_samples_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    epoch = await start_training(ledger, job_id)
+    for iteration in range(2):
+        await wait_open(ledger, job_id, iteration)
+        await ledger.engine_ready(job_id, iteration, "w1", 0.1, 0.1, 1000)
+        assert len(await drain(ledger, job_id)) == 2
+        numbers = {"prompt_tokens": 12, "response_tokens": 8, "reward_mean": 0.5, "train_s": 0.001}
+        await commit(ledger, job_id, epoch, iteration, **numbers, **{"train/loss": 1.0 + iteration})
+    await wait_open(ledger, job_id, 2)
+    first, second, third = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
+    assert [first["state"], second["state"], third["state"]] == ["COMMITTED", "COMMITTED", "OPEN"]
+    for record in (first, second):
+        assert record["num_accepted"] == record["num_groups"] == 2
+        assert record["wall_s"] > 0
+        assert record["tpspd"] == pytest.approx(20 / record["wall_s"] / 2)
+        assert 0 <= record["rollout_idle_frac"] <= 1
+        assert 0 <= record["trainer_idle_frac"] <= 1
+        assert record["weight_sync_s"] >= 0
+        assert record["metrics"] == {"train/loss": 1.0 + record["iteration"]}
+    assert second["wall_s"] == pytest.approx(second["committed_at"] - first["committed_at"])
+    assert third["tpspd"] is None
+    later = (await broker.get(f"/v1/jobs/{job_id}/iterations?after=1")).json()["iterations"]
+    assert [record["iteration"] for record in later] == [2]
+    assert (await broker.get(f"/v1/jobs/{job_id}/iterations?after=7")).json()["iterations"] == []
+    series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
+    assert series["train/loss"] == [[0, 1.0], [1, 2.0]]
+    assert series["iteration/reward_mean"] == [[0, 0.5], [1, 0.5]]
+    samples = (await broker.get(f"/v1/jobs/{job_id}/samples?limit=3")).json()["samples"]
+    assert [(s["iteration"], s["group_id"], s["response"]) for s in samples] == [
+        (1, "1-0", "response 0"),
+        (1, "1-1", "response 0"),
+        (1, "1-0", "response 1"),
+    ]
+    old = (await broker.get(f"/v1/jobs/{job_id}/samples?iteration=0")).json()["samples"]
+    assert {sample["policy_version"] for sample in old} == {0}
+
+
+async def test_samples_of_a_job_without_any(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    for claim in await ledger.claim_groups(job_id, "w1", 10, 30):
+        await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task))
+    assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
+
+
+async def test_events_wait_for_the_next_one(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    (created,) = (await broker.get(f"/v1/jobs/{job_id}/events")).json()["events"]
+    path = f"/v1/jobs/{job_id}/events?after={created['id']}"
+    assert (await broker.get(f"{path}&wait_s=0.05")).json() == {"events": []}
+    waiting = asyncio.create_task(broker.get(f"{path}&wait_s=20"))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await ledger.emit(job_id, "test.hello", "hello")
+    (event,) = (await asyncio.wait_for(waiting, 5)).json()["events"]
+    assert (event["kind"], event["message"]) == ("test.hello", "hello")
+
+
+async def test_workers_of_a_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    await ledger.heartbeat("pool-api", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
+    (worker,) = (await broker.get("/v1/workers?pool=pool-api")).json()["workers"]
+    assert (worker["id"], worker["state"]) == ("w1", "idle")
+    assert (await broker.get("/v1/workers?pool=empty")).json() == {"workers": []}
+
+
+# ---- health ------------------------------------------------------------------------------------------------------
+
+
+async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    assert (await broker.get("/livez")).json() == {"status": "alive"}
+    assert (await broker.get("/readyz")).json() == {"status": "ready"}
+    job_id = await submit(broker)
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
+    await ledger.submit_group(job_id, first.entry_id, make_group(first.task, version=4))
+    for claim in (first, second, first):
+        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+    await commit(ledger, job_id, epoch, 0)
+
+    async def scrape() -> str:
+        return (await broker.get("/metrics")).text
+
+    text = await scrape()
+    assert f'onbeat_iterations_committed_total{{job_id="{job_id}"}} 1.0' in text
+    for outcome, count in {"accepted": 2, "stale": 1, "duplicate": 1, "failed": 0}.items():
+        assert f'onbeat_groups_total{{job_id="{job_id}",outcome="{outcome}"}} {count}.0' in text
+    assert 'onbeat_jobs{state="RUNNING"}' in text
+    assert 'onbeat_http_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in text
+    for iteration in (1, 2):  # counts stay when iterations settle
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration)
+        assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in await scrape()
+
+
+async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
+    spec = (await broker.get("/openapi.json")).json()
+    listed = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
+    job = "/v1/jobs/{job_id}"
+    reads = ("/v1/jobs", job, f"{job}/iterations", f"{job}/metrics", f"{job}/samples", f"{job}/events", "/v1/workers")
+    moves = ("/v1/jobs", f"{job}:cancel", f"{job}:pause", f"{job}:resume")
+    assert {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {
+        ("POST", p) for p in moves
+    } == listed
+    assert "JobConfig" in json.dumps(spec["paths"]["/v1/jobs"]["post"]["requestBody"])
+    assert "Problem" in spec["components"]["schemas"]
+    assert "application/problem+json" in spec["paths"]["/v1/jobs"]["post"]["responses"]["422"]["content"]
+
+
+async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
+    from onbeat.streams.ledger import connect
+    from tests.conftest import free_port
+
+    client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
+    async with running_broker(Ledger(client), tmp_path) as broker:
+        assert "ONBEAT_REDIS_URL" in problem_of(await broker.get("/readyz"), 503)["detail"]
+        answer = await broker.get("/v1/jobs")
+        assert "Nothing is lost" in problem_of(answer, 503)["detail"]
+        assert answer.headers["retry-after"] == "2"
+        assert (await broker.get("/livez")).status_code == 200
+    await client.aclose()
+
+
+async def test_broker_is_not_ready_when_its_conductor_gave_up(tmp_path: Path) -> None:
+    from onbeat.streams.ledger import connect
+    from tests.conftest import free_port
+
+    client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
+    async with running_broker(Ledger(client), tmp_path, redis_retry_s=0.01) as broker:
+
+        async def has_given_up() -> bool:
+            return "control loop has ended" in (await broker.get("/readyz")).text
+
+        await eventually("the conductor gives up", has_given_up)
+    await client.aclose()

@@ -1,0 +1,357 @@
+"""The rules that the scripts enforce, on a real Redis."""
+
+import asyncio
+
+import pytest
+
+from onbeat.errors import IllegalTransition, JobNotFound, LeaseLost
+from onbeat.streams.keys import TRAINER_GROUP, JobKeys
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JOB_MOVES, IterationState, JobState, Verdict, WorkerRecord
+from tests.integration.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    failed_group,
+    make_group,
+    start_training,
+    tasks_for,
+)
+
+# The shortest legal way into each state, from PENDING.
+WAY_TO = {
+    JobState.PENDING: [],
+    JobState.RUNNING: [JobState.RUNNING],
+    JobState.PAUSED: [JobState.RUNNING, JobState.PAUSED],
+    JobState.CANCELLING: [JobState.RUNNING, JobState.CANCELLING],
+    JobState.CANCELLED: [JobState.CANCELLED],
+    JobState.SUCCEEDED: [JobState.RUNNING, JobState.SUCCEEDED],
+    JobState.FAILED: [JobState.FAILED],
+}
+
+
+async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
+    """A running job with iteration 0 open; returns (job id, epoch)."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0, num_groups)) == ""
+    return job_id, epoch
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("current", list(JobState))
+async def test_job_moves_along_its_table_and_nowhere_else(ledger: Ledger, current: JobState) -> None:
+    for wanted in JobState:
+        job_id = await create_job(ledger)
+        for state in WAY_TO[current]:
+            await ledger.move_job(job_id, state)
+        if wanted in JOB_MOVES[current]:
+            assert await ledger.move_job(job_id, wanted) is current
+            assert await ledger.job_state(job_id) is wanted
+        else:
+            with pytest.raises(IllegalTransition, match=f"is {current} and cannot become {wanted}"):
+                await ledger.move_job(job_id, wanted)
+            assert await ledger.job_state(job_id) is current
+
+
+async def test_final_job_leaves_the_active_list_and_knows_when_and_why(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    assert job_id in await ledger.job_ids(active_only=True)
+    await ledger.move_job(job_id, JobState.FAILED, "no model")
+    fields = await ledger.job_fields(job_id)
+    assert fields["error"] == "no model"
+    assert float(fields["finished_at"]) >= float(fields["created_at"])
+    assert job_id not in await ledger.job_ids(active_only=True)
+    assert job_id in await ledger.job_ids()
+
+
+async def test_unknown_job_is_not_found(ledger: Ledger) -> None:
+    with pytest.raises(JobNotFound):
+        await ledger.job_fields("nobody")
+    with pytest.raises(JobNotFound):
+        await ledger.move_job("nobody", JobState.CANCELLED)
+
+
+async def test_job_is_created_once(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await ledger.move_job(job_id, JobState.RUNNING)
+    assert not await ledger.create_job(job_id, {"name": "other", "pool": "default"}, 9)
+    assert (await ledger.job_fields(job_id))["name"] == "test"
+    assert await ledger.job_state(job_id) is JobState.RUNNING
+
+
+# ---- the trainer's lease -----------------------------------------------------------------------------------------
+
+
+async def test_only_one_of_many_trainers_claims_a_job(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epochs = await asyncio.gather(*(ledger.claim_job(job_id, f"trainer-{i}", 30) for i in range(20)))
+    assert [epoch for epoch in epochs if epoch] == ["1"]
+    assert await ledger.job_state(job_id) is JobState.RUNNING
+
+
+async def test_zombie_trainer_can_do_nothing(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    old = await start_training(ledger, job_id, lease_s=0.02)
+    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await drain(ledger, job_id)
+    await asyncio.sleep(0.03)
+    new = await ledger.claim_job(job_id, "trainer-b", 30)
+    assert new == "2"
+    with pytest.raises(LeaseLost):
+        await ledger.renew_job(job_id, old, 30)
+    with pytest.raises(LeaseLost):
+        await ledger.announce_version(job_id, old, 1, "127.0.0.1:9", "evil")
+    with pytest.raises(LeaseLost):
+        await commit(ledger, job_id, old, 0)
+    with pytest.raises(LeaseLost):
+        await ledger.checkpointed(job_id, old, 0, 1, "/evil")
+    assert (await ledger.job_fields(job_id))["policy_version"] == "0"
+    assert await commit(ledger, job_id, new, 0)
+
+
+async def test_lease_that_was_handed_back_is_free_at_once(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.claim_job(job_id, "trainer-b", 30) is None
+    await ledger.renew_job(job_id, epoch, 0.0)
+    assert await ledger.claim_job(job_id, "trainer-b", 30) == "2"
+
+
+# ---- iterations --------------------------------------------------------------------------------------------------
+
+
+async def test_iteration_opens_once_however_many_try(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    reasons = await asyncio.gather(*(ledger.open_iteration(job_id, 0, 0, tasks_for(0)) for _ in range(20)))
+    assert sorted(reasons) == ["", *["already open"] * 19]
+    assert len(await claim_all(ledger, job_id)) == 2
+
+
+async def test_iteration_opens_only_in_its_turn_and_on_the_published_version(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    assert "PENDING" in await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    epoch = await ledger.claim_job(job_id, "trainer-a", 30)
+    assert epoch
+    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == "published version is none"
+    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "next iteration is 0"
+    assert await ledger.open_iteration(job_id, 0, 1, tasks_for(0)) == "published version is 0"
+    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == ""
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "next iteration is 0"
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
+
+
+async def test_paused_job_opens_nothing_and_hands_out_nothing(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    await ledger.move_job(job_id, JobState.PAUSED)
+    assert await claim_all(ledger, job_id) == []
+    assert "PAUSED" in await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await ledger.move_job(job_id, JobState.RUNNING)
+    assert len(await claim_all(ledger, job_id)) == 2
+
+
+async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    with pytest.raises(AssertionError, match="is open"):
+        await commit(ledger, job_id, epoch, 0)
+    await drain(ledger, job_id)
+    assert await commit(ledger, job_id, epoch, 0)
+    assert not await commit(ledger, job_id, epoch, 0)
+    fields = await ledger.job_fields(job_id)
+    assert (fields["next_iteration"], fields["policy_version"]) == ("1", "1")
+    committed = [event for event in await ledger.events(job_id) if event.kind == "iteration.committed"]
+    assert len(committed) == 1
+
+
+# ---- groups ------------------------------------------------------------------------------------------------------
+
+
+async def test_last_group_drains_the_iteration(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, second = await claim_all(ledger, job_id)
+    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+    assert await ledger.iteration_state(job_id, 0) is IterationState.OPEN
+    assert await ledger.submit_group(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
+    assert await ledger.iteration_state(job_id, 0) is IterationState.DRAINED
+    assert "iteration.drained" in [event.kind for event in await ledger.events(job_id)]
+
+
+@pytest.mark.parametrize("version", [1, 7])
+async def test_group_of_another_version_is_stale_and_claimed_again(ledger: Ledger, version: int) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, version=version)) is Verdict.STALE
+    assert (await ledger.iteration_fields(job_id, 0))["num_stale"] == "1"
+    assert await ledger.iteration_groups(job_id, 0) == []
+    (again,) = await claim_all(ledger, job_id, "w2")  # at once, though the first lease had time left
+    assert (again.task.group_id, again.attempt) == (claim.task.group_id, 2)
+    assert await ledger.submit_group(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
+
+
+async def test_one_token_of_another_version_makes_the_group_stale(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    group = make_group(claim.task)
+    del group.responses[1].version_spans[:]
+    group.responses[1].version_spans.add(policy_version=0, start=0, end=1)
+    group.responses[1].version_spans.add(policy_version=1, start=1, end=2)
+    assert await ledger.submit_group(job_id, claim.entry_id, group) is Verdict.STALE
+
+
+async def test_group_is_accepted_once_however_many_submit_it(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    groups = [make_group(claim.task, f"w{i}") for i in range(20)]
+    verdicts = await asyncio.gather(*(ledger.submit_group(job_id, claim.entry_id, group) for group in groups))
+    assert sorted(verdicts) == [Verdict.ACCEPTED, *[Verdict.DUPLICATE] * 19]
+    assert len(await ledger.iteration_groups(job_id, 0)) == 1
+    assert (await ledger.iteration_fields(job_id, 0))["num_duplicate"] == "19"
+
+
+async def test_late_group_of_a_committed_iteration_changes_nothing(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, "slow")) is Verdict.DUPLICATE
+    assert len(await ledger.take_groups(job_id, "rank-0", 10, 0.01)) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.CANCELLING, JobState.FAILED, JobState.SUCCEEDED])
+async def test_job_that_does_not_run_takes_no_group(ledger: Ledger, state: JobState) -> None:
+    job_id, _ = await open_job(ledger)
+    first, _ = await claim_all(ledger, job_id)
+    await ledger.move_job(job_id, state)
+    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.CLOSED
+    assert await claim_all(ledger, job_id, "w2") == []
+
+
+async def test_paused_job_keeps_what_was_in_flight(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, _ = await claim_all(ledger, job_id)
+    await ledger.move_job(job_id, JobState.PAUSED)
+    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+
+
+async def test_group_that_nobody_asked_for_is_refused(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    invented = tasks_for(0, 9)[8]
+    assert await ledger.submit_group(job_id, "1-1", make_group(invented)) is Verdict.CLOSED
+    assert await ledger.submit_group(job_id, "1-1", make_group(tasks_for(5)[0])) is Verdict.CLOSED
+
+
+async def test_failed_group_counts_as_done_and_is_reported(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    assert await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task)) is Verdict.ACCEPTED
+    fields = await ledger.iteration_fields(job_id, 0)
+    assert (fields["state"], fields["num_failed_groups"]) == ("DRAINED", "1")
+    (event,) = [event for event in await ledger.events(job_id) if event.kind == "group.failed"]
+    assert "it raised" in event.message
+
+
+async def test_broken_group_never_reaches_the_stream(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    group = make_group(claim.task)
+    group.responses[0].rollout_logprobs.append(0.0)
+    with pytest.raises(ValueError, match="2 tokens with 3 logprobs"):
+        await ledger.submit_group(job_id, claim.entry_id, group)
+
+
+# ---- leases of groups --------------------------------------------------------------------------------------------
+
+
+async def test_lease_of_a_dead_worker_is_taken_over(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    lost = await ledger.claim_groups(job_id, "dead", 2, lease_s=0.05)
+    assert await ledger.claim_groups(job_id, "w2", 2, lease_s=0.05) == []
+    await asyncio.sleep(0.08)
+    taken = await ledger.claim_groups(job_id, "w2", 2, lease_s=0.05)
+    assert [claim.task.group_id for claim in taken] == [claim.task.group_id for claim in lost]
+    assert [claim.attempt for claim in taken] == [2, 2]
+
+
+async def test_renewed_lease_is_kept_and_a_lost_one_is_not_renewed(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, second = await ledger.claim_groups(job_id, "w1", 2, lease_s=0.1)
+    for _ in range(4):
+        await asyncio.sleep(0.04)
+        assert await ledger.renew_groups(job_id, "w1", [first.entry_id]) == [first.entry_id]
+    (stolen,) = await ledger.claim_groups(job_id, "w2", 2, lease_s=0.1)
+    assert stolen.entry_id == second.entry_id
+    assert await ledger.renew_groups(job_id, "w1", [first.entry_id, second.entry_id]) == [first.entry_id]
+
+
+async def test_released_groups_are_free_at_once(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    entries = [claim.entry_id for claim in await claim_all(ledger, job_id, "w1")]
+    assert await ledger.release_groups(job_id, "w2", entries) == []  # not yours
+    assert await claim_all(ledger, job_id, "w2") == []
+    assert await ledger.release_groups(job_id, "w1", entries) == entries
+    assert [claim.entry_id for claim in await claim_all(ledger, job_id, "w2")] == entries
+
+
+async def test_zombie_worker_that_comes_back_is_a_duplicate(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (old,) = await ledger.claim_groups(job_id, "zombie", 1, lease_s=0.01)
+    await asyncio.sleep(0.02)
+    (new,) = await ledger.claim_groups(job_id, "w2", 1, lease_s=0.01)
+    assert await ledger.submit_group(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
+    assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "zombie")) is Verdict.DUPLICATE
+
+
+async def test_worker_that_lost_its_lease_may_still_be_first(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (old,) = await ledger.claim_groups(job_id, "slow", 1, lease_s=0.01)
+    await asyncio.sleep(0.02)
+    (new,) = await ledger.claim_groups(job_id, "w2", 1, lease_s=0.01)
+    assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "slow")) is Verdict.ACCEPTED
+    assert await ledger.submit_group(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.DUPLICATE
+    assert await claim_all(ledger, job_id, "w3") == []
+
+
+# ---- the trainer's side of the stream ----------------------------------------------------------------------------
+
+
+async def test_groups_stay_pending_until_the_checkpoint_that_covers_them(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    taken = await ledger.take_groups(job_id, "rank-0", 10, 0.1)
+    assert [delivery.group.group_id for delivery in taken] == ["0-0", "0-1"]
+    await commit(ledger, job_id, epoch, 0)
+    replayed = [delivery async for delivery in ledger.pending_groups(job_id, "rank-0")]
+    assert replayed == taken  # after a crash the same groups come again, in the same order
+    await ledger.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
+    assert [delivery async for delivery in ledger.pending_groups(job_id, "rank-0")] == []
+    pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
+    assert pending["pending"] == 0
+    assert (await ledger.job_fields(job_id))["checkpoint"] == "/checkpoints/1"
+
+
+async def test_events_are_a_cursor_and_wait_for_the_next(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    (created,) = await ledger.events(job_id)
+    assert created.data == {"state": "PENDING"}
+    assert await ledger.events(job_id, after=created.id, timeout_s=0.01) == []
+    waiting = asyncio.create_task(ledger.events(job_id, after=created.id, timeout_s=5))
+    await asyncio.sleep(0.02)
+    await ledger.emit(job_id, "test.hello", "hello", {"n": 1})
+    (event,) = await waiting
+    assert (event.kind, event.message, event.data) == ("test.hello", "hello", {"n": 1})
+
+
+async def test_workers_of_a_pool_by_heartbeat(ledger: Ledger) -> None:
+    for name in ("b", "a"):
+        await ledger.heartbeat("pool-x", WorkerRecord(id=name, state="idle", last_seen_at=1.0))
+    assert [worker.id for worker in await ledger.workers("pool-x")] == ["a", "b"]
+    await ledger.remove_worker("pool-x", "a")
+    assert [worker.id for worker in await ledger.workers("pool-x")] == ["b"]
+    assert await ledger.workers("pool-y") == []

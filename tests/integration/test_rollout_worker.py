@@ -1,0 +1,477 @@
+"""The rollout loop against real Redis and real scoring processes, with a fake engine and fake weights."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import Message, PromptTask, Reward, RolloutGroup
+from onbeat.streams.ledger import Ledger, connect
+from onbeat.types import JobState
+from services.rollout import claim_loop, puller
+from services.rollout.__main__ import root_cause
+from services.rollout.engines import EngineBroken
+from services.rollout.settings import Settings
+from services.rollout.worker import Worker
+from tests.rollout_fakes import FakeEngine, FakeTrainer
+
+CONTEXT_TOKENS = 128
+G = 2
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory) -> dict[str, bytes]:
+    from tests.integration.tiny_models import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    config = {"model_type": "llama", "max_position_embeddings": CONTEXT_TOKENS}
+    return {**files, "config.json": json.dumps(config).encode()}
+
+
+def job_config(pool: str, num_prompts: int) -> dict:
+    config = {
+        "pool": pool,
+        "model": {"path": "fake"},
+        "data": {"task": "chain_sum", "type": "reasoning_gym"},
+        "reward": {"name": "exact", "max_attempts": 2},
+        "rollout": {
+            "num_prompts_per_iteration": num_prompts,
+            "num_samples_per_prompt": G,
+            "max_response_tokens": 16,
+            "max_group_attempts": 3,
+        },
+        "schedule": {"num_iterations": 10},
+    }
+    return JobConfig.model_validate(config).model_dump(mode="json")
+
+
+class Rig:
+    """A running job with a fake trainer, and any number of workers in this process."""
+
+    def __init__(self, ledger: Ledger, model_files: dict[str, bytes]) -> None:
+        self.ledger = ledger
+        self.trainer = FakeTrainer(files=model_files)
+        self.pool = f"p{uuid.uuid4().hex[:8]}"
+        self.job_id = ""
+        self.epoch = ""
+        self.engines: list[FakeEngine] = []
+        self.running: list[tuple[Worker, asyncio.Task[None]]] = []
+
+    async def start_job(self, num_prompts: int = 4) -> None:
+        self.job_id = uuid.uuid4().hex
+        await self.ledger.create_job(self.job_id, job_config(self.pool, num_prompts), 10)
+        epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
+        assert epoch
+        self.epoch = epoch
+        await self.announce()
+
+    async def announce(self) -> None:
+        newest, address = self.trainer.newest, self.trainer.address
+        await self.ledger.announce_version(self.job_id, self.epoch, newest, address, "digest")
+
+    async def open(self, iteration: int, *tasks: PromptTask) -> None:
+        assert await self.ledger.open_iteration(self.job_id, iteration, iteration, list(tasks)) == ""
+
+    def task(self, iteration: int, index: int, **fields) -> PromptTask:
+        defaults = {
+            "group_id": f"{iteration}-{index}",
+            "iteration": iteration,
+            "policy_version": iteration,
+            "messages": [Message(role="user", content="2+2=")],
+            "num_samples": G,
+            "max_response_tokens": 16,
+            "temperature": 0.5,
+            "seed": 100 + index,
+            "deadline_s": 30.0,
+            "reward": Reward(name="exact", options_json="{}", timeout_s=5.0, memory_limit_mb=512),
+            "reward_context_json": json.dumps({"question": "2+2=", "answer": "4"}),
+        }
+        return PromptTask(**(defaults | fields))
+
+    async def commit(self, iteration: int) -> None:
+        """The step is done: publish the next version."""
+        await self.trainer.publish(iteration + 1)
+        assert await self.ledger.commit_iteration(self.job_id, self.epoch, iteration, iteration + 1, "digest", {})
+
+    def start_worker(self, engine: FakeEngine | None = None, **settings) -> Worker:
+        engine = engine or FakeEngine()
+        defaults = {"pool": self.pool, "worker_id": f"w{len(self.running)}", "lease_s": 30.0, "drain_s": 5.0}
+        worker = Worker(Settings(**(defaults | settings)), self.ledger, lambda config: engine, self.trainer.connect)
+        self.engines.append(engine)
+        self.running.append((worker, asyncio.create_task(worker.run())))
+        return worker
+
+    async def groups(self, iteration: int) -> list[RolloutGroup]:
+        groups = await self.ledger.iteration_groups(self.job_id, iteration)
+        return sorted(groups, key=lambda group: group.group_id)
+
+    async def iteration(self, iteration: int) -> dict[str, str]:
+        return await self.ledger.iteration_fields(self.job_id, iteration)
+
+    async def drained(self, iteration: int) -> list[RolloutGroup]:
+        async def is_drained() -> bool:
+            return (await self.iteration(iteration)).get("state") == "DRAINED"
+
+        await self.until(is_drained)
+        return await self.groups(iteration)
+
+    async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
+            for _, task in self.running:
+                if task.done() and not task.cancelled() and task.exception():
+                    raise task.exception()
+            assert time.monotonic() < deadline, "the condition was not met in time"
+            await asyncio.sleep(0.02)
+
+    async def event_messages(self, kind: str) -> list[str]:
+        return [event.message for event in await self.ledger.events(self.job_id) if event.kind == kind]
+
+    async def stop(self) -> None:
+        for worker, _ in self.running:
+            worker.stop()
+            worker.stop()
+        await asyncio.gather(*(task for _, task in self.running), return_exceptions=True)
+
+
+@pytest.fixture
+async def rig(redis_url, model_files):
+    redis = connect(redis_url, retry_s=5)
+    rig = Rig(Ledger(redis), model_files)
+    await rig.start_job()
+    yield rig
+    await rig.stop()
+    await redis.aclose()
+
+
+# ---- the ordinary course -------------------------------------------------------------------------------------------
+
+
+async def test_every_iteration_is_generated_by_exactly_its_weights(rig):
+    rig.start_worker()
+    for iteration in range(3):
+        await rig.open(iteration, *(rig.task(iteration, index) for index in range(4)))
+        for index, group in enumerate(await rig.drained(iteration)):
+            assert group.group_id == f"{iteration}-{index}"
+            assert group.policy_version == iteration
+            assert not group.HasField("failure")
+            assert [list(response.token_ids) for response in group.responses] == [[iteration] * 3] * G
+            assert {span.policy_version for r in group.responses for span in r.version_spans} == {iteration}
+            assert [response.reward for response in group.responses] == [1.0] * G
+        await rig.commit(iteration)
+    (engine,) = rig.engines
+    assert engine.loads == [1, 2] or engine.loads == [1, 2, 3]  # the third may or may not be loaded yet
+    assert [sampling.seed for _, _, sampling in engine.requests] == [100, 101, 102, 103] * 3
+    assert {(sampling.temperature, sampling.max_response_tokens) for _, _, sampling in engine.requests} == {(0.5, 16)}
+
+
+async def test_group_carries_what_trainer_and_people_need(rig):
+    rig.start_worker(FakeEngine(delay_s=0.2))
+    messages = [Message(role="system", content="Be brief."), Message(role="user", content="2+2=")]
+    await rig.open(0, rig.task(0, 0, messages=messages), rig.task(0, 1, messages=[], text="2+2="))
+    chat, plain = await rig.drained(0)
+    rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+    from tests.integration.tiny_models import build_tokenizer
+
+    assert list(chat.prompt_token_ids) == build_tokenizer()(rendered)["input_ids"]
+    assert list(plain.prompt_token_ids) == build_tokenizer()("2+2=")["input_ids"]
+    assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
+    assert chat.worker_id == "w0"
+    assert 0.2 <= chat.timings.generate_s < 1.0
+    assert chat.timings.score_s > 0
+    busy = await rig.ledger.busy_seconds(rig.job_id, 0)
+    assert 0.2 <= busy["w0"] < 0.4  # both groups at once
+
+
+async def test_new_version_is_served_before_the_first_prompt_asks_for_it(rig):
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    await rig.commit(0)
+    await rig.until(lambda: rig.engines[0].version() == 1)
+    assert rig.engines[0].requests[-1][0] == 0  # nobody has asked
+    assert set(await rig.ledger.ready_times(rig.job_id)) == {0, 1}
+    assert rig.trainer.pulls == [0, 1]
+
+
+async def test_new_version_is_pulled_but_not_loaded_while_groups_are_in_flight(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.trainer.publish(1)
+    await rig.until(lambda: rig.trainer.pulls == [0, 1])
+    await asyncio.sleep(0.1)
+    assert engine.version() == 0
+    engine.may_finish.set()
+    (group,) = await rig.drained(0)
+    assert [list(response.token_ids) for response in group.responses] == [[0] * 3] * G
+
+
+async def test_heartbeat_tells_job_state_and_version(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+
+    async def record():
+        return next(iter(await rig.ledger.workers(rig.pool)), None)
+
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await asyncio.sleep(0.3)
+    worker = await record()
+    assert (worker.job_id, worker.state, worker.policy_version) == (rig.job_id, "generating", 0)
+    engine.may_finish.set()
+    await rig.drained(0)
+    await asyncio.sleep(0.3)
+    assert (await record()).state == "idle"
+
+
+async def test_end_of_a_job_stops_its_engine_and_frees_the_worker_for_the_next(rig):
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    await rig.ledger.move_job(rig.job_id, JobState.SUCCEEDED)
+    await rig.until(lambda: rig.engines[0].stopped)
+    assert await rig.event_messages("worker.joined") == await rig.event_messages("worker.left") == ["w0"]
+    rig.engines[0].stopped = False
+    await rig.start_job()
+    await rig.open(0, rig.task(0, 0))
+    assert len(await rig.drained(0)) == 1
+
+
+# ---- failures that belong to one group -----------------------------------------------------------------------------
+
+
+async def test_prompt_that_does_not_fit_is_recorded_with_its_numbers(rig):
+    rig.start_worker()
+    long = [Message(role="user", content="x" * CONTEXT_TOKENS)]
+    await rig.open(0, rig.task(0, 0, messages=long), rig.task(0, 1))
+    failed, good = await rig.drained(0)
+    assert failed.failure.kind == "prompt_too_long"
+    for number in (str(CONTEXT_TOKENS), "16 response tokens"):
+        assert number in failed.failure.message
+    assert len(good.responses) == G
+    assert (await rig.iteration(0))["num_failed_groups"] == "1"
+    assert len(rig.engines[0].requests) == 1
+
+
+async def test_reward_that_cannot_score_is_a_recorded_failure_not_a_zero(rig):
+    rig.start_worker()
+    unanswered = json.dumps({"question": "2+2="})
+    await rig.open(0, rig.task(0, 0, reward_context_json=unanswered), rig.task(0, 1))
+    failed, good = await rig.drained(0)
+    assert failed.failure.kind == "reward_failed"
+    assert "reward exact: response 0: raised: ValueError: this prompt has no answer" in failed.failure.message
+    assert not failed.responses
+    assert len(good.responses) == G
+
+
+async def test_empty_or_broken_engine_output_is_refused_here(rig):
+    engine = FakeEngine()
+    engine._response = lambda: FakeEngine._response(engine).__class__([], [], "stop", [], "")  # type: ignore[method-assign]
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    (failed,) = await rig.drained(0)
+    assert failed.failure.kind == "generation_failed"
+    assert "0 tokens" in failed.failure.message
+
+
+async def test_generation_error_costs_an_attempt_and_nothing_else(rig):
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError("a hiccup")]
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
+    assert [len(group.responses) for group in await rig.drained(0)] == [G, G]
+    (message,) = await rig.event_messages("group.released")
+    assert "attempt 1" in message
+    assert "RuntimeError: a hiccup" in message
+
+
+async def test_group_is_given_up_after_its_attempts_with_the_last_reason(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError(f"hiccup {number}") for number in range(3)]
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    (failed,) = await rig.drained(0)
+    assert failed.failure.kind == "generation_failed"
+    assert "3 attempts" in failed.failure.message
+    assert "hiccup 2" in failed.failure.message
+    assert len(engine.requests) == 3
+
+
+async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0, deadline_s=0.3))
+    await rig.until(lambda: len(engine.requests) == 2)
+    engine.may_finish.set()
+    assert len((await rig.drained(0))[0].responses) == G
+    assert "not ready 0.3 s after its claim" in (await rig.event_messages("group.released"))[0]
+
+
+async def test_tokens_stamped_with_another_version_are_never_accepted(rig):
+    engine = FakeEngine()
+    engine.stamp = 7
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    (failed,) = await rig.drained(0)
+    assert failed.failure.kind == "generation_failed"
+    assert (await rig.iteration(0))["num_stale"] == "3"
+
+
+# ---- failures of engine, trainer and workers -----------------------------------------------------------------------
+
+
+async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError("the core is dead")] * 20
+    rig.start_worker(engine)
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    cause = root_cause(running.exception())
+    assert isinstance(cause, EngineBroken)
+    assert "the core is dead" in str(cause)
+    assert engine.stopped
+    assert await rig.ledger.workers(rig.pool) == []
+    rig.running.clear()
+    rig.start_worker()  # the supervisor's new process
+    assert len(await rig.drained(0)) == 4
+
+
+async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
+    monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.2,))
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    rig.trainer.refused = {1}
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0))
+
+    async def is_released() -> bool:
+        return bool(await rig.event_messages("group.released"))
+
+    await rig.until(is_released)
+    assert rig.engines[0].version() == 0  # still serves what it has
+    rig.trainer.refused = set()
+    assert [list(r.token_ids) for r in (await rig.drained(1))[0].responses] == [[1] * 3] * G
+
+
+async def test_rollout_follows_a_trainer_that_restarts_at_another_address(rig):
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    await rig.trainer.break_watches("trainer:2")
+    await asyncio.sleep(0.3)
+    await rig.announce()
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0))
+    assert len((await rig.drained(1))[0].responses) == G
+
+
+async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
+    rig.trainer.is_up = False
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await asyncio.sleep(0.5)
+    assert [worker.state for worker in await rig.ledger.workers(rig.pool)] == ["starting"]
+    rig.trainer.is_up = True
+    assert len(await rig.drained(0)) == 1
+
+
+async def test_slow_group_keeps_its_lease_and_is_generated_once(rig):
+    rig.start_worker(FakeEngine(delay_s=1.5), lease_s=0.6)
+    rig.start_worker(FakeEngine(delay_s=1.5), lease_s=0.6)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    assert sum(len(engine.requests) for engine in rig.engines) == 1
+
+
+async def test_groups_of_a_dead_worker_are_taken_over(rig):
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    dead = await rig.ledger.claim_groups(rig.job_id, "dead", 3, lease_s=0.5)
+    assert len(dead) == 3
+    rig.start_worker(lease_s=0.5)
+    assert {group.worker_id for group in await rig.drained(0)} == {"w0"}
+
+
+async def test_group_that_another_worker_has_taken_is_dropped(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine, lease_s=0.3)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    entry = (await rig.ledger.redis.xrange(f"onbeat:{{{rig.job_id}}}:prompts"))[0][0]
+    await rig.ledger.redis.xclaim(f"onbeat:{{{rig.job_id}}}:prompts", "rollouts", "thief", 0, [entry], idle=0)
+    await rig.until(lambda: engine.num_in_flight() == 0)  # cancelled
+
+
+async def test_two_workers_share_an_iteration(rig):
+    rig.start_worker(FakeEngine(capacity=64, delay_s=0.2))
+    rig.start_worker(FakeEngine(capacity=64, delay_s=0.2))
+    await rig.until(lambda: all(engine.started for engine in rig.engines))
+    await asyncio.sleep(2.5)  # until both have heard of each other
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    workers = [group.worker_id for group in await rig.drained(0)]
+    assert sorted(workers) == ["w0", "w0", "w1", "w1"]
+
+
+async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
+    worker = rig.start_worker(FakeEngine(capacity=2 * G, delay_s=0.5))
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    await rig.until(lambda: len(rig.engines[0].requests) == 2)
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=5)
+    assert len(await rig.groups(0)) == 2
+    assert rig.engines[0].stopped
+    assert await rig.ledger.workers(rig.pool) == []
+
+
+async def test_stop_without_time_to_drain_hands_the_leases_back_at_once(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    worker = rig.start_worker(engine, drain_s=0.1)
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    await rig.until(lambda: len(engine.requests) == 4)
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=5)
+    started = time.monotonic()
+    rig.start_worker()
+    groups = await rig.drained(0)
+    assert {group.worker_id for group in groups} == {"w1"}
+    assert time.monotonic() - started < 10  # not the lease of 30 s
+
+
+async def test_stop_while_waiting_for_the_trainer_ends_at_once(rig):
+    rig.trainer.is_up = False
+    worker = rig.start_worker()
+    await asyncio.sleep(0.3)
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=2)
+
+
+async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.ledger.move_job(rig.job_id, JobState.CANCELLING)
+    await rig.until(lambda: engine.stopped, timeout_s=3)
+    assert not rig.running[0][1].done()

@@ -1,0 +1,146 @@
+"""Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer's weights."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from onbeat.errors import WeightsError
+from onbeat.weights.client import ModelDescription, PullStats
+from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+
+TOKENS_PER_RESPONSE = 3
+
+
+class FakeEngine:
+    """Serves "weights" that are a file holding the version's number; responses consist of that number."""
+
+    def __init__(self, capacity: int = 8, delay_s: float = 0.0, text: str = "4") -> None:
+        self.delay_s, self.text = delay_s, text
+        self.started = self.stopped = False
+        self.loads: list[int] = []
+        self.requests: list[tuple[int, int, Sampling]] = []  # expected version, attempt-independent prompt length
+        self.generate_errors: list[Exception] = []  # raised by the next requests
+        self.load_errors: list[Exception] = []
+        self.stamp: int | None = None  # what the spans claim, if not the truth
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self._capacity = capacity
+        self._weights = -1
+        self._version: int | None = None
+        self._num_in_flight = 0
+
+    async def start(self, model_dir: Path, policy_version: int) -> None:
+        assert (model_dir / "config.json").exists()
+        self._weights = int((model_dir / "model.safetensors").read_text())
+        self._version, self.started = policy_version, True
+
+    async def generate(
+        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int
+    ) -> list[GeneratedResponse]:
+        if expected_version != self._version:
+            raise VersionMismatch(expected_version, self._version)
+        self.requests.append((expected_version, len(prompt_token_ids), sampling))
+        self._num_in_flight += num_samples
+        try:
+            await asyncio.sleep(self.delay_s)
+            await self.may_finish.wait()
+        finally:
+            self._num_in_flight -= num_samples
+        if self.generate_errors:
+            raise self.generate_errors.pop(0)
+        return [self._response() for _ in range(num_samples)]
+
+    def _response(self) -> GeneratedResponse:
+        stamp = self._version if self.stamp is None else self.stamp
+        span = VersionSpan(stamp, 0, TOKENS_PER_RESPONSE)
+        token_ids, logprobs = [self._weights] * TOKENS_PER_RESPONSE, [-0.5] * TOKENS_PER_RESPONSE
+        return GeneratedResponse(token_ids, logprobs, "stop", [span], self.text)
+
+    async def load(self, policy_version: int, weights_file: Path) -> None:
+        assert self._num_in_flight == 0, "load while generating"
+        self._version = None
+        self.loads.append(policy_version)
+        await asyncio.sleep(0.01)
+        if self.load_errors:
+            raise self.load_errors.pop(0)
+        self._weights = int(weights_file.read_text())
+        self._version = policy_version
+
+    def version(self) -> int | None:
+        return self._version
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def num_in_flight(self) -> int:
+        return self._num_in_flight
+
+    async def stop(self) -> None:
+        self._version, self.stopped = None, True
+
+
+class FakeTrainer:
+    """Weights of a job at one address; anywhere else nobody answers."""
+
+    def __init__(self, address: str = "trainer:1", files: dict[str, bytes] | None = None) -> None:
+        self.address = address
+        self.files = files or {}
+        self.newest = 0
+        self.pulls: list[int] = []  # served
+        self.refused: set[int] = set()  # versions that cannot be pulled
+        self.num_watches = 0
+        self.is_up = True
+        self._changed = asyncio.Condition()
+
+    def connect(self, address: str, job_id: str = "") -> "FakeSource":
+        return FakeSource(self, address)
+
+    async def publish(self, version: int) -> None:
+        self.newest = version
+        await self._notify()
+
+    async def break_watches(self, new_address: str) -> None:
+        """The trainer restarts somewhere else."""
+        self.address = new_address
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def check(self, address: str) -> None:
+        if not self.is_up or address != self.address:
+            raise WeightsError(f"nobody answers at {address}")
+
+
+class FakeSource:
+    def __init__(self, trainer: FakeTrainer, address: str) -> None:
+        self._trainer, self._address = trainer, address
+
+    async def describe(self) -> ModelDescription:
+        self._trainer.check(self._address)
+        return ModelDescription(self._trainer.files, self._trainer.newest)
+
+    async def pull(self, version: int, target: Path) -> PullStats:
+        await asyncio.sleep(0.01)
+        self._trainer.check(self._address)
+        if version in self._trainer.refused or version > self._trainer.newest:
+            raise WeightsError(f"version {version} is not held")
+        target.write_text(str(version))
+        self._trainer.pulls.append(version)
+        return PullStats(num_bytes=1, pull_s=0.01, digest=b"")
+
+    async def watch(self) -> AsyncIterator[int]:
+        self._trainer.num_watches += 1
+        seen = -1
+        while True:
+            self._trainer.check(self._address)
+            if self._trainer.newest > seen:
+                seen = self._trainer.newest
+                yield seen
+            else:
+                async with self._trainer._changed:
+                    await self._trainer._changed.wait()
+
+    async def close(self) -> None:
+        pass

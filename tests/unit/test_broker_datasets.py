@@ -1,0 +1,253 @@
+"""Prompts as pure functions of (job, iteration), and every way in which data can be wrong."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from onbeat.config import FileData, JobConfig, ReasoningGymData
+from services.broker.datasets import DatasetError, DatasetSpec, open_dataset
+from services.broker.datasets.files import epoch_order
+from services.broker.tasks import build_tasks, task_seed
+
+ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def open_file(folder: Path, seed: int = 0, **options: Any) -> Any:
+    data = FileData.model_validate({"type": "jsonl", "path": "rows.jsonl"} | options)
+    return open_dataset(DatasetSpec(data=data, seed=seed, num_items=100), folder)
+
+
+def refusal(folder: Path, **options: Any) -> DatasetError:
+    with pytest.raises(DatasetError) as caught:
+        open_file(folder, **options)
+    return caught.value
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    dataset = open_file(tmp_path, seed=5)
+    epochs = [[dataset.item(epoch * 10 + i).messages[0].content for i in range(10)] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == [f"say {i}" for i in range(10)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = open_file(tmp_path, seed=5)
+    assert [again.item(25 - i).messages[0].content for i in range(6)] == epochs[2][5::-1]  # in any order of asking
+
+
+def test_order_is_a_function_of_seed_and_epoch_that_never_changes() -> None:
+    """Recorded: a job that is resumed by a later version of Onbeat must see the same prompts."""
+    assert list(epoch_order(seed=1, epoch=0, num_rows=8)) == ORDER_OF_SEED_1
+    assert list(epoch_order(1, 1, 8)) != ORDER_OF_SEED_1
+    assert list(epoch_order(2, 0, 8)) != ORDER_OF_SEED_1
+
+
+ORDER_OF_SEED_1 = [1, 4, 7, 5, 6, 3, 2, 0]
+
+
+def test_unshuffled_rows_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ["", json.dumps(ROWS[0]), "  ", *map(json.dumps, ROWS[1:])])
+    dataset = open_file(tmp_path, shuffle=False)
+    assert [dataset.item(i).messages[0].content for i in (0, 9, 10)] == ["say 0", "say 9", "say 0"]
+
+
+def test_reward_gets_question_answer_and_the_other_fields(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    item = open_file(tmp_path, shuffle=False).item(4)
+    assert item.context == {"question": "say 4", "answer": "4", "metadata": {"level": 1}}
+
+
+def test_chat_prompts_and_system_prompt(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "so?"},
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", [{"chat": chat, "answer": "yes"}])
+    item = open_file(tmp_path, prompt_field="chat", system_prompt="be brief").item(0)
+    assert [(m.role, m.content) for m in item.messages] == [
+        ("system", "be brief"),
+        *((m["role"], m["content"]) for m in chat),
+    ]
+    assert item.context["question"] == "so?"
+
+
+def test_plain_prompt_has_no_messages(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    item = open_file(tmp_path, as_chat=False, shuffle=False).item(0)
+    assert (item.text, item.messages) == ("say 0", [])
+
+
+def test_parquet_reads_the_same_as_jsonl(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=3)
+    jsonl, parquet = open_file(tmp_path), open_file(tmp_path, type="parquet", path="rows.parquet")
+    assert [jsonl.item(i) for i in range(25)] == [parquet.item(i) for i in range(25)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "field", "message"),
+    [
+        ([], {}, "data.path", "has no rows"),
+        (["", "  "], {}, "data.path", "has no rows"),
+        ([ROWS[0], "", "{nope"], {}, "data.path", "line 3 is not valid JSON"),
+        ([ROWS[0], "[1]"], {}, "data.path", "line 2 is not a JSON object"),
+        (["[" * 100_000], {}, "data.path", "line 1 is not valid JSON"),
+        ([{"q": "x", "answer": 1}], {}, "data.prompt_field", "line 1 has no 'prompt'; it has: answer, q"),
+        ([ROWS[0], {"prompt": "x"}], {}, "data.answer_field", "line 2 has no 'answer'"),
+        ([{"prompt": "", "answer": 1}], {}, "data.prompt_field", "the prompt is empty"),
+        ([{"prompt": 7, "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
+        ([{"prompt": [], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
+        ([{"prompt": ["hi"], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
+        ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "a prompt is a string or a list"),
+        ([{"prompt": [{"role": "user", "content": "x"}], "answer": 1}], {"as_chat": False}, "data.as_chat", "as_chat"),
+        ([ROWS[0]], {"as_chat": False, "system_prompt": "x"}, "data.system_prompt", "as_chat = true"),
+        ([ROWS[0]], {"path": "other.jsonl"}, "data.path", "there is no file other.jsonl"),
+        ([ROWS[0]], {"path": "../rows.jsonl"}, "data.path", "outside the broker's data folder"),
+        ([ROWS[0]], {"path": "/etc/passwd"}, "data.path", "outside the broker's data folder"),
+        ([ROWS[0]], {"path": "a\0b"}, "data.path", "is not a path"),
+        ([ROWS[0]], {"path": "."}, "data.path", "there is no file"),
+        ([ROWS[0]], {"type": "parquet"}, "data.path", "not a Parquet file"),
+    ],
+)
+def test_wrong_file_is_refused_with_field_and_place(
+    tmp_path: Path, rows: list[Any], options: dict[str, Any], field: str, message: str
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    error = refusal(tmp_path, **options)
+    assert error.field == field
+    assert message in error.message
+
+
+def test_link_out_of_the_data_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(tmp_path / "secret.jsonl", ROWS)
+    (folder / "rows.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    assert "outside" in refusal(folder).message
+
+
+def test_absolute_path_inside_the_data_folder_is_fine(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert open_file(tmp_path, path=str(tmp_path / "rows.jsonl")).item(0)
+
+
+def test_file_that_changes_or_vanishes_is_noticed(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    dataset = open_file(tmp_path)
+    assert dataset.is_current()
+    write_jsonl(tmp_path / "rows.jsonl", ROWS[:3])
+    assert not dataset.is_current()
+    (tmp_path / "rows.jsonl").unlink()
+    assert not dataset.is_current()
+
+
+# ---- reasoning_gym -----------------------------------------------------------------------------------------------
+
+
+def gym(task: str = "chain_sum", options: dict[str, Any] | None = None, seed: int = 3, num_items: int = 40) -> Any:
+    data = ReasoningGymData(task=task, options=options or {})
+    return open_dataset(DatasetSpec(data=data, seed=seed, num_items=num_items), Path())
+
+
+def test_question_is_the_unmodified_user_message_and_the_answer_scores_one() -> None:
+    from reasoning_gym import create_dataset
+
+    entry = create_dataset("chain_sum", seed=3, size=40, max_terms=2)[17]
+    item = gym(options={"max_terms": 2}).item(17)
+    assert [(m.role, m.content) for m in item.messages] == [("user", entry["question"])]
+    assert item.context["answer"] == entry["answer"]
+    assert item.context["task"] == "chain_sum"
+    assert item.context["options"] == {"max_terms": 2}
+
+
+def test_items_do_not_depend_on_the_length_of_the_job() -> None:
+    assert gym(num_items=40).item(39).messages == gym(num_items=4_000_000).item(39).messages
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "field", "message"),
+    [
+        ("chain_sums", {}, "data.task", "did you mean chain_sum"),
+        ("no such thing at all", {}, "data.task", "there are: "),
+        ("chain_sum", {"max_term": 2}, "data.options.max_term", "no such option; it has:"),
+        ("chain_sum", {"seed": 2}, "data.options.seed", "set the job's seed"),
+        ("chain_sum", {"size": 2}, "data.options.size", "cannot be set here"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "data.options", "refuses them"),
+        ("chain_sum", {"min_terms": "two"}, "data.options", "refuses them"),
+        ("composite", {}, "data.options", "at least one dataset"),
+    ],
+)
+def test_wrong_task_or_option_is_refused(task: str, options: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        gym(task, options)
+    assert caught.value.field == field
+    assert message in caught.value.message
+
+
+def test_broker_starts_without_the_heavy_libraries() -> None:
+    import subprocess
+
+    check = "import sys, services.broker.app; print(*{'reasoning_gym', 'pyarrow', 'numpy', 'torch'} & {*sys.modules})"
+    assert (
+        subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.strip() == ""
+    )
+
+
+# ---- tasks -------------------------------------------------------------------------------------------------------
+
+
+def job(**changes: Any) -> JobConfig:
+    body: dict[str, Any] = {
+        "model": {"path": "bundled:smollm2-135m-instruct"},
+        "data": {"type": "reasoning_gym", "task": "chain_sum", "system_prompt": "think"},
+        "reward": {"name": "reasoning_gym", "options": {"answer_pattern": "x"}, "timeout_s": 3},
+        "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 6, "max_response_tokens": 7},
+        "schedule": {"num_iterations": 5},
+    }
+    return JobConfig.model_validate(body | changes)
+
+
+def tasks_of(config: JobConfig, iteration: int) -> list[Any]:
+    dataset = open_dataset(DatasetSpec.of_job(config), Path())
+    return build_tasks(config, iteration, [dataset.item(iteration * 4 + i) for i in range(4)])
+
+
+def test_tasks_are_a_pure_function_of_job_and_iteration() -> None:
+    first, again = tasks_of(job(), 2), tasks_of(job(), 2)
+    assert [task.SerializeToString(deterministic=True) for task in first] == [
+        task.SerializeToString(deterministic=True) for task in again
+    ]
+    assert [task.group_id for task in first] == ["2-0", "2-1", "2-2", "2-3"]
+    others = [tasks_of(job(), 3), tasks_of(job(seed=1), 2)]
+    for other in others:
+        assert {task.seed for task in other}.isdisjoint({task.seed for task in first})
+        assert [task.messages[-1].content for task in other] != [task.messages[-1].content for task in first]
+
+
+def test_task_carries_all_that_a_stateless_rollout_needs() -> None:
+    task = tasks_of(job(), 1)[3]
+    assert (task.iteration, task.policy_version, task.group_id) == (1, 1, "1-3")
+    assert (task.num_samples, task.max_response_tokens, task.temperature, task.deadline_s) == (6, 7, 1.0, 300.0)
+    assert [message.role for message in task.messages] == ["system", "user"]
+    assert (task.reward.name, json.loads(task.reward.options_json)) == ("reasoning_gym", {"answer_pattern": "x"})
+    assert (task.reward.timeout_s, task.reward.memory_limit_mb) == (3.0, 2048)
+    assert {"question", "answer", "metadata", "task", "options"} <= json.loads(task.reward_context_json).keys()
+
+
+def test_seeds_differ_and_fit_31_bits() -> None:
+    seeds = [task_seed(0, t, i) for t in range(50) for i in range(8)]
+    assert len(set(seeds)) == 400
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert task_seed(0, 1, 23) != task_seed(0, 12, 3)

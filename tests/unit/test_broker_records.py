@@ -1,0 +1,151 @@
+"""Iteration records with worked numbers, validation errors in a job's words, and log lines."""
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from onbeat.config import JobConfig
+from onbeat.logging import configure
+from services.broker.api.fields import explain_error
+from services.broker.records import IterationSources, group_order, iteration_record, metric_series
+
+COMMITTED = {
+    "iteration": "3",
+    "state": "COMMITTED",
+    "policy_version": "3",
+    "num_groups": "8",
+    "num_accepted": "8",
+    "num_stale": "2",
+    "opened_at": "100.5",
+    "drained_at": "106.0",
+    "committed_at": "110.0",
+    "metrics": json.dumps(
+        {"num_responses": 64, "prompt_tokens": 600, "response_tokens": 1400, "reward_mean": 0.5, "reward_std": 0.25}
+        | {"train_s": 4.0, "staleness_max": 0, "mismatch_mean": 0.01, "num_training_devices": 2, "train/loss": 1.5}
+        | {"mismatch_max": float("nan"), "train/broken": float("inf")}
+    ),
+}
+
+
+def record_of(fields: dict[str, str], **sources: Any) -> Any:
+    defaults: dict[str, Any] = {"busy_s": {"a": 4.0, "b": 6.0}, "engine_ready_at": 101.0, "previous_commit_at": 100.0}
+    return iteration_record(IterationSources(fields=fields, **(defaults | sources)))
+
+
+def test_committed_iteration_has_every_number() -> None:
+    record = record_of(COMMITTED)
+    assert record.wall_s == 10.0  # 100 -> 110
+    assert record.weight_sync_s == 1.0  # 100 -> 101
+    assert record.generate_s == 5.0  # 101 -> 106
+    assert record.rollout_idle_frac == 0.5  # mean busy 5 of 10 s
+    assert record.trainer_idle_frac == 0.6  # 4 of 10 s
+    assert record.tpspd == 50.0  # 2000 tokens / 10 s / (2 training + 2 inference devices)
+    assert (record.num_stale, record.num_responses, record.staleness_max, record.mismatch_mean) == (2, 64, 0, 0.01)
+    assert record.metrics == {"train/loss": 1.5}
+    assert record.mismatch_max is None  # not finite is not known
+
+
+def test_shares_stay_between_zero_and_one() -> None:
+    record = record_of(COMMITTED, busy_s={"a": 99.0}, engine_ready_at=99.0)
+    assert (record.rollout_idle_frac, record.weight_sync_s, record.generate_s) == (0.0, 0.0, 5.5)
+
+
+def test_open_iteration_knows_only_what_happened() -> None:
+    fields = {name: COMMITTED[name] for name in ("iteration", "state", "policy_version", "num_groups", "opened_at")}
+    record = record_of(fields | {"state": "OPEN", "num_accepted": "1"}, engine_ready_at=None, busy_s={})
+    for name in ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd", "train_s"):
+        assert getattr(record, name) is None, name
+    assert record.num_accepted == 1
+
+
+def test_iteration_without_workers_or_tokens_has_no_shares() -> None:
+    record = record_of(COMMITTED | {"metrics": "{}"}, busy_s={})
+    assert (record.rollout_idle_frac, record.trainer_idle_frac, record.tpspd) == (None, None, None)
+
+
+def test_series_hold_the_records_numbers_and_the_trainers() -> None:
+    series = metric_series([record_of(COMMITTED)])
+    assert series["train/loss"] == [(3, 1.5)]
+    assert series["iteration/reward_mean"] == [(3, 0.5)]
+    assert "iteration/mismatch_max" not in series
+
+
+def test_groups_sort_by_number() -> None:
+    assert sorted(["2-10", "2-9", "10-0"], key=group_order) == ["2-9", "2-10", "10-0"]
+
+
+# ---- validation errors -------------------------------------------------------------------------------------------
+
+GOOD: dict[str, Any] = {
+    "model": {"path": "bundled:smollm2-135m-instruct"},
+    "data": {"type": "reasoning_gym", "task": "chain_sum"},
+    "reward": {"name": "reasoning_gym"},
+    "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 6, "max_response_tokens": 7},
+    "schedule": {"num_iterations": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "field", "message"),
+    [
+        ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
+        ("data", {"path": "x"}, "data.path", "belongs to another type of data"),
+        ("data", {"type": "csv"}, "data", "'reasoning_gym', 'jsonl', 'parquet'; set data.type to one of them"),
+        ("data", {"type": "jsonl", "task": None}, "data.path", "is required (the file, on the broker's machine"),
+        ("objective", {"type": "grpo", "clip_hi": 1}, "objective.clip_hi", "did you mean clip_high?"),
+        ("objective", {"type": "grpo", "clip_low": "a"}, "objective.clip_low", "valid number"),
+        ("objective", {"type": "grpo", "kl": {"coef": -1}}, "objective.kl.coef", "got -1 (0 skips"),
+        ("rollout", {"num_samples_per_prompt": 1}, "rollout.num_samples_per_prompt", "set it to 2 or more"),
+        ("rollout", {"num_samples_per_prompt": 0}, "rollout.num_samples_per_prompt", "got 0 (responses in one group"),
+        ("rollout", {"max_response_tokens": "many"}, "rollout.max_response_tokens", "got 'many'"),
+        ("optimizer", {"betas": [0.9, 2]}, "optimizer.betas.1", "got 2"),
+        ("schedule", {"mode": "fast"}, "schedule.mode", "'periodic' or 'sync'"),
+    ],
+)
+def test_validation_error_names_field_value_and_remedy(
+    section: str, change: dict[str, Any], field: str, message: str
+) -> None:
+    body = GOOD | {section: GOOD.get(section, {}) | change}
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate(body)
+    explained = dict(explain_error(error | {"loc": ("body", *error["loc"])}, body) for error in caught.value.errors())
+    assert message in explained[field]
+
+
+# ---- logging -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_json_log_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("json", "info")
+    logging.getLogger("a.b").info("two\nlines %d", 7, extra={"job_id": "j1"})
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("a.b").exception("it failed")
+    logging.getLogger("a.b").debug("not shown")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["logger"], first["message"], first["job_id"]) == ("INFO", "a.b", "two\nlines 7", "j1")
+    assert "ValueError: broken" in second["exception"]
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_text_log_and_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("text")
+    logging.getLogger("a.b").warning("hello")
+    assert "WARNING a.b: hello" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="text or json"):
+        configure("xml")
