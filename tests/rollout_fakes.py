@@ -1,4 +1,4 @@
-"""Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer's weights."""
+"""Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,6 +11,14 @@ from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch
 TOKENS_PER_RESPONSE = 3
 
 
+def write_weights(path: Path, version: int) -> None:
+    path.write_text(str(version))
+
+
+def read_weights(path: Path) -> int:
+    return int(path.read_text())
+
+
 class FakeEngine:
     """Serves "weights" that are a file holding the version's number; responses consist of that number."""
 
@@ -18,7 +26,7 @@ class FakeEngine:
         self.delay_s, self.text = delay_s, text
         self.started = self.stopped = False
         self.loads: list[int] = []
-        self.requests: list[tuple[int, int, Sampling]] = []  # expected version, attempt-independent prompt length
+        self.requests: list[tuple[int, int, Sampling]] = []  # expected version, prompt tokens, how
         self.generate_errors: list[Exception] = []  # raised by the next requests
         self.load_errors: list[Exception] = []
         self.stamp: int | None = None  # what the spans claim, if not the truth
@@ -31,7 +39,7 @@ class FakeEngine:
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert (model_dir / "config.json").exists()
-        self._weights = int((model_dir / "model.safetensors").read_text())
+        self._weights = read_weights(model_dir / "model.safetensors")
         self._version, self.started = policy_version, True
 
     async def generate(
@@ -63,7 +71,7 @@ class FakeEngine:
         await asyncio.sleep(0.01)
         if self.load_errors:
             raise self.load_errors.pop(0)
-        self._weights = int(weights_file.read_text())
+        self._weights = read_weights(weights_file)
         self._version = policy_version
 
     def version(self) -> int | None:
@@ -126,7 +134,7 @@ class FakeSource:
         self._trainer.check(self._address)
         if version in self._trainer.refused or version > self._trainer.newest:
             raise WeightsError(f"version {version} is not held")
-        target.write_text(str(version))
+        write_weights(target, version)
         self._trainer.pulls.append(version)
         return PullStats(num_bytes=1, pull_s=0.01, digest=b"")
 

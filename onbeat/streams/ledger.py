@@ -3,6 +3,7 @@
 Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half way cannot break a rule.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,28 @@ from onbeat.types import JOB_MOVES, Event, IterationState, JobState, Verdict, Wo
 HANDED_BACK_MS = 24 * 3600 * 1000  # an idle time that makes a lease free at once
 
 
+class CancellableRedis(Redis):
+    """Redis whose commands let a cancellation through.
+
+    redis-py sends inside `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives in the moment
+    when the sending is done (github.com/python/cpython/issues/86296): the task would run on for ever.
+    """
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task else 0
+        try:
+            return await super().execute_command(*args, **options)
+        finally:
+            if task and task.cancelling() > num_cancels:
+                raise asyncio.CancelledError
+
+
 def connect(url: str, retry_s: float = 30.0) -> Redis:
     """A client that rides out a restart of Redis for about `retry_s`, then raises redis' ConnectionError."""
     num_retries = max(1, int(retry_s))
     retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), num_retries)
-    return Redis.from_url(
+    return CancellableRedis.from_url(
         url,
         retry=retry,
         retry_on_error=[ConnectionError, TimeoutError],
@@ -77,7 +95,7 @@ class Ledger:
     async def create_job(self, job_id: str, config: dict[str, Any], num_iterations: int) -> bool:
         """Store a PENDING job. False if the id exists. Indexed before it is created: a crash leaves no hidden job."""
         job = JobKeys(job_id)
-        time_s, _ = await self.redis.time()
+        time_s = await self.now()  # whole seconds would order the jobs of one second by name
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
         await self.redis.zadd(keys.ACTIVE_JOBS, {job_id: time_s}, nx=True)
         await self._create_group(job.prompts, ROLLOUT_GROUP)

@@ -10,10 +10,11 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.logging import configure
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
 from services.rollout.engines import create_engine
+from services.rollout.redis_client import connect
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 

@@ -150,7 +150,9 @@ class ClaimLoop:
                 self._ledger.wait_for_prompts(self._job_id, self._last_seen, POLL_S)
             )
             changes.add(self._arrival)
-        await asyncio.wait(changes, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        pause_s = self._resume_at - time.monotonic()
+        timeout_s = pause_s if 0 < pause_s < POLL_S else POLL_S
+        await asyncio.wait(changes, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _run(self, flight: Flight) -> None:
         group = await self._producer.produce(flight)

@@ -58,7 +58,7 @@ class Session:
         self._loop: ClaimLoop | None = None
 
     async def run(self) -> None:
-        """Until the job is over or `stop` is called. Raises EngineBroken, redis' errors, what starting an engine raises."""
+        """Until the job is over or `stop` is called. Raises EngineBroken and what Redis or the engine's start raise."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
             puller = WeightsPuller(self._connect, self._find_address, staging_dir)

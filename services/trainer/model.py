@@ -9,6 +9,7 @@ import torch
 from services.trainer import bundled
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
+from services.trainer.logprobs import TargetLogprobs
 
 ATTENTION_NAME = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -60,20 +61,27 @@ def model_files(source: str) -> dict[str, bytes]:
 def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of every response token under the tempered policy, and the entropy there (no gradient).
 
-    Both [N] float32. Logits exist only where a response token is predicted: [N, V], not [T, V].
+    Both [N] float32 (float64 for a float64 model). Logits exist only where a response token is predicted.
     """
-    plan = plan_attention(batch.layout, next(model.parameters()).dtype)
-    logits = model(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.layout.position_ids[None],
-        logits_to_keep=batch.layout.logit_index,
-        layout_plan=plan,
-        use_cache=False,
-    ).logits[0]
-    scaled = logits.float() / temperature
-    log_normaliser = scaled.logsumexp(-1)
-    logprobs = scaled.gather(-1, batch.target_ids[:, None])[:, 0] - log_normaliser
+    inputs = {
+        "input_ids": batch.token_ids[None],
+        "position_ids": batch.layout.position_ids[None],
+        "layout_plan": plan_attention(batch.layout, next(model.parameters()).dtype),
+        "use_cache": False,
+    }
+    if has_plain_head(model):
+        hidden = model.get_decoder()(**inputs).last_hidden_state[0].index_select(0, batch.layout.logit_index)
+        return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, temperature)
+    logits = model(**inputs, logits_to_keep=batch.layout.logit_index).logits[0]
+    log_probabilities = (logits.float() / temperature).log_softmax(-1)
     with torch.no_grad():
-        mean_logit = (scaled - log_normaliser[:, None]).exp().mul_(scaled).sum(-1)
-        entropy = log_normaliser - mean_logit
-    return logprobs, entropy
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    return log_probabilities.gather(-1, batch.target_ids[:, None])[:, 0], entropy
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether the logits are just hidden states times a matrix: no bias, no soft cap, no scale."""
+    head = model.get_output_embeddings()
+    twists = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    is_linear = isinstance(head, torch.nn.Linear) and head.bias is None
+    return is_linear and not any(getattr(model.config, name, None) for name in twists)

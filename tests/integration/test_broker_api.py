@@ -89,8 +89,6 @@ async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, l
     assert job_id not in await ledger.job_ids(active_only=True)
 
 
-TINY_MODEL = {"max_position_embeddings": 64}
-
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("unknown key", {"rolout": {}}, "rolout", "did you mean rollout?"),
     ("unknown nested key", {"rollout": {"num_sample": 2}}, "rollout.num_sample", "did you mean"),
@@ -164,13 +162,11 @@ async def test_unknown_task_and_its_options_are_refused(broker: httpx.AsyncClien
     body = job_body(reward={"name": "reasoning_gym"})
     body["data"] = {"type": "reasoning_gym", "task": "chain_summ"}
     (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
-    assert error == {
-        "field": "data.task",
-        "message": "reasoning_gym has no task 'chain_summ'; did you mean chain_sum?",
-    } or error["message"].startswith("reasoning_gym has no task 'chain_summ'; did you mean chain_sum")
-    body["data"] = {"type": "reasoning_gym", "task": "chain_sum", "options": {"max_terms": 1e308, "nan": 0}}
+    assert error["field"] == "data.task"
+    assert error["message"].startswith("reasoning_gym has no task 'chain_summ'; did you mean chain_sum")
+    body["data"] = {"type": "reasoning_gym", "task": "chain_sum", "options": {"max_term": 3}}
     (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
-    assert error["field"] == "data.options.nan"
+    assert error["field"] == "data.options.max_term"
 
 
 async def test_all_that_is_wrong_is_said_at_once(broker: httpx.AsyncClient) -> None:
@@ -227,7 +223,7 @@ async def test_malformed_requests_are_problems_too(broker: httpx.AsyncClient) ->
     problem_of(await post('{"name": "\\ud800"}'), 422)
     problem_of(await broker.get("/v1/nothing"), 404)
     problem_of(await broker.delete("/v1/jobs"), 405)
-    problem_of(await broker.post("/v1/jobs/x:explode"), 404 if True else 405)
+    problem_of(await broker.post("/v1/jobs/x:explode"), 405)
     problem_of(await broker.get("/v1/jobs/x/events?after=yesterday"), 422)
     problem_of(await broker.get("/v1/jobs/x/events?wait_s=31"), 422)
 

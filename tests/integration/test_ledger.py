@@ -355,3 +355,22 @@ async def test_workers_of_a_pool_by_heartbeat(ledger: Ledger) -> None:
     await ledger.remove_worker("pool-x", "a")
     assert [worker.id for worker in await ledger.workers("pool-x")] == ["b"]
     assert await ledger.workers("pool-y") == []
+
+
+# ---- the client --------------------------------------------------------------------------------------------------
+
+
+async def test_cancelled_task_ends_wherever_its_command_stands(ledger: Ledger) -> None:
+    """redis-py forgets a cancellation in one moment of sending (Python < 3.12); a service would then never stop."""
+
+    async def work() -> None:
+        while True:
+            await ledger.events("nobody", timeout_s=0.001)
+
+    for num_turns in range(40):
+        task = asyncio.create_task(work())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, running = await asyncio.wait([task], timeout=5)
+        assert not running, f"cancelled after {num_turns} turns of the loop"

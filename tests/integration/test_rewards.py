@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -178,10 +180,7 @@ async def test_kill_takes_along_what_the_reward_started(pool, tmp_path):
     with pytest.raises(RewardError, match="timeout"):
         await pool.score(request("child", timeout_s=0.5, context={"marker": str(marker)}))
     stat = Path(f"/proc/{marker.read_text()}/stat")
-    deadline = time.monotonic() + 2
-    while stat.exists() and stat.read_text().split(") ")[1][0] != "Z" and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    assert not stat.exists() or stat.read_text().split(") ")[1][0] == "Z"
+    await asyncio.to_thread(wait_until_gone, stat)
 
 
 async def test_start_of_a_scoring_process_imports_nothing_heavy():
@@ -192,3 +191,41 @@ async def test_start_of_a_scoring_process_imports_nothing_heavy():
         assert scores[0].reward == 1.0
     finally:
         await process.kill()
+
+
+async def test_built_in_rewards_run_within_the_default_limits(pool):
+    entry = {"question": "1 + 1 =", "answer": "2", "metadata": {}, "task": "chain_sum", "options": {}}
+    for name in ("exact", "math", "reasoning_gym"):
+        scores = await pool.score(request("2", "3", name=name, context=entry, memory_limit_mb=2048, timeout_s=10))
+        assert [score.reward == 1.0 for score in scores] == [True, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+def test_killed_rollout_leaves_no_scoring_process_behind():
+    script = """
+import asyncio
+from services.rollout.rewards.process import RewardProcess, RewardRequest
+async def main():
+    process = await RewardProcess.start(512)
+    print(process.pid, flush=True)
+    await process.score(RewardRequest("behave", {}, {}, ["spin"], 600, 512, 1), [0], {})
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = Path(f"/proc/{parent.stdout.readline().strip()}/stat")
+    time.sleep(0.5)
+    assert is_running(child)
+    parent.kill()
+    parent.communicate()
+    wait_until_gone(child)
+
+
+def wait_until_gone(stat: Path) -> None:
+    deadline = time.monotonic() + 2
+    while is_running(stat) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(stat)
+
+
+def is_running(stat: Path) -> bool:
+    return stat.exists() and stat.read_text().rpartition(") ")[2][0] != "Z"

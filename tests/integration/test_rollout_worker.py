@@ -1,7 +1,11 @@
-"""The rollout loop against real Redis and real scoring processes, with a fake engine and fake weights."""
+"""The rollout loop against real Redis and real scoring processes: with a fake engine and fake weights, and for real."""
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -10,11 +14,12 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Message, PromptTask, Reward, RolloutGroup
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from services.rollout import claim_loop, puller
+from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
+from services.rollout.redis_client import connect
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 from tests.rollout_fakes import FakeEngine, FakeTrainer
@@ -114,11 +119,11 @@ class Rig:
     async def iteration(self, iteration: int) -> dict[str, str]:
         return await self.ledger.iteration_fields(self.job_id, iteration)
 
-    async def drained(self, iteration: int) -> list[RolloutGroup]:
+    async def drained(self, iteration: int, timeout_s: float = 15.0) -> list[RolloutGroup]:
         async def is_drained() -> bool:
             return (await self.iteration(iteration)).get("state") == "DRAINED"
 
-        await self.until(is_drained)
+        await self.until(is_drained, timeout_s)
         return await self.groups(iteration)
 
     async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
@@ -422,14 +427,17 @@ async def test_group_that_another_worker_has_taken_is_dropped(rig):
     await rig.until(lambda: engine.num_in_flight() == 0)  # cancelled
 
 
-async def test_two_workers_share_an_iteration(rig):
-    rig.start_worker(FakeEngine(capacity=64, delay_s=0.2))
-    rig.start_worker(FakeEngine(capacity=64, delay_s=0.2))
-    await rig.until(lambda: all(engine.started for engine in rig.engines))
-    await asyncio.sleep(2.5)  # until both have heard of each other
+async def test_two_workers_share_an_iteration(rig, monkeypatch):
+    monkeypatch.setattr(session, "FOLLOW_S", 0.1)
+    workers = [rig.start_worker(FakeEngine(capacity=64, delay_s=0.3)) for _ in range(2)]
+
+    def know_each_other() -> bool:
+        loops = [worker._session and worker._session._loop for worker in workers]
+        return all(loop is not None and loop.num_workers == 2 for loop in loops)
+
+    await rig.until(know_each_other)
     await rig.open(0, *(rig.task(0, index) for index in range(4)))
-    workers = [group.worker_id for group in await rig.drained(0)]
-    assert sorted(workers) == ["w0", "w0", "w1", "w1"]
+    assert sorted(group.worker_id for group in await rig.drained(0)) == ["w0", "w0", "w1", "w1"]
 
 
 async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
@@ -475,3 +483,92 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
     await rig.ledger.move_job(rig.job_id, JobState.CANCELLING)
     await rig.until(lambda: engine.stopped, timeout_s=3)
     assert not rig.running[0][1].done()
+
+
+# ---- whole processes -----------------------------------------------------------------------------------------------
+
+
+class Process:
+    """`python -m services.rollout` with the reference engine."""
+
+    def __init__(self, redis_url: str, pool: str, worker_id: str) -> None:
+        settings = {
+            "ONBEAT_REDIS_URL": redis_url,
+            "ONBEAT_POOL": pool,
+            "ONBEAT_WORKER_ID": worker_id,
+            "ONBEAT_ENGINE": "transformers",
+            "ONBEAT_LEASE_S": "1.5",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "services.rollout"]
+        self.process = subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+async def served_rig(redis_url, tmp_path):
+    """A job whose weights come from a real model over real gRPC."""
+    from safetensors.torch import load_file
+
+    from services.trainer.weight_server import WeightServer
+    from services.trainer.weight_store import WeightStore
+    from tests.integration.tiny_models import write_perturbed_weights, write_tied_model
+
+    model_dir = write_tied_model(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.suffix != ".safetensors"}
+    redis = connect(redis_url, retry_s=5)
+    rig = Rig(Ledger(redis), files)
+    store = WeightStore()
+    store.publish(0, load_file(model_dir / "model.safetensors").items())
+
+    async def publish(version: int) -> None:
+        weights = write_perturbed_weights(model_dir, tmp_path / "next.safetensors", seed=version)
+        store.publish(version, load_file(weights).items())
+        await server.announce()
+
+    await rig.start_job()
+    server = WeightServer(rig.job_id, files, store)
+    rig.trainer.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    rig.trainer.publish = publish
+    await rig.announce()
+    yield rig
+    await server.stop()
+    await redis.aclose()
+
+
+async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_cleanly(served_rig, redis_url):
+    rig = served_rig
+    doomed = Process(redis_url, rig.pool, "doomed").process
+    heir = None
+    try:
+        tasks = [rig.task(0, index, max_response_tokens=300) for index in range(6)]
+        await rig.open(0, *tasks)
+
+        async def is_generating() -> bool:
+            return any(worker.num_in_flight for worker in await rig.ledger.workers(rig.pool))
+
+        await rig.until(is_generating, timeout_s=60)
+        doomed.kill()
+        heir = Process(redis_url, rig.pool, "heir").process
+        groups = [*await rig.drained(0, timeout_s=60)]
+        assert [group.group_id for group in groups] == [f"0-{index}" for index in range(6)]
+        assert "heir" in {group.worker_id for group in groups}
+        await rig.commit(0)
+        await rig.open(1, rig.task(1, 0))
+        (group,) = await rig.drained(1)
+        assert {span.policy_version for r in group.responses for span in r.version_spans} == {1}
+        heir.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(heir.wait, 20) == 0
+        assert [worker.id for worker in await rig.ledger.workers(rig.pool)] == ["doomed"]  # it could not say farewell
+    finally:
+        for process in filter(None, (doomed, heir)):
+            process.kill()
+            process.communicate()
+
+
+def test_unreachable_redis_ends_the_process_with_a_clear_message():
+    settings = {"ONBEAT_REDIS_URL": "redis://:secret@127.0.0.1:1/0", "ONBEAT_REDIS_RETRY_S": "1"}
+    command = [sys.executable, "-m", "services.rollout"]
+    ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert "Redis at 127.0.0.1:1/0 cannot be reached" in ended.stderr
+    assert "secret" not in ended.stderr

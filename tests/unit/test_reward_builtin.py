@@ -1,5 +1,7 @@
 """The built-in rewards on worked examples."""
 
+import json
+
 import pytest
 import reasoning_gym as rg
 
@@ -66,6 +68,15 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     assert builtin.reasoning_gym(f"it is {right}", context, answer_pattern=r"-?\d+") == 1.0
     assert builtin.reasoning_gym(f"{right}, no, {int(right) + 1}", context, answer_pattern=r"-?\d+") == 0.0
     assert builtin.reasoning_gym("none", context, answer_pattern=r"-?\d+") == 0.0
+
+
+def test_reasoning_gym_scores_entries_that_json_does_not_preserve():
+    entry = rg.create_dataset("rearc", size=3, seed=7)[2]
+    facts = json.loads(json.dumps({name: entry[name] for name in ("question", "answer", "metadata")}, default=str))
+    context = {**facts, "task": "rearc", "options": {}, "seed": 7, "size": 3, "index": 2}
+    assert builtin.reasoning_gym(entry["answer"], context) == 1.0
+    other_version = {**context, "question": "another one"}
+    assert builtin.scorer_and_entry(other_version)[1]["question"] == "another one"
 
 
 @pytest.mark.parametrize("name", ["exact", "regex", "math", "reasoning_gym"])

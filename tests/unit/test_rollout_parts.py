@@ -61,9 +61,14 @@ def test_iterations_have_separate_busy_times_and_old_ones_are_forgotten():
 def test_a_failed_generation_ends_its_busy_time():
     clock = Clock()
     busy = BusyMeter(clock)
-    with pytest.raises(RuntimeError), busy.running(0):
-        clock.now = 2.0
-        raise RuntimeError
+
+    def fail_after_two_seconds() -> None:
+        with busy.running(0):
+            clock.now = 2.0
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_after_two_seconds()
     clock.now = 9.0
     assert busy.seconds(0) == 2.0
 

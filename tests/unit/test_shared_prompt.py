@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from services.trainer.attention.layout import build_layout, dense_mask
 from services.trainer.attention.sdpa import plan_sdpa, sdpa_attention
 from services.trainer.batch import num_places, pack
+from services.trainer.logprobs import TargetLogprobs
 from services.trainer.model import response_logprobs
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
@@ -54,6 +55,9 @@ ARCHITECTURES = {
     "llama-mha-untied": lambda: tiny_config(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=False),
     "qwen2": lambda: tiny_config(Qwen2Config),
     "qwen3": lambda: tiny_config(Qwen3Config, head_dim=8),
+    "gemma2-softcapped": lambda: tiny_config(
+        Gemma2Config, head_dim=8, sliding_window=256, layer_types=["full_attention"] * 2, attn_logit_softcapping=None
+    ),
     "mistral": lambda: tiny_config(MistralConfig, sliding_window=None),
 }
 
@@ -117,3 +121,20 @@ def test_a_place_is_counted_as_it_is_packed():
 def test_an_empty_part_is_refused(bad):
     with pytest.raises(ValueError, match="needs a prompt and non-empty responses"):
         build_layout([bad])
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 65, 1100])
+def test_chunked_logprobs_equal_log_softmax(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden = torch.randn(num_rows, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(50, (num_rows,), generator=generator)
+    upstream = torch.randn(num_rows, dtype=torch.float64, generator=generator)
+    found, entropy = TargetLogprobs.apply(hidden, weight, targets, 0.7)
+    found_grads = torch.autograd.grad(found, (hidden, weight), upstream)
+    everything = (hidden @ weight.T / 0.7).log_softmax(-1)
+    expected = everything.gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(entropy, -(everything.exp() * everything).sum(-1), rtol=0, atol=1e-11)
+    for left, right in zip(found_grads, torch.autograd.grad(expected, (hidden, weight), upstream), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-10)

@@ -73,6 +73,15 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(IllegalTransition, on_illegal_move)
     app.add_exception_handler(RedisError, on_redis_error)
     app.add_exception_handler(Exception, on_defect)
+    generate = app.openapi
+    app.openapi = lambda: with_problem(generate())  # type: ignore[method-assign]
+
+
+def with_problem(spec: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI with the schema that `documented` refers to."""
+    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    spec["components"]["schemas"] |= schema.pop("$defs", {}) | {"Problem": schema}
+    return spec
 
 
 async def on_invalid_request(_: Request, error: Exception) -> ProblemResponse:

@@ -64,18 +64,33 @@ def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None
         if not matches:
             return 0.0
         answer = matches[-1].group(1 if matches[-1].re.groups else 0)
-    entry = {name: context[name] for name in ("question", "answer", "metadata")}
-    dataset = task_dataset(context["task"], json.dumps(context.get("options") or {}, sort_keys=True))
+    dataset, entry = scorer_and_entry(context)
     return float(dataset.score_answer(answer, entry))
 
 
+def scorer_and_entry(context: Context) -> tuple[Any, dict[str, Any]]:
+    """The task's scorer, and the entry that it made: JSON has turned tuples into lists, and arc_agi minds."""
+    options = json.dumps(context.get("options") or {}, sort_keys=True)
+    told = {name: context[name] for name in ("question", "answer", "metadata")}
+    if "index" not in context:
+        return task_dataset(context["task"], options, seed=0, size=1), told
+    dataset = task_dataset(context["task"], options, context["seed"], context["size"])
+    made = task_entry(dataset, context["index"])
+    is_same = made["question"] == told["question"]  # not with another version of reasoning_gym
+    return dataset, made if is_same else told
+
+
 @functools.lru_cache(maxsize=64)
-def task_dataset(task: str, options_json: str) -> Any:
-    """A dataset of the task for the sake of its scorer: what it would generate does not matter."""
+def task_dataset(task: str, options_json: str, seed: int, size: int) -> Any:
     from reasoning_gym import create_dataset
 
-    options = json.loads(options_json) | {"seed": 0, "size": 1}
-    return create_dataset(task, **options)
+    return create_dataset(task, **(json.loads(options_json) | {"seed": seed, "size": size}))
+
+
+@functools.lru_cache(maxsize=64)
+def task_entry(dataset: Any, index: int) -> dict[str, Any]:
+    entry: dict[str, Any] = dataset[index]
+    return entry
 
 
 def expected_answer(context: Context) -> str:

@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention.layout import GroupSpan, PackedLayout
 
+SHORT_ROWS = 256  # keys
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -67,36 +69,63 @@ def plan_group(group: GroupSpan, dtype: torch.dtype, device: torch.device) -> tu
 def sdpa_attention(
     query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, plan: SdpaPlan, scale: float | None
 ) -> torch.Tensor:
-    """Returns [B, T, H, D]. B must be 1; grouped-query heads are repeated."""
+    """Returns [B, T, H, D]. B must be 1."""
     assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-    repeats = query_BHTD.shape[1] // key_BKTD.shape[1]
-    query_HTD = query_BHTD[0]
-    key_HTD = key_BKTD[0].repeat_interleave(repeats, dim=0)
-    value_HTD = value_BKTD[0].repeat_interleave(repeats, dim=0)
     outputs = []
     for group in plan.groups:
-        outputs += attend_group(query_HTD, key_HTD, value_HTD, group, scale)
+        outputs += attend_group(query_BHTD[0], key_BKTD[0], value_BKTD[0], group, scale)
     return torch.cat(outputs, dim=0).index_select(0, plan.inverse_T)[None]
 
 
 def attend_group(
-    query_HTD: torch.Tensor, key_HTD: torch.Tensor, value_HTD: torch.Tensor, group: GroupPlan, scale: float | None
+    query_HTD: torch.Tensor, key_KTD: torch.Tensor, value_KTD: torch.Tensor, group: GroupPlan, scale: float | None
 ) -> list[torch.Tensor]:
     """The group's outputs as rows: [P, H, D] and, if any response has inputs, [G * R, H, D]."""
-    keys_HPD, values_HPD = key_HTD[:, group.prompt], value_HTD[:, group.prompt]
-    prompt_HPD = scaled_dot_product_attention(
-        query_HTD[None, :, group.prompt], keys_HPD[None], values_HPD[None], is_causal=True, scale=scale
-    )[0]
+    keys_KPD, values_KPD = key_KTD[:, group.prompt], value_KTD[:, group.prompt]
+    prompt_HPD = attend_prompt(query_HTD[:, group.prompt], keys_KPD, values_KPD, scale)
     outputs = [prompt_HPD.transpose(0, 1)]
     if group.response_index_GR is not None:
-        keys_GHCD = with_prompt(keys_HPD, gather_rows(key_HTD, group.response_index_GR))
-        values_GHCD = with_prompt(values_HPD, gather_rows(value_HTD, group.response_index_GR))
+        keys_GKCD = with_prompt(keys_KPD, gather_rows(key_KTD, group.response_index_GR))
+        values_GKCD = with_prompt(values_KPD, gather_rows(value_KTD, group.response_index_GR))
         queries_GHRD = gather_rows(query_HTD, group.response_index_GR)
-        responses_GHRD = scaled_dot_product_attention(
-            queries_GHRD, keys_GHCD, values_GHCD, attn_mask=group.response_mask_G1RC, scale=scale
-        )
+        responses_GHRD = attend_responses(queries_GHRD, keys_GKCD, values_GKCD, group.response_mask_G1RC, scale)
         outputs.append(responses_GHRD.transpose(1, 2).flatten(0, 1))
     return outputs
+
+
+def attend_prompt(
+    query_HPD: torch.Tensor, key_KPD: torch.Tensor, value_KPD: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Causal, [H, P, D]."""
+    repeats = len(query_HPD) // len(key_KPD)
+    dtype = kernel_dtype(key_KPD)
+    key, value = (tensor.to(dtype).repeat_interleave(repeats, dim=0)[None] for tensor in (key_KPD, value_KPD))
+    attended = scaled_dot_product_attention(query_HPD[None].to(dtype), key, value, is_causal=True, scale=scale)
+    return attended[0].to(query_HPD.dtype)
+
+
+def attend_responses(
+    query_GHRD: torch.Tensor,
+    key_GKCD: torch.Tensor,
+    value_GKCD: torch.Tensor,
+    mask_G1RC: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """[G, H, R, D]. The H / K query heads that share a key head become more rows of it: keys are not repeated."""
+    num_keys = key_GKCD.shape[1]
+    repeats = query_GHRD.shape[1] // num_keys
+    dtype = kernel_dtype(key_GKCD)
+    rows_GKRD = query_GHRD.to(dtype).unflatten(1, (num_keys, repeats)).flatten(2, 3)
+    mask = mask_G1RC.to(dtype).repeat(1, 1, repeats, 1)
+    key, value = key_GKCD.to(dtype), value_GKCD.to(dtype)
+    attended = scaled_dot_product_attention(rows_GKRD, key, value, attn_mask=mask, scale=scale)
+    return attended.unflatten(2, (repeats, -1)).flatten(1, 2).to(query_GHRD.dtype)
+
+
+def kernel_dtype(key: torch.Tensor) -> torch.dtype:
+    """The CPU kernel is about twice as fast in float32 as in bfloat16 on short rows, and slower on long ones."""
+    is_short_on_cpu = key.device.type == "cpu" and key.shape[-2] <= SHORT_ROWS
+    return torch.float32 if is_short_on_cpu and key.dtype == torch.bfloat16 else key.dtype
 
 
 def gather_rows(tensor_HTD: torch.Tensor, index_GR: torch.Tensor) -> torch.Tensor:
@@ -106,6 +135,6 @@ def gather_rows(tensor_HTD: torch.Tensor, index_GR: torch.Tensor) -> torch.Tenso
     return picked.unflatten(1, (num_rows, longest)).transpose(0, 1)
 
 
-def with_prompt(prompt_HPD: torch.Tensor, own_GHRD: torch.Tensor) -> torch.Tensor:
-    """[G, H, P + R, D]: every response sees the same prompt before its own keys."""
-    return torch.cat([prompt_HPD[None].expand(own_GHRD.shape[0], -1, -1, -1), own_GHRD], dim=2)
+def with_prompt(prompt_KPD: torch.Tensor, own_GKRD: torch.Tensor) -> torch.Tensor:
+    """[G, K, P + R, D]: every response sees the same prompt before its own keys."""
+    return torch.cat([prompt_KPD[None].expand(own_GKRD.shape[0], -1, -1, -1), own_GKRD], dim=2)
