@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 
@@ -9,12 +10,12 @@ from prometheus_client import start_http_server
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
+from onbeat.local.cores import parse_cores
 from onbeat.logging import configure
-from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger import Ledger, connect
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
 from services.rollout.engines import create_engine
-from services.rollout.redis_client import connect
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 
@@ -26,6 +27,8 @@ REPORT_DEADLINE_S = 5.0
 def main() -> int:
     settings = Settings()
     configure(settings.log_format)
+    if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb whoever has the other cores
+        os.sched_setaffinity(0, parse_cores(settings.cpu_cores))
     if settings.metrics_port:
         start_http_server(settings.metrics_port, settings.metrics_host)
     return asyncio.run(supervise(settings))

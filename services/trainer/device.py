@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from onbeat.local.cores import parse_cores
+
 
 def choose_device(name: str) -> torch.device:
     """`auto` takes the best that is there. Raises ValueError when the asked one is not."""
@@ -35,18 +37,3 @@ def pin_cores(cores: str) -> int:
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_cores)
     return num_cores
-
-
-def parse_cores(cores: str) -> set[int]:
-    """
-    >>> sorted(parse_cores("0-2,6"))
-    [0, 1, 2, 6]
-    """
-    chosen: set[int] = set()
-    for part in cores.split(","):
-        first, _, last = part.partition("-")
-        try:
-            chosen |= set(range(int(first), int(last or first) + 1))
-        except ValueError as error:
-            raise ValueError(f"ONBEAT_CPU_CORES={cores}: expected a list such as 0-3,6") from error
-    return chosen

@@ -14,12 +14,11 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Message, PromptTask, Reward, RolloutGroup
-from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
-from services.rollout.redis_client import connect
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 from tests.rollout_fakes import FakeEngine, FakeTrainer

@@ -13,10 +13,14 @@ local function add(entries)
     claimed[#claimed + 1] = task
   end
 end
-local orphans = redis.call('XAUTOCLAIM', KEYS[3], ARGV[4], ARGV[1], ARGV[3], '0', 'COUNT', want)[2]
-add(orphans)
-if #orphans < want then
-  local fresh = redis.call('XREADGROUP', 'GROUP', ARGV[4], ARGV[1], 'COUNT', want - #orphans, 'STREAMS', KEYS[3], '>')
+local cursor, num_orphans = '0-0', 0
+repeat -- one call looks at a bounded part of the pending entries
+  local answer = redis.call('XAUTOCLAIM', KEYS[3], ARGV[4], ARGV[1], ARGV[3], cursor, 'COUNT', want - num_orphans)
+  cursor, num_orphans = answer[1], num_orphans + #answer[2]
+  add(answer[2])
+until cursor == '0-0' or num_orphans >= want
+if num_orphans < want then
+  local fresh = redis.call('XREADGROUP', 'GROUP', ARGV[4], ARGV[1], 'COUNT', want - num_orphans, 'STREAMS', KEYS[3], '>')
   if fresh then add(fresh[1][2]) end
 end
 return claimed
