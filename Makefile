@@ -13,7 +13,9 @@ setup: $(STAMP)
 $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-deps -r requirements/$(PLATFORM).lock -r requirements/dev.lock
+	$(BIN)/pip install --quiet --no-deps -r requirements/$(PLATFORM).lock -r requirements/dev.lock \
+		|| { echo "pip could not install the pinned packages. If it finds no torch==...+cpu, add PyTorch's CPU wheel index" \
+		"to pip's sources (PIP_EXTRA_INDEX_URL; pytorch.org, 'Get Started', names it) and repeat."; exit 1; }
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -33,7 +35,7 @@ test-unit: setup
 	$(BIN)/pytest tests/unit
 
 bench: setup
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/periodic_vs_sync.py benchmarks/vs_trl.py benchmarks/rollout_overhead.py; do $(BIN)/python $$script || exit 1; done
 
 # Generated code is committed, so users need no protoc.
 proto: setup

@@ -28,6 +28,8 @@ ITERATION_FIELDS = (
     "mismatch_mean",
     "mismatch_max",
     "tpspd",
+    "first_group_s",
+    "metrics",
 )
 
 

@@ -92,6 +92,7 @@ class IterationRecord(Record):
     num_duplicate: int = 0
     opened_at: float
     engine_ready_at: float | None = None  # first rollout serves this version
+    first_accepted_at: float | None = None
     drained_at: float | None = None
     committed_at: float | None = None
     num_responses: int | None = None
@@ -101,6 +102,7 @@ class IterationRecord(Record):
     reward_std: float | None = None
     wall_s: float | None = None  # from the previous commit (or the opening, for the first) to this commit
     generate_s: float | None = None  # first engine ready -> all groups accepted
+    first_group_s: float | None = None  # first engine ready -> first group accepted
     train_s: float | None = None  # trainer busy: micro-batches and the step
     weight_sync_s: float | None = None  # previous commit -> first engine ready on this version
     rollout_idle_frac: float | None = None

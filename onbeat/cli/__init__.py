@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli import jobs, model, stack
+from onbeat.cli import jobs, model, replay, stack
 
 app = typer.Typer(
     name="onbeat",
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.command("run")(stack.run)
 app.command("up")(stack.up)
 app.command("down")(stack.down)
+app.command("replay")(replay.replay)
 app.add_typer(jobs.app, name="jobs")
 app.command("workers")(jobs.workers)
 app.add_typer(model.app, name="model")

@@ -17,6 +17,10 @@ from onbeat.local.supervisor import ServiceSpec, Supervisor
 
 log = logging.getLogger(__name__)
 
+# On a few CPU cores, fewer at a time: groups finish one after another, so that the trainer starts early.
+LOCAL_MAX_NUM_SEQS = "24"
+LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
+
 
 @dataclass(frozen=True)
 class StackOptions:
@@ -108,6 +112,8 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
                 "ONBEAT_WORKER_ID": f"rollout-{index}",
                 "ONBEAT_ENGINE": options.engine,
                 "ONBEAT_CPU_CORES": format_cores(cores),
+                "ONBEAT_MAX_NUM_SEQS": os.environ.get("ONBEAT_MAX_NUM_SEQS", LOCAL_MAX_NUM_SEQS),
+                "ONBEAT_DRAIN_S": os.environ.get("ONBEAT_DRAIN_S", LOCAL_DRAIN_S),
             },
         )
         for index, cores in enumerate(plan.rollouts)

@@ -42,15 +42,18 @@ def iteration_record(sources: IterationSources) -> IterationRecord:
     """Times of the trainer, the rollouts and the ledger, put together; None where something has not happened yet."""
     fields, ready_at = sources.fields, sources.engine_ready_at
     counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate")
-    times = ("opened_at", "drained_at", "committed_at")
+    times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
     known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
     known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}
     record = IterationRecord.model_validate(known)
     record.engine_ready_at = ready_at
     if ready_at is not None:
         record.weight_sync_s = max(0.0, ready_at - sources.previous_commit_at)
+    generating_since = max(record.opened_at, ready_at or 0.0)
+    if record.first_accepted_at is not None:
+        record.first_group_s = record.first_accepted_at - generating_since
     if record.drained_at is not None:
-        record.generate_s = record.drained_at - max(record.opened_at, ready_at or 0.0)
+        record.generate_s = record.drained_at - generating_since
     if record.committed_at is not None:
         record.wall_s = max(1e-6, record.committed_at - sources.previous_commit_at)
     num_training_devices = add_metrics(record, fields.get("metrics", "{}"))

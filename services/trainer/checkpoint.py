@@ -44,7 +44,7 @@ class CheckpointStore:
 
     def save(self, state: TrainState, model: Any, tensors: Tensors, files: dict[str, bytes]) -> Path:
         """Write, sync, rename, then drop the oldest. Returns the folder."""
-        target = self._folder / f"iteration-{state.next_iteration:06d}"
+        target = self._folder / folder_name(state.next_iteration)
         partial = self._folder / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -67,14 +67,18 @@ class CheckpointStore:
         """Complete checkpoints, oldest first."""
         return sorted(path.parent for path in self._folder.glob("iteration-*/state.json"))
 
-    def restore(self, job_id: str, model_path: str, load: Callable[[Tensors, int], None]) -> TrainState | None:
+    def restore(
+        self, job_id: str, model_path: str, load: Callable[[Tensors, int], None], before: int | None = None
+    ) -> TrainState | None:
         """Hand the newest checkpoint's tensors and number of steps to `load`; None when there is no checkpoint.
 
-        Raises ValueError, naming the folder, when it is torn or belongs to another job or model.
+        `before`: only checkpoints that do not contain this iteration. Raises ValueError, naming the folder, when it is
+        torn or belongs to another job or model.
         """
-        if not self.complete():
+        usable = [folder for folder in self.complete() if before is None or folder.name <= folder_name(before)]
+        if not usable:
             return None
-        folder = self.complete()[-1]
+        folder = usable[-1]
         try:
             state = TrainState(**json.loads((folder / "state.json").read_text()))
             if (state.job_id, state.model_path) != (job_id, model_path):
@@ -84,6 +88,10 @@ class CheckpointStore:
             raise ValueError(f"checkpoint {folder} cannot be used: {error}; move it away to start over") from error
         logger.info("resumed from %s: next iteration %d", folder, state.next_iteration)
         return state
+
+
+def folder_name(next_iteration: int) -> str:
+    return f"iteration-{next_iteration:06d}"
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,10 +3,14 @@
 import asyncio
 import logging
 import threading
-import time
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobFailed, LeaseLost
+from onbeat.errors import LeaseLost, OnbeatError
 from onbeat.streams.ledger import Delivery, Ledger
 from onbeat.types import JobState
 from services.trainer.background import Background
@@ -15,6 +19,7 @@ from services.trainer.weight_store import Snapshot, WeightStore
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CONSUMER = "rank-0"  # stable, so that whoever takes over finds what its predecessor had taken
 
 
@@ -24,6 +29,23 @@ class JobCancelled(Exception):
 
 class Stopped(Exception):
     """This process was asked to stop; the job goes on elsewhere."""
+
+
+class Link(Protocol):
+    """What the training loop needs of its job: live (`JobLink`) or recorded (`replay.RecordedLink`)."""
+
+    job_id: str
+    config: JobConfig
+
+    def check(self) -> JobState: ...
+    def pending_groups(self) -> list[Delivery]: ...
+    def take_groups(self, timeout_s: float) -> list[Delivery]: ...
+    def recorded_micro_batches(self, iteration: int) -> list[list[str]]: ...
+    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> None: ...
+    def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot: ...
+    def announce(self, snapshot: Snapshot) -> None: ...
+    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool: ...
+    def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
 
 
 class JobLink:
@@ -55,17 +77,13 @@ class JobLink:
         self._heartbeat = background.start(self._keep_lease())
 
     async def _keep_lease(self) -> None:
-        """Renew three times per lease. The first failure ends it: `check` then raises in the training thread."""
-        while self._lost is None:
-            try:
+        """Renew in time, and notice a cancel within a second. A failure ends it: `check` raises it while training."""
+        try:
+            while True:
                 self._state = await self._ledger.renew_job(self.job_id, self._epoch, self._lease_s)
-            except (LeaseLost, OSError) as error:
-                self._lost = error
-                return
-            for _ in range(4):  # a cancel shows within a second, whatever the lease
-                await asyncio.sleep(min(0.25, self._lease_s / 12))
-                if self._lost is None:
-                    self._state = await self._ledger.job_state(self.job_id)
+                await asyncio.sleep(min(0.25, self._lease_s / 3))
+        except (OnbeatError, RedisError) as error:
+            self._lost = error
 
     def check(self) -> JobState:
         """The job's state; raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
@@ -89,7 +107,7 @@ class JobLink:
         self._server, bound = self._background.run(start())
         self._address = f"{advertise or host}:{bound}"
 
-    def snapshot(self, version: int, tensors) -> Snapshot:
+    def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
         """Copy the weights into the store; nobody is told before `announce` or `commit`."""
         return self._store.publish(version, tensors)
 
@@ -139,79 +157,8 @@ class JobLink:
         if self._lost is None:
             try:
                 self._background.run(self._ledger.renew_job(self.job_id, self._epoch, 0.0), timeout_s=5)
-            except (LeaseLost, OSError, TimeoutError):
+            except (LeaseLost, RedisError, TimeoutError):
                 logger.warning("the lease of job %s was not handed back; it runs out by itself", self.job_id)
 
-    def _run(self, coroutine):
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._background.run(coroutine)
-
-
-class GroupFeed:
-    """Groups of one iteration as micro-batches, in completion order and under a token budget.
-
-    What was recorded before a crash is repeated exactly; from there on, `periodic` takes whatever has arrived and
-    `sync` waits for all groups first. Either way the partition is written down before it is trained.
-    """
-
-    def __init__(self, link: JobLink, next_iteration: int) -> None:
-        self._link = link
-        self._waiting: list[Delivery] = [d for d in link.pending_groups() if d.group.iteration >= next_iteration]
-
-    def micro_batches(self, iteration: int, num_groups: int, cost):
-        """Yield lists of RolloutGroup; together exactly the iteration's `num_groups`. `cost(group)` is in tokens."""
-        num_left = num_groups
-        for group_ids in self._link.recorded_micro_batches(iteration):
-            while not (wanted := self._pick(group_ids)):
-                self._wait_for_more(iteration, num_left)
-            num_left -= len(wanted)
-            yield wanted
-        while num_left > 0:
-            self._receive(timeout_s=0.001)
-            is_sync = self._link.config.schedule.mode == "sync"
-            while self._num_waiting(iteration) < (num_left if is_sync else 1):
-                self._wait_for_more(iteration, num_left)
-            batch = self._take_budget(iteration, cost)
-            self._link.record_micro_batch(iteration, [group.group_id for group in batch])
-            num_left -= len(batch)
-            yield batch
-
-    def _pick(self, group_ids: list[str]):
-        found = {d.group.group_id: d for d in self._waiting if d.group.group_id in group_ids}
-        if len(found) < len(group_ids):
-            return []
-        self._waiting = [d for d in self._waiting if d.group.group_id not in found]
-        return [found[group_id].group for group_id in group_ids]
-
-    def _num_waiting(self, iteration: int) -> int:
-        return sum(d.group.iteration == iteration for d in self._waiting)
-
-    def _take_budget(self, iteration: int, cost):
-        budget = self._link.config.training.max_tokens_per_micro_batch
-        batch: list[Delivery] = []
-        for delivery in self._waiting:
-            if delivery.group.iteration != iteration:
-                continue
-            budget -= cost(delivery.group)
-            if budget < 0 and batch:
-                break
-            batch.append(delivery)
-        self._waiting = [d for d in self._waiting if d not in batch]
-        return [d.group for d in batch]
-
-    def _receive(self, timeout_s: float) -> bool:
-        deliveries = self._link.take_groups(timeout_s)
-        self._waiting += deliveries
-        return bool(deliveries)
-
-    def _wait_for_more(self, iteration: int, num_left: int) -> None:
-        """Block until another group arrives. Raises JobFailed when none does for the iteration's deadline."""
-        deadline_s = self._link.config.schedule.iteration_deadline_s
-        deadline = time.monotonic() + deadline_s
-        while not self._receive(timeout_s=0.5):
-            if self._link.check() is JobState.PAUSED:
-                deadline = time.monotonic() + deadline_s
-            if time.monotonic() > deadline:
-                raise JobFailed(
-                    f"iteration {iteration}: no group arrived for {deadline_s:.0f} s, {num_left} are missing; "
-                    "are rollouts running? (`onbeat workers`)"
-                )

@@ -10,6 +10,7 @@ inside an iteration, the set of groups is fixed at its opening, and the normalis
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +22,9 @@ from onbeat.streams.codec import RolloutGroup, span_versions
 from services.trainer.algorithm.gac import GacAction
 from services.trainer.batch import MicroBatch, is_informative, num_places, pack
 from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.feed import GroupFeed
 from services.trainer.gradient_control import GradientControl
-from services.trainer.link import GroupFeed, JobLink
+from services.trainer.link import Link
 from services.trainer.model import freeze_copy, response_logprobs
 from services.trainer.objective import (
     Logprobs,
@@ -35,6 +37,7 @@ from services.trainer.objective import (
 )
 from services.trainer.optimizer import MasterAdamW
 from services.trainer.stats import IterationStats
+from services.trainer.weight_store import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class Policy:
 class TrainLoop:
     def __init__(
         self,
-        link: JobLink,
+        link: Link,
         config: JobConfig,
         policy: Policy,
         state: TrainState,
@@ -89,15 +92,16 @@ class TrainLoop:
         stats = IterationStats(self._state.policy_version)
         self._policy.optimizer.drop_gradients()
         num_groups = self._config.rollout.num_prompts_per_iteration
-        micro_batches, scale = self._feed.micro_batches(iteration, num_groups, self._cost), 1.0
+        micro_batches: Iterable[list[RolloutGroup]] = self._feed.micro_batches(iteration, num_groups, self._cost)
+        scale = 1.0
         if needs_whole_iteration(self._config.objective):
             micro_batches = list(micro_batches)
             scale = iteration_scale([group for groups in micro_batches for group in groups])
         for groups in micro_batches:
             self._link.check()
-            with stats.busy():
+            with stats.busy("train/micro_batches_s"):
                 self.accumulate(groups, stats, scale)
-        with stats.busy():
+        with stats.busy("train/step_s"):
             self.step(stats)
             snapshot = self._snapshot()
         self._link.announce(snapshot)
@@ -166,7 +170,7 @@ class TrainLoop:
         self._link.checkpointed(self._durable_until, done, str(path))
         self._durable_until = done
 
-    def _snapshot(self):
+    def _snapshot(self) -> Snapshot:
         return self._link.snapshot(self._state.policy_version, self._policy.model.named_parameters())
 
     def _cost(self, group: RolloutGroup) -> int:

@@ -26,12 +26,15 @@ class IterationStats:
         self.values: dict[str, float] = {}
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self, name: str) -> Iterator[None]:
+        """Adds to `train_s`, and to the metric `name`."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._busy_s += time.perf_counter() - started
+            elapsed_s = time.perf_counter() - started
+            self._busy_s += elapsed_s
+            self.values[name] = self.values.get(name, 0.0) + elapsed_s
 
     def add_group(self, group: RolloutGroup) -> None:
         """Count a group, whether or not it has a gradient."""
@@ -72,6 +75,7 @@ class IterationStats:
             "reward_mean": statistics.fmean(self._rewards) if self._rewards else 0.0,
             "reward_std": statistics.pstdev(self._rewards) if self._rewards else 0.0,
             "train_s": self._busy_s,
+            "num_training_devices": 1,
             "staleness_max": self._policy_version - self._oldest_version,
             "rollout/response_tokens_mean": self.num_tokens / responses,
             "rollout/truncated_frac": self._truncated / responses,

@@ -14,8 +14,8 @@ from onbeat.types import JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.loop import Policy, TrainLoop
 from services.trainer.model import load_model
+from services.trainer.replay import RecordedLink, read_record
 from tests.e2e.stack import RunningStack, running, tiny_job
-from tests.unit.trainer_fixtures import RecordedLink
 
 BIG = {"num_prompts_per_iteration": 12, "num_samples_per_prompt": 4, "max_response_tokens": 96}
 
@@ -41,11 +41,7 @@ def check_exactly_once(stack: RunningStack, job_id: str, tmp_path: Path) -> None
 
 async def read_stream(stack: RunningStack, job_id: str, num_iterations: int):
     redis = connect(stack.redis_url)
-    ledger = Ledger(redis)
-    groups, micro_batches = [], {}
-    for iteration in range(num_iterations):
-        groups += await ledger.iteration_groups(job_id, iteration)
-        micro_batches[iteration] = await ledger.recorded_micro_batches(job_id, iteration)
+    groups, micro_batches, _ = await read_record(Ledger(redis), job_id, 0, num_iterations - 1)
     await redis.aclose()
     return groups, micro_batches
 
@@ -54,7 +50,7 @@ def undisturbed(config: JobConfig, groups, micro_batches, tmp_path: Path) -> dic
     torch.set_num_threads(1)
     model = load_model(config.model.path, torch.float32, torch.device("cpu"))
     start = TrainState("job", next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
-    link = RecordedLink(config, groups, arrivals=8, micro_batches=micro_batches)
+    link = RecordedLink(config, groups, micro_batches)
     checkpoints = CheckpointStore(tmp_path / "replay", keep=1)
     TrainLoop(link, config, Policy.create(model, config), start, checkpoints, {}).run()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

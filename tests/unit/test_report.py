@@ -39,7 +39,8 @@ async def test_report_has_the_promised_names() -> None:
             report = await build_report(client, job.id)
     assert {"job_id", "state", "mode", "totals", "iterations"} <= report.keys()
     assert (report["job_id"], report["state"], report["mode"]) == (job.id, "SUCCEEDED", "sync")
-    assert [set(record) for record in report["iterations"]] == [set(PROMISED.split())] * 2
+    assert all(set(record) >= set(PROMISED.split()) for record in report["iterations"])
+    assert len(report["iterations"]) == 2
 
 
 def test_totals_by_hand() -> None:

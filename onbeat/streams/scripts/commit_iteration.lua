@@ -5,7 +5,7 @@ if not is_owner(ARGV[1]) then return 'fenced' end
 if tonumber(field('next_iteration')) > tonumber(ARGV[2]) then return 'already' end
 if redis.call('HGET', KEYS[3], 'state') ~= 'DRAINED' then return 'open' end
 local time = now()
-redis.call('HSET', KEYS[3], 'state', 'COMMITTED', 'committed_at', time, 'metrics', ARGV[5],
+redis.call('HSET', KEYS[3], 'state', 'COMMITTED', 'committed_at', time, 'metrics', ARGV[5], 'weights_digest', ARGV[4],
   'previous_commit_at', field('last_commit_at') or redis.call('HGET', KEYS[3], 'opened_at'))
 redis.call('HSET', job, 'next_iteration', tonumber(ARGV[2]) + 1, 'policy_version', ARGV[3], 'weights_digest', ARGV[4],
   'last_commit_at', time, 'progress_at', time)

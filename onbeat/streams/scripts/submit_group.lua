@@ -30,6 +30,7 @@ redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
 redis.call('XDEL', KEYS[6], ARGV[1])
 redis.call('HSET', KEYS[5], ARGV[2], ARGV[9])
 redis.call('HSET', job, 'progress_at', time)
+redis.call('HSETNX', KEYS[3], 'first_accepted_at', time)
 if ARGV[8] ~= '' then
   redis.call('HINCRBY', KEYS[3], 'num_failed_groups', 1)
   emit('group.failed', ARGV[5] .. ': ' .. ARGV[8],

@@ -1,0 +1,111 @@
+"""Tokens per second through the whole rollout service against plain offline vLLM on the same prompts.
+
+The service (claim, generate, score, submit; Redis, leases, pinned versions) runs a `sync` job: the trainer sleeps while
+it generates. Then vLLM's own `LLM.generate` gets the very same prompts, seeds and settings, on the same core. The
+learning rate is so small that the weights stay the same in bfloat16: both generate from the same policy.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness import ROOT, run_job, save
+
+NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE = 32, 8, 32, 5, 1, 64, 0
+
+
+def through_the_service() -> list[float]:
+    """Tokens per second of each iteration after warm-up."""
+    os.environ["ONBEAT_MAX_NUM_SEQS"] = str(MAX_NUM_SEQS)
+    report = run_job(
+        "examples/quickstart.toml",
+        f"rollout.num_prompts_per_iteration={NUM_PROMPTS}",
+        f"schedule.num_iterations={NUM_ITERATIONS}",
+        "schedule.mode=sync",
+        "optimizer.learning_rate=1e-12",
+    )
+    return [it["response_tokens"] / it["generate_s"] for it in report["iterations"][WARMUP:]]
+
+
+def plain_vllm(model: str, output: Path) -> None:
+    """In a process of its own, on the rollout's core: the same prompts of the same iterations, offline."""
+    os.sched_setaffinity(0, {CORE})
+    os.environ |= {
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(CORE),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    import reasoning_gym
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    size = NUM_PROMPTS * NUM_ITERATIONS
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    tasks = reasoning_gym.create_dataset("chain_sum", seed=0, size=size, **options)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": task["question"]}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for task in tasks
+    ]
+    llm = LLM(
+        model,
+        dtype="bfloat16",
+        max_num_seqs=MAX_NUM_SEQS,
+        kv_cache_memory_bytes=1 << 30,
+        logprobs_mode="processed_logprobs",
+        enable_chunked_prefill=False,
+    )
+    rates = []
+    for iteration in range(NUM_ITERATIONS):
+        batch = prompts[iteration * NUM_PROMPTS : (iteration + 1) * NUM_PROMPTS]
+        params = [
+            SamplingParams(n=GROUP_SIZE, temperature=1.0, max_tokens=MAX_TOKENS, logprobs=0, seed=1000 * index)
+            for index in range(NUM_PROMPTS)
+        ]
+        started = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+        elapsed_s = time.perf_counter() - started
+        rates.append(sum(len(c.token_ids) for output in outputs for c in output.outputs) / elapsed_s)
+    output.write_text(json.dumps(rates[WARMUP:]))
+
+
+def main() -> None:
+    prepare = [sys.executable, "-m", "services.trainer.prepare_model", "smollm2-135m-instruct"]
+    model = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    service: list[float] = []
+    plain: list[float] = []
+    for _ in range(2):
+        service += through_the_service()
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "rates.json"
+            command = [sys.executable, str(ROOT / "benchmarks" / "rollout_overhead.py"), model, str(output)]
+            subprocess.run(command, check=True, timeout=900)
+            plain += json.loads(output.read_text())
+    save(
+        "rollout_overhead",
+        {
+            "tokens_per_s": {"service": statistics.median(service), "plain_vllm": statistics.median(plain)},
+            "ratio": statistics.median(service) / statistics.median(plain),
+            "all": {"service": service, "plain_vllm": plain},
+            "num_prompts": NUM_PROMPTS,
+            "num_samples_per_prompt": GROUP_SIZE,
+            "max_response_tokens": MAX_TOKENS,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "core": CORE,
+        },
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        plain_vllm(sys.argv[1], Path(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,35 @@
+"""`onbeat replay`: run a committed iteration again from its record and compare the bits."""
+
+import os
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from onbeat.cli.options import DataDir, JobId
+
+
+def replay(
+    job_id: JobId,
+    iteration: Annotated[int, typer.Option(min=0, help="A committed iteration.")],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or npu.")] = "auto",
+    cores: Annotated[
+        str, typer.Option(metavar="LIST", help="CPU cores; as many as the trainer had, for equal bits.")
+    ] = "",
+    data_dir: DataDir = None,
+) -> None:
+    """Replay an iteration from its stream; exit code 0 only if the weights agree bit for bit."""
+    from onbeat.local.state import resolve_data_dir, running_stack
+
+    folder = resolve_data_dir(data_dir)
+    stack = running_stack(folder)
+    environment = os.environ | {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
+    if stack is not None:
+        environment["ONBEAT_REDIS_URL"] = stack.redis_url
+    elif "ONBEAT_REDIS_URL" not in environment:
+        typer.echo(f"no stack runs in {folder}: start it with `onbeat up`, or set ONBEAT_REDIS_URL", err=True)
+        raise typer.Exit(2)
+    # A process of its own: this one never imports torch.
+    command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]
+    raise typer.Exit(subprocess.call(command, env=environment))

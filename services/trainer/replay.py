@@ -1,0 +1,143 @@
+"""Record and replay: run iterations again from their stream, anywhere, and say whether the bits agree.
+
+    python -m services.trainer.replay JOB ITERATION      (what `onbeat replay` calls; settings as for the trainer)
+
+Starts from the newest checkpoint before the iteration, or from the job's model, and repeats the recorded micro-batches.
+Equal bits need the same device kind and number of threads; elsewhere compare the metrics.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from onbeat.config import JobConfig
+from onbeat.errors import JobNotFound, OnbeatError
+from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.ledger import Delivery, Ledger, connect
+from onbeat.types import IterationState, JobState
+from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.device import choose_device, pin_cores
+from services.trainer.loop import Policy, TrainLoop
+from services.trainer.model import DTYPES, load_model, resolve_model
+from services.trainer.settings import Settings
+from services.trainer.weight_store import Snapshot, WeightStore
+
+
+class RecordedLink:
+    """The link of a training loop whose groups are all in the past. Commits go nowhere, digests are kept."""
+
+    def __init__(
+        self, config: JobConfig, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]
+    ) -> None:
+        self.config, self.job_id = config, "replay"
+        self._groups = list(groups)
+        self._micro_batches = micro_batches
+        self._store = WeightStore()
+        self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
+        self.metrics: dict[int, dict[str, float]] = {}
+
+    def check(self) -> JobState:
+        return JobState.RUNNING
+
+    def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+        return self._store.publish(version, tensors)
+
+    def announce(self, snapshot: Snapshot) -> None:
+        pass
+
+    def pending_groups(self) -> list[Delivery]:
+        return [Delivery(group.group_id, group) for group in self._groups]
+
+    def take_groups(self, timeout_s: float) -> list[Delivery]:
+        return []
+
+    def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
+        return self._micro_batches[iteration]
+
+    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> None:
+        raise AssertionError(f"iteration {iteration} was not recorded in full")
+
+    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool:
+        self.digests[iteration] = snapshot.manifest.digest.hex()
+        self.metrics[iteration] = metrics
+        return True
+
+    def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
+        pass
+
+
+async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tuple[list[RolloutGroup], dict, list[str]]:
+    """Groups, micro-batches and committed digests of iterations first..last. Raises OnbeatError when one is missing."""
+    groups: list[RolloutGroup] = []
+    micro_batches, digests = {}, []
+    for iteration in range(first, last + 1):
+        fields = await ledger.iteration_fields(job_id, iteration)
+        if fields.get("state") != IterationState.COMMITTED:
+            raise OnbeatError(f"iteration {iteration} of job {job_id} is not committed, so there is nothing to replay")
+        found = await ledger.iteration_groups(job_id, iteration)
+        if len(found) != int(fields["num_groups"]):
+            raise OnbeatError(f"iteration {iteration}: only {len(found)} of {fields['num_groups']} groups are recorded")
+        groups += found
+        micro_batches[iteration] = await ledger.recorded_micro_batches(job_id, iteration)
+        digests.append(fields["weights_digest"])
+    return groups, micro_batches, digests
+
+
+def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]:
+    """Raises OnbeatError or ValueError with what to do."""
+
+    async def fields_of() -> dict[str, str]:
+        return await Ledger(connect(settings.redis_url)).job_fields(job_id)
+
+    config = JobConfig.model_validate_json(asyncio.run(fields_of())["config"])
+    device = choose_device(settings.device)
+    if device.type == "cpu":
+        pin_cores(settings.cpu_cores)
+    model = load_model(resolve_model(config.model.path, settings.cache_dir), DTYPES[config.model.dtype], device)
+    policy = Policy.create(model, config)
+    recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
+    start = recorded.restore(job_id, config.model.path, policy.load_state_tensors, before=iteration)
+    state = start or TrainState(job_id, 0, 0, 0, config.model.path)
+
+    async def record() -> tuple[list[RolloutGroup], dict, list[str]]:
+        return await read_record(Ledger(connect(settings.redis_url)), job_id, state.next_iteration, iteration)
+
+    groups, micro_batches, digests = asyncio.run(record())
+    until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1})
+    shortened = config.model_copy(update={"schedule": until_then})
+    link = RecordedLink(shortened, groups, micro_batches)
+    with tempfile.TemporaryDirectory() as scratch:
+        TrainLoop(link, shortened, policy, state, CheckpointStore(Path(scratch), keep=1), {}).run()
+    return {
+        "job_id": job_id,
+        "iteration": iteration,
+        "replayed_from": state.next_iteration,
+        "device": str(device),
+        "bits_agree": link.digests[iteration] == digests[-1],
+        "weights_digest": {"recorded": digests[-1], "replayed": link.digests[iteration]},
+        "metrics": link.metrics[iteration],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Replay a committed iteration and compare the bits.")
+    parser.add_argument("job_id")
+    parser.add_argument("iteration", type=int)
+    arguments = parser.parse_args()
+    try:
+        result = replay(Settings(), arguments.job_id, arguments.iteration)
+    except (OnbeatError, JobNotFound, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    return 0 if result["bits_agree"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
