@@ -1,6 +1,6 @@
 """Shared-prompt packing: forward and backward of one group against one-by-one batching, on the same single core.
 
-One-by-one is the usual padded batch [G, Lp + Lr] through transformers' own SDPA attention, the head on response positions
+One-by-one is the usual padded batch [G, Lp + Lr] through transformers' SDPA attention, the head on response positions
 only. The bound is the ratio of counted operations: linear layers per place, attention per visible pair, the head per
 response token. Ratios from alternating repetitions; medians.
 """
@@ -19,7 +19,7 @@ from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import pack
 from services.trainer.bundled import prepare
 from services.trainer.logprobs import TargetLogprobs
-from services.trainer.model import load_model, response_logprobs
+from services.trainer.model import load_model, response_logprobs, use_attention
 
 SHAPES = [(512, 64, 8), (1024, 100, 8), (45, 22, 8), (32, 256, 8)]  # Lp, Lr, G
 REPETITIONS, CORE = 7, 1
@@ -80,7 +80,7 @@ def main() -> None:
     source = str(prepare("smollm2-135m-instruct", Path.home() / ".cache" / "onbeat"))
     packing = load_model(source, torch.bfloat16, torch.device("cpu"))
     plain = load_model(source, torch.bfloat16, torch.device("cpu"))
-    plain.set_attn_implementation("sdpa")
+    use_attention(plain, "sdpa")
     rows = []
     for shape in SHAPES:
         group = make_group(*shape)

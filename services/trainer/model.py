@@ -1,6 +1,7 @@
 """The policy (and the frozen reference) as transformers models, and their log-probabilities on a packed micro-batch."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.logprobs import TargetLogprobs
 
-ATTENTION_NAME = "onbeat_shared_prompt"
+PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 
@@ -31,11 +32,17 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device) -> Any:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {source!r} cannot be loaded: {error}") from error
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
-    model.set_attn_implementation(ATTENTION_NAME)
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
+    use_attention(model, PACKED_ATTENTION)
     model.config.use_cache = False
     return model.to(device).eval()
+
+
+def use_attention(model: Any, name: str) -> None:
+    """PACKED_ATTENTION, or one of transformers' own (`sdpa`, `eager`): then each response is a row of its own."""
+    model.set_attn_implementation(name)
+    model.is_packed = name == PACKED_ATTENTION
 
 
 def freeze_copy(model: Any) -> Any:
@@ -63,20 +70,43 @@ def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tupl
 
     Both [N] float32 (float64 for a float64 model). Logits exist only where a response token is predicted.
     """
+    inputs, select = packed_inputs(model, batch) if model.is_packed else separate_inputs(batch)
+    if has_plain_head(model):
+        hidden = select(model.get_decoder()(**inputs).last_hidden_state)
+        return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, temperature)
+    log_probabilities = (select(model(**inputs).logits).float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    return log_probabilities.gather(-1, batch.target_ids[:, None])[:, 0], entropy
+
+
+Select = Callable[[torch.Tensor], torch.Tensor]  # outputs of all places -> those that predict a target, [N, ...]
+
+
+def packed_inputs(model: Any, batch: MicroBatch) -> tuple[dict[str, Any], Select]:
+    """One row with each prompt once."""
     inputs = {
         "input_ids": batch.token_ids[None],
         "position_ids": batch.layout.position_ids[None],
         "layout_plan": plan_attention(batch.layout, next(model.parameters()).dtype),
         "use_cache": False,
     }
-    if has_plain_head(model):
-        hidden = model.get_decoder()(**inputs).last_hidden_state[0].index_select(0, batch.layout.logit_index)
-        return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, temperature)
-    logits = model(**inputs, logits_to_keep=batch.layout.logit_index).logits[0]
-    log_probabilities = (logits.float() / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
-    return log_probabilities.gather(-1, batch.target_ids[:, None])[:, 0], entropy
+    return inputs, lambda outputs: outputs[0].index_select(0, batch.layout.logit_index)
+
+
+def separate_inputs(batch: MicroBatch) -> tuple[dict[str, Any], Select]:
+    """A padded row per response, its prompt repeated: for attentions that cannot be packed."""
+    rows, places = [], []
+    for group in batch.layout.groups:
+        prompt = batch.token_ids[group.start : group.start + group.prompt_length]
+        for start, length in zip(group.response_starts, group.response_lengths, strict=True):
+            rows.append(torch.cat([prompt, batch.token_ids[start : start + length]]))
+            places.append((group.prompt_length - 1, group.prompt_length + length))
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
+    attention_mask = (torch.arange(input_ids.shape[1], device=input_ids.device)[None] < lengths[:, None]).long()
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    return inputs, lambda outputs: torch.cat([row[a:b] for row, (a, b) in zip(outputs, places, strict=True)])
 
 
 def has_plain_head(model: Any) -> bool:

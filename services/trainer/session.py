@@ -10,6 +10,7 @@ from services.trainer.device import choose_device, pin_cores
 from services.trainer.link import JobLink
 from services.trainer.loop import Policy, TrainLoop
 from services.trainer.model import DTYPES, load_model, model_files, resolve_model
+from services.trainer.packing import choose_attention
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,11 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig) -> TrainState:
     source = resolve_model(config.model.path, settings.cache_dir)
     logger.info("job %s: loading %s on %s%s", link.job_id, source, device, f" ({num_cores} cores)" if num_cores else "")
     model = load_model(source, DTYPES[config.model.dtype], device)
+    longest = config.model.max_context_tokens or model.config.max_position_embeddings
+    if reason := choose_attention(model, longest):
+        message = f"responses are trained one by one, which is slower: {reason}"
+        logger.warning("job %s: %s", link.job_id, message)
+        link.emit("trainer.not_packed", message)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
     fresh = TrainState(link.job_id, next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)

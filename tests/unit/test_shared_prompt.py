@@ -20,7 +20,7 @@ LAYOUTS = st.lists(
 
 def one_by_one_logprobs(model, groups, temperature):
     """The reference: each response alone after its prompt, plain causal attention, no packing."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa")  # a call without layout: as any transformers model
     logprobs = []
     for group in groups:
         for response in group.responses:

@@ -13,7 +13,7 @@ from onbeat.types import JobState
 from services.trainer.attention import no_mask, packed_attention
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.loop import Policy, TrainLoop
-from services.trainer.model import ATTENTION_NAME
+from services.trainer.model import PACKED_ATTENTION, use_attention
 from services.trainer.weight_store import WeightStore
 
 VOCAB = 61
@@ -33,16 +33,16 @@ def tiny_config(config_class=LlamaConfig, **options):
     return config_class(**(sizes | options))
 
 
-def tiny_model(config, dtype=torch.float64, attention=ATTENTION_NAME):
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():  # the default initialisation is so small that every softmax is flat
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8.0)
-    model.set_attn_implementation(attention)
+    use_attention(model, attention)
     return model
 
 
