@@ -26,17 +26,23 @@ def resolve_model(path: str, cache_dir: Path) -> str:
 
 def load_model(source: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A decoder that attends by packed layouts, with parameters in the compute dtype. Raises ValueError by name."""
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {source!r} cannot be loaded: {error}") from error
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
+    register_attention()
     use_attention(model, PACKED_ATTENTION)
     model.config.use_cache = False
     return model.to(device).eval()
+
+
+def register_attention() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
 
 
 def use_attention(model: Any, name: str) -> None:

@@ -1,39 +1,75 @@
-"""Whether a model may be packed, found out by trying it; never by a list of names.
+"""Whether a model may be packed, found out by trying its architecture; never by a list of names.
 
 An attention that needs more than positions and a causal structure (ALiBi, a soft cap, a window shorter than the
 sequences) would give wrong numbers on packed rows. Such a model is trained one response at a time instead.
+
+The trial runs on a shrunken random model of the same configuration in float32, where equal means equal: bfloat16 noise
+on a real model would hide a real difference.
 """
 
+import copy
 from typing import Any
 
 import torch
 
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import MicroBatch, pack
-from services.trainer.model import PACKED_ATTENTION, response_logprobs, use_attention
+from services.trainer.model import PACKED_ATTENTION, register_attention, response_logprobs, use_attention
 
 PROBE_PROMPT, PROBE_RESPONSES = 40, (20, 1, 9)
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # mean gap of logprobs, in nats
+PROBE_LAYERS, PROBE_VOCAB, PROBE_GAIN = 2, 256, 8.0
+TOLERANCE = 1e-3  # mean gap of logprobs, in nats
+PROBE_ERRORS = (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-@torch.no_grad()
 def choose_attention(model: Any, longest_tokens: int) -> str:
     """Leave the model packed, or switch it to one-by-one. Returns '' or the reason why it cannot be packed."""
-    batch = pack([random_group(model.config.vocab_size)], next(model.parameters()).device)
-    reference = probe(model, "eager", batch)
-    reason = window_problem(model.config, longest_tokens) or packed_problem(model, batch, reference)
-    if reason:  # sdpa is faster, but transformers lets it ignore soft caps
-        is_sdpa_right = mean_gap(probe(model, "sdpa", batch), reference) <= tolerance(model)
+    reason = window_problem(model.config, longest_tokens)
+    is_sdpa_right = True
+    if not reason:
+        reason, is_sdpa_right = try_architecture(model.config)
+    if reason:
         use_attention(model, "sdpa" if is_sdpa_right else "eager")
     return reason
 
 
-def packed_problem(model: Any, batch: MicroBatch, reference: torch.Tensor) -> str:
+@torch.no_grad()
+def try_architecture(config: Any) -> tuple[str, bool]:
+    """'' or why packing is wrong; and whether transformers' sdpa agrees with eager (it may ignore a soft cap)."""
+    batch = pack([random_group(PROBE_VOCAB)], torch.device("cpu"))
+    try:
+        model = shrunken(config)
+        reference = probe(model, "eager", batch)
+        is_sdpa_right = mean_gap(probe(model, "sdpa", batch), reference) <= TOLERANCE
+    except PROBE_ERRORS as error:
+        return f"its architecture could not be tried: {type(error).__name__}: {error}", False
     try:
         gap = mean_gap(probe(model, PACKED_ATTENTION, batch), reference)
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"its attention does not take packed rows: {type(error).__name__}: {error}"
-    return "" if gap <= tolerance(model) else f"packed and one-by-one logprobs differ by {gap:.3g} on average"
+    except PROBE_ERRORS as error:
+        return f"its attention does not take packed rows: {type(error).__name__}: {error}", is_sdpa_right
+    wrong = f"packed and one-by-one logprobs of its architecture differ by {gap:.3g} on average"
+    return ("" if gap <= TOLERANCE else wrong), is_sdpa_right
+
+
+def shrunken(config: Any) -> Any:
+    """A random float32 model with the same attention, few layers and tokens, and weights large enough to matter."""
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    small.vocab_size, small.num_hidden_layers = PROBE_VOCAB, PROBE_LAYERS
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(small, name, None)
+    if layer_types := getattr(config, "layer_types", None):
+        kinds = sorted(set(layer_types))
+        small.layer_types = [kinds[index % len(kinds)] for index in range(PROBE_LAYERS)]
+    register_attention()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(PROBE_GAIN)
+    return model.eval()
 
 
 def probe(model: Any, attention: str, batch: MicroBatch) -> torch.Tensor:
@@ -44,10 +80,6 @@ def probe(model: Any, attention: str, batch: MicroBatch) -> torch.Tensor:
 
 def mean_gap(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left - right).abs().mean().item()
-
-
-def tolerance(model: Any) -> float:
-    return TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
 
 
 def window_problem(config: Any, longest_tokens: int) -> str:

@@ -29,6 +29,8 @@ def packed_attention(
     assert layout_plan is not None, "this model attends by packed layouts; pass layout_plan"
     assert attention_mask is None, "packed rows take no mask: the plan says who sees whom"
     assert dropout == 0.0, "packed rows take no dropout"
+    if kwargs.get("softcap") is not None:
+        raise ValueError("attention logits are soft-capped, which packed rows do not do")
     return sdpa_attention(query, key, value, layout_plan, scaling), None
 
 
