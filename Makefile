@@ -12,7 +12,7 @@ setup: $(STAMP)
 
 $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --no-deps -r requirements/$(PLATFORM).lock -r requirements/dev.lock \
 		|| { echo "pip could not install the pinned packages. If it finds no torch==...+cpu, add PyTorch's CPU wheel index" \
 		"to pip's sources (PIP_EXTRA_INDEX_URL; pytorch.org, 'Get Started', names it) and repeat."; exit 1; }

@@ -62,7 +62,7 @@ class RolloutConfig(Section):
     num_prompts_per_iteration: PositiveInt = Field(description="groups in one iteration")
     num_samples_per_prompt: PositiveInt = Field(description="responses in one group (G)")
     max_response_tokens: PositiveInt = Field(description="a response is cut there")
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, ge=0.01, le=10)
     group_deadline_s: float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
     max_group_attempts: PositiveInt = Field(3, description="claims of one group before it counts as failed")
     on_group_failure: Literal["skip", "fail"] = Field(

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ from onbeat.types import JobRecord, JobState
 
 CANCEL_DEADLINE_S = 20.0
 INTERRUPTED = 130
+UP_POOL = "default"
 
 
 class JobRun:
@@ -84,7 +86,7 @@ def run_job(
     config = stage_data(config, job_folder, options.data_dir)
     with terminations_as_interrupts():
         try:
-            with open_stack(options, console) as (url, tick):
+            with open_stack(replace(options, pool=config.pool), console) as (url, tick):
                 return run_or_cancel(JobRun(url, config, report_path, console), is_fresh, tick, console)
         except KeyboardInterrupt:
             console.print("stopped")
@@ -107,6 +109,11 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
     """The URL of the stack of `onbeat up` if there is one, else of our own; and what to call about every second."""
     running = running_stack(options.data_dir)
     if running is not None and running.command == "up":
+        if options.pool != UP_POOL:
+            raise OnbeatError(
+                f"the stack that is up serves pool {UP_POOL!r}, the job asks for {options.pool!r}: "
+                f"`onbeat down` first, or add --set pool={UP_POOL}"
+            )
         console.print(f"using the stack that is up at {running.url}")
         yield running.url, lambda: None
         return

@@ -27,6 +27,7 @@ class StackOptions:
     data_dir: Path
     num_rollouts: int = 1
     engine: str = "vllm"
+    pool: str = "default"
     rollout_cores: Sequence[int] | None = None
     trainer_cores: Sequence[int] | None = None
     port: int | None = None  # the broker's; default: any free one
@@ -84,7 +85,7 @@ class LocalStack:
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
     """Broker, then trainer and rollouts. All they know comes from these environment variables."""
     plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
-    common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
+    common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
     data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
     broker = ServiceSpec(
         "broker",

@@ -5,7 +5,7 @@ Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that d
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, cast
@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
-from onbeat.errors import IllegalTransition, JobNotFound, LeaseLost
+from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams import keys
 from onbeat.streams.codec import PromptTask, RolloutGroup, check_group, decode_group, decode_task, span_versions
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
@@ -63,14 +63,6 @@ class Claim:
     entry_id: str
     attempt: int  # 1 for the first claim
     task: PromptTask
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """An accepted group, as the trainer takes it."""
-
-    entry_id: str
-    group: RolloutGroup
 
 
 def load_script(name: str) -> str:
@@ -208,6 +200,11 @@ class Ledger:
         outcome = (await self._run("commit_iteration", job, [job.iteration(iteration)], *args)).decode()
         if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
+        if outcome == "diverged":
+            raise JobFailed(
+                f"replaying iteration {iteration} gave other bits than the weights that rollouts were given; resume on "
+                "the same kind of device with the same number of threads, or set checkpoint.every_iterations = 1"
+            )
         assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
         return bool(outcome == "committed")
 
@@ -270,35 +267,23 @@ class Ledger:
 
     # ---- groups: the trainer's side ------------------------------------------------------------------------------
 
-    async def pending_groups(self, job_id: str, consumer: str) -> AsyncIterator[Delivery]:
-        """Groups that this consumer took before and that are not durable yet, in the order of the stream."""
-        cursor = "0"
-        while True:
-            batch = await self._read_groups(job_id, consumer, cursor, count=64, block_ms=None)
-            if not batch:
-                return
-            for delivery in batch:
-                yield delivery
-            cursor = batch[-1].entry_id
-
-    async def take_groups(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[Delivery]:
+    async def take_groups(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
         """The next accepted groups in completion order; empty when none came in time."""
-        return await self._read_groups(job_id, consumer, ">", count, max(1, int(timeout_s * 1000)))
-
-    async def _read_groups(
-        self, job_id: str, consumer: str, cursor: str, count: int, block_ms: int | None
-    ) -> list[Delivery]:
-        stream = {JobKeys(job_id).rollouts: cursor}
+        stream = {JobKeys(job_id).rollouts: ">"}
+        block_ms = max(1, int(timeout_s * 1000))
         answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
-        if not answer:
-            return []
-        return [Delivery(entry.decode(), decode_group(fields[b"group"])) for entry, fields in answer[0][1]]
+        return [decode_group(fields[b"group"]) for _, fields in answer[0][1]] if answer else []
 
-    async def record_micro_batch(self, job_id: str, epoch: str, iteration: int, group_ids: list[str]) -> None:
-        """Write down which groups share a micro-batch before it is trained. Raises LeaseLost."""
+    async def record_micro_batch(
+        self, job_id: str, epoch: str, iteration: int, index: int, group_ids: list[str]
+    ) -> None:
+        """Write down which groups share the iteration's micro-batch `index`, before it is trained. Raises LeaseLost."""
         job = JobKeys(job_id)
-        if not await self._run("record_micro_batch", job, [job.micro_batches(iteration)], epoch, ",".join(group_ids)):
+        args = (epoch, index, ",".join(group_ids))
+        outcome = (await self._run("record_micro_batch", job, [job.micro_batches(iteration)], *args)).decode()
+        if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
+        assert outcome == "recorded", f"micro-batch {index} of iteration {iteration} was recorded with other groups"
 
     async def recorded_micro_batches(self, job_id: str, iteration: int) -> list[list[str]]:
         """The micro-batches of an iteration as they were trained, in order."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import IllegalTransition, JobFailed, LeaseLost
+from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.logging import configure
 from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
@@ -63,7 +63,10 @@ def serve(settings: Settings, background: Background, ledger: Ledger, stop: thre
 async def claim_next(settings: Settings, ledger: Ledger) -> tuple[str, str, JobConfig] | None:
     """The oldest job of the pool that is pending or whose trainer died."""
     for job_id in await ledger.job_ids(active_only=True):
-        fields = await ledger.job_fields(job_id)
+        try:
+            fields = await ledger.job_fields(job_id)
+        except JobNotFound:  # it is listed a moment before it is created
+            continue
         if fields["pool"] != settings.pool or JobState(fields["state"]).is_final:
             continue
         epoch = await ledger.claim_job(job_id, settings.trainer_id, settings.lease_s)

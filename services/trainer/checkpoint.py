@@ -44,7 +44,7 @@ class CheckpointStore:
 
     def save(self, state: TrainState, model: Any, tensors: Tensors, files: dict[str, bytes]) -> Path:
         """Write, sync, rename, then drop the oldest. Returns the folder."""
-        target = self._folder / folder_name(state.next_iteration)
+        target = self.path(state.next_iteration)
         partial = self._folder / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -62,6 +62,9 @@ class CheckpointStore:
         for old in self.complete()[: -self._keep]:
             shutil.rmtree(old)
         return target
+
+    def path(self, next_iteration: int) -> Path:
+        return self._folder / folder_name(next_iteration)
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -85,7 +88,9 @@ class CheckpointStore:
                 raise ValueError(f"it belongs to job {state.job_id} on {state.model_path}")
             load(load_file(folder / "optimizer.safetensors"), state.num_steps)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise ValueError(f"checkpoint {folder} cannot be used: {error}; move it away to start over") from error
+            raise ValueError(
+                f"checkpoint {folder} cannot be used: {error}; restore it from a backup, or submit the job again"
+            ) from error
         logger.info("resumed from %s: next iteration %d", folder, state.next_iteration)
         return state
 

@@ -11,7 +11,8 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost, OnbeatError
-from onbeat.streams.ledger import Delivery, Ledger
+from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.background import Background
 from services.trainer.weight_server import WeightServer
@@ -38,10 +39,10 @@ class Link(Protocol):
     config: JobConfig
 
     def check(self) -> JobState: ...
-    def pending_groups(self) -> list[Delivery]: ...
-    def take_groups(self, timeout_s: float) -> list[Delivery]: ...
+    def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]: ...
+    def take_groups(self, timeout_s: float) -> list[RolloutGroup]: ...
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]: ...
-    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> None: ...
+    def record_micro_batch(self, iteration: int, index: int, group_ids: list[str]) -> None: ...
     def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot: ...
     def announce(self, snapshot: Snapshot) -> None: ...
     def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool: ...
@@ -120,20 +121,27 @@ class JobLink:
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
-    def take_groups(self, timeout_s: float) -> list[Delivery]:
+    def take_groups(self, timeout_s: float) -> list[RolloutGroup]:
+        """The next accepted groups in completion order; empty when none came in time."""
         return self._run(self._ledger.take_groups(self.job_id, CONSUMER, 64, timeout_s))
 
-    def pending_groups(self) -> list[Delivery]:
-        async def collect() -> list[Delivery]:
-            return [delivery async for delivery in self._ledger.pending_groups(self.job_id, CONSUMER)]
+    def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
+        """All accepted groups from an iteration on, in completion order, whoever took them before."""
+
+        async def collect() -> list[RolloutGroup]:
+            open_iteration = int((await self._ledger.job_fields(self.job_id))["next_iteration"])
+            groups = []
+            for iteration in range(first_iteration, open_iteration + 1):
+                groups += await self._ledger.iteration_groups(self.job_id, iteration)
+            return groups
 
         return self._run(collect())
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
         return self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
 
-    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> None:
-        self._run(self._ledger.record_micro_batch(self.job_id, self._epoch, iteration, group_ids))
+    def record_micro_batch(self, iteration: int, index: int, group_ids: list[str]) -> None:
+        self._run(self._ledger.record_micro_batch(self.job_id, self._epoch, iteration, index, group_ids))
 
     # ---- the barrier ---------------------------------------------------------------------------------------------
 

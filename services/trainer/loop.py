@@ -10,6 +10,7 @@ inside an iteration, the set of groups is fixed at its opening, and the normalis
 """
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup, span_versions
+from onbeat.types import JobState
 from services.trainer.algorithm.gac import GacAction
 from services.trainer.batch import MicroBatch, is_informative, num_places, pack
 from services.trainer.checkpoint import CheckpointStore, TrainState
@@ -86,6 +88,8 @@ class TrainLoop:
         self._link.announce(self._snapshot())
         while self._state.next_iteration < self._config.schedule.num_iterations:
             self.run_iteration(self._state.next_iteration)
+        while self._link.check() is JobState.PAUSED:  # paused in its last iteration: the user is to have the last word
+            time.sleep(0.5)
         return self._state
 
     def run_iteration(self, iteration: int) -> None:
@@ -139,10 +143,7 @@ class TrainLoop:
     def step(self, stats: IterationStats) -> None:
         """The barrier: exactly one rescale, one clip, one optimizer step."""
         if stats.num_responses == 0:
-            raise JobFailed(
-                "every group of the iteration failed; the events of the job say why (`onbeat jobs get`); "
-                "nothing was trained on"
-            )
+            raise JobFailed(f"every group of the iteration failed; the first one: {stats.first_failure}")
         num_tokens = stats.num_tokens - stats.num_rejected_tokens
         divisor = loss_denominator(self._config, num_tokens, stats.num_responses, stats.num_pairs)
         optimizer = self._policy.optimizer

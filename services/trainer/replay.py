@@ -19,7 +19,7 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.streams.codec import RolloutGroup
-from onbeat.streams.ledger import Delivery, Ledger, connect
+from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import IterationState, JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
@@ -51,16 +51,16 @@ class RecordedLink:
     def announce(self, snapshot: Snapshot) -> None:
         pass
 
-    def pending_groups(self) -> list[Delivery]:
-        return [Delivery(group.group_id, group) for group in self._groups]
+    def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
+        return self._groups
 
-    def take_groups(self, timeout_s: float) -> list[Delivery]:
+    def take_groups(self, timeout_s: float) -> list[RolloutGroup]:
         return []
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
         return self._micro_batches[iteration]
 
-    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> None:
+    def record_micro_batch(self, iteration: int, index: int, group_ids: list[str]) -> None:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
 
     def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool:

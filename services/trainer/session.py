@@ -32,7 +32,10 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig) -> TrainState:
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
     fresh = TrainState(link.job_id, next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
-    state = checkpoints.restore(link.job_id, config.model.path, policy.load_state_tensors) or fresh
+    restored = checkpoints.restore(link.job_id, config.model.path, policy.load_state_tensors)
+    if restored is not None:  # whoever wrote it may have died before telling
+        link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
+    state = restored or fresh
     files = model_files(source)
     link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
     return TrainLoop(link, config, policy, state, checkpoints, files).run()

@@ -24,6 +24,7 @@ class IterationStats:
         self._sums: dict[str, float] = {}
         self._mismatch_max = 0.0
         self.values: dict[str, float] = {}
+        self.first_failure = ""
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -39,7 +40,9 @@ class IterationStats:
     def add_group(self, group: RolloutGroup) -> None:
         """Count a group, whether or not it has a gradient."""
         rewards = [response.reward for response in group.responses]
-        self._failed_groups += not rewards
+        if group.HasField("failure"):
+            self._failed_groups += 1
+            self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
         self._uniform_groups += len(set(rewards)) == 1
         self._rewards += rewards
         self.num_responses += len(rewards)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from onbeat.errors import IllegalTransition, JobNotFound, LeaseLost
+from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JOB_MOVES, IterationState, JobState, Verdict, WorkerRecord
@@ -325,12 +325,12 @@ async def test_groups_stay_pending_until_the_checkpoint_that_covers_them(ledger:
     job_id, epoch = await open_job(ledger)
     await drain(ledger, job_id)
     taken = await ledger.take_groups(job_id, "rank-0", 10, 0.1)
-    assert [delivery.group.group_id for delivery in taken] == ["0-0", "0-1"]
+    assert [group.group_id for group in taken] == ["0-0", "0-1"]
     await commit(ledger, job_id, epoch, 0)
-    replayed = [delivery async for delivery in ledger.pending_groups(job_id, "rank-0")]
-    assert replayed == taken  # after a crash the same groups come again, in the same order
+    assert await ledger.iteration_groups(job_id, 0) == taken  # after a crash: the same groups in the same order
+    pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
+    assert pending["pending"] == 2
     await ledger.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
-    assert [delivery async for delivery in ledger.pending_groups(job_id, "rank-0")] == []
     pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
     assert pending["pending"] == 0
     assert (await ledger.job_fields(job_id))["checkpoint"] == "/checkpoints/1"
@@ -374,3 +374,33 @@ async def test_cancelled_task_ends_wherever_its_command_stands(ledger: Ledger) -
         task.cancel()
         _, running = await asyncio.wait([task], timeout=5)
         assert not running, f"cancelled after {num_turns} turns of the loop"
+
+
+async def test_a_micro_batch_is_recorded_once_and_never_rewritten(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    for _ in range(2):  # the second call: its first answer was lost
+        await ledger.record_micro_batch(job_id, epoch, 0, 0, ["0-1"])
+    await ledger.record_micro_batch(job_id, epoch, 0, 1, ["0-0"])
+    assert await ledger.recorded_micro_batches(job_id, 0) == [["0-1"], ["0-0"]]
+    with pytest.raises(AssertionError, match="recorded with other groups"):
+        await ledger.record_micro_batch(job_id, epoch, 0, 0, ["0-0"])
+    with pytest.raises(LeaseLost):
+        await ledger.record_micro_batch(job_id, "0", 0, 2, ["0-2"])
+
+
+async def test_a_replay_with_other_bits_is_noticed(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    assert await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {})
+    assert not await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {})
+    with pytest.raises(JobFailed, match="gave other bits"):
+        await ledger.commit_iteration(job_id, epoch, 0, 1, "bb", {})
+
+
+async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await ledger.renew_job(job_id, epoch, 0.0)  # the lease runs out
+    await ledger.move_job(job_id, JobState.PAUSED)
+    assert await ledger.claim_job(job_id, "other", 10) is None
+    await ledger.move_job(job_id, JobState.RUNNING)
+    assert await ledger.claim_job(job_id, "other", 10) is not None

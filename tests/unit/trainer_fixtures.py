@@ -8,7 +8,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
-from onbeat.streams.ledger import Delivery
 from onbeat.types import JobState
 from services.trainer.attention import no_mask, packed_attention
 from services.trainer.checkpoint import CheckpointStore, TrainState
@@ -105,17 +104,18 @@ class RecordedLink:
     def announce(self, snapshot):
         pass
 
-    def pending_groups(self):
+    def accepted_groups(self, first_iteration):
         return []
 
     def take_groups(self, timeout_s):
         taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
-        return [Delivery(group.group_id, group) for group in taken]
+        return taken
 
     def recorded_micro_batches(self, iteration):
         return self._micro_batches.get(iteration, [])
 
-    def record_micro_batch(self, iteration, group_ids):
+    def record_micro_batch(self, iteration, index, group_ids):
+        assert index == len(self.recorded.get(iteration, []))
         self.recorded.setdefault(iteration, []).append(group_ids)
 
     def commit(self, iteration, snapshot, metrics):

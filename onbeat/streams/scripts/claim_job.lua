@@ -1,8 +1,8 @@
--- ARGV: owner, lease seconds. A PENDING job starts; an owned job whose lease ran out is taken over.
+-- ARGV: owner, lease seconds. A PENDING job starts; one whose lease ran out is taken over, unless it is paused.
 -- Each claim raises the epoch, which fences off every earlier owner. Returns the epoch, or nil.
 local state, time = field('state'), now()
 local is_pending = state == 'PENDING'
-local is_owned = state == 'RUNNING' or state == 'PAUSED' or state == 'CANCELLING'
+local is_owned = state == 'RUNNING' or state == 'CANCELLING'
 local is_orphan = is_owned and tonumber(field('lease_until') or '0') < tonumber(time)
 if not (is_pending or is_orphan) then return nil end
 if is_pending then

@@ -1,8 +1,11 @@
 -- KEYS: job, events, iteration. ARGV: epoch, iteration, new policy version, weights digest (hex), metrics (JSON).
--- Closes a drained iteration and publishes the next version in one move. Idempotent: a replayed commit is 'already'.
--- Returns committed | already | fenced | open.
+-- Closes a drained iteration and publishes the next version in one move. Idempotent: a replayed commit is 'already', or
+-- 'diverged' when its weights are not those that were published. Returns committed | already | diverged | fenced | open.
 if not is_owner(ARGV[1]) then return 'fenced' end
-if tonumber(field('next_iteration')) > tonumber(ARGV[2]) then return 'already' end
+if tonumber(field('next_iteration')) > tonumber(ARGV[2]) then
+  redis.call('HSET', job, 'progress_at', now())
+  return redis.call('HGET', KEYS[3], 'weights_digest') == ARGV[4] and 'already' or 'diverged'
+end
 if redis.call('HGET', KEYS[3], 'state') ~= 'DRAINED' then return 'open' end
 local time = now()
 redis.call('HSET', KEYS[3], 'state', 'COMMITTED', 'committed_at', time, 'metrics', ARGV[5], 'weights_digest', ARGV[4],

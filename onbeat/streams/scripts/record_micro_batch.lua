@@ -1,4 +1,9 @@
--- KEYS: job, events, micro batches. ARGV: epoch, group ids (comma separated). Returns 1, or 0 when fenced.
-if not is_owner(ARGV[1]) then return 0 end
-redis.call('RPUSH', KEYS[3], ARGV[2])
-return 1
+-- KEYS: job, events, micro batches. ARGV: epoch, index, group ids (comma separated).
+-- Idempotent: repeating a call whose answer was lost changes nothing. Returns recorded | fenced | other.
+if not is_owner(ARGV[1]) then return 'fenced' end
+local index = tonumber(ARGV[2])
+if redis.call('LLEN', KEYS[3]) == index then
+  redis.call('RPUSH', KEYS[3], ARGV[3])
+  return 'recorded'
+end
+return redis.call('LINDEX', KEYS[3], index) == ARGV[3] and 'recorded' or 'other'
