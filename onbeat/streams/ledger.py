@@ -21,8 +21,6 @@ from onbeat.streams.codec import PromptTask, RolloutGroup, check_group, decode_g
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.types import JOB_MOVES, Event, IterationState, JobState, Verdict, WorkerRecord
 
-HANDED_BACK_MS = 24 * 3600 * 1000  # an idle time that makes a lease free at once
-
 
 class CancellableRedis(Redis):
     """Redis whose commands let a cancellation through.
@@ -61,7 +59,7 @@ class Claim:
     """A claimed prompt: this worker's until the lease runs out unrenewed."""
 
     entry_id: str
-    attempt: int  # 1 for the first claim
+    attempt: int  # 1 for the first claim; claims that were handed back through no fault of the group do not count
     task: PromptTask
 
 
@@ -232,17 +230,19 @@ class Ledger:
 
     async def renew_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
         """Keep leases while generating; returns the entries that are still this worker's."""
-        return await self._set_idle(job_id, worker, 0, entry_ids)
+        return await self._settle_leases(job_id, worker, "renew", entry_ids)
 
-    async def release_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
-        """Hand leases back: another worker can claim them at once."""
-        return await self._set_idle(job_id, worker, HANDED_BACK_MS, entry_ids)
+    async def release_groups(
+        self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool = False
+    ) -> list[str]:
+        """Hand leases back: another worker can claim them at once. `is_attempt`: the claim counts, the group failed."""
+        return await self._settle_leases(job_id, worker, "fail" if is_attempt else "release", entry_ids)
 
-    async def _set_idle(self, job_id: str, worker: str, idle_ms: int, entry_ids: list[str]) -> list[str]:
+    async def _settle_leases(self, job_id: str, worker: str, outcome: str, entry_ids: list[str]) -> list[str]:
         if not entry_ids:
             return []
         job = JobKeys(job_id)
-        mine = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, idle_ms, *entry_ids)
+        mine = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
         return [entry.decode() for entry in mine]
 
     async def submit_group(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:

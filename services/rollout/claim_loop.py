@@ -1,8 +1,9 @@
 """Claims groups of one job up to the free capacity, runs each as a task, and settles what becomes of them.
 
-claimed --> produced --> submitted: accepted | duplicate, closed (dropped) | stale (somebody generates it again)
+claimed --> produced --> submitted: accepted | duplicate, closed (dropped) | stale (handed back)
    |           |
    |           +--> error that another attempt may cure: the lease is handed back, the attempt counts
+   +--> no weights, no time left, this process ends: the lease is handed back as if it had never been claimed
    +--> lease lost: cancelled, another worker has it
 """
 
@@ -22,17 +23,27 @@ from services.rollout.engine import Engine, VersionMismatch
 from services.rollout.engines import EngineBroken
 from services.rollout.inflight import Flight, FlightTable, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
+from services.rollout.puller import WeightsPuller
 from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # leases that others lost or handed back are noticed this late
 RETRY_PAUSE_S = 1.0  # no claims for so long after an error
+MISSING_VERSION_S = 60.0  # no claims for so long after a version was not to be had, unless it is announced before
 MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
 RELEASE_DEADLINE_S = 5.0
 
+
+class StaleGroup(Exception):
+    """The engine stamped a group with another version than the one it was asked for."""
+
+
 # Not the engine's fault.
-PASSING_ERRORS = (WeightsError, VersionMismatch, DeadlineExceeded)
+PASSING_ERRORS = (WeightsError, DeadlineExceeded)
+
+# Not the group's fault: they do not count as attempts.
+BLAMELESS_ERRORS = (WeightsError, VersionMismatch, StaleGroup, EngineBroken, RedisError)
 
 
 class ClaimLoop:
@@ -44,16 +55,19 @@ class ClaimLoop:
         config: JobConfig,
         engine: Engine,
         producer: GroupProducer,
+        puller: WeightsPuller,
         ending: asyncio.Event,
         hurry: asyncio.Event,
     ) -> None:
         self._settings, self._ledger, self._job_id, self._config = settings, ledger, job_id, config
-        self._engine, self._producer = engine, producer
+        self._engine, self._producer, self._puller = engine, producer, puller
         self._ending = ending  # claim no more
         self._hurry = hurry  # do not even finish
         self._arrival: asyncio.Task[str] | None = None
         self._last_seen = "0"
         self._resume_at = 0.0
+        self._missing_version: int | None = None  # could not be pulled
+        self._missing_until = 0.0
         self._num_engine_errors = 0
         self.flights = FlightTable()
         self.num_workers = 1  # that share this job, this one included
@@ -107,12 +121,11 @@ class ClaimLoop:
             self.flights.remove(flight)
         if flights:
             await asyncio.wait({flight.task for flight in flights})
-        entry_ids = [flight.claim.entry_id for flight in flights if not flight.is_lost]
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
-                await self._ledger.release_groups(self._job_id, self._settings.worker_id, entry_ids)
+                await self._hand_back(flights)
         except (RedisError, TimeoutError) as error:
-            logger.warning("%d leases were not handed back, they run out by themselves: %s", len(entry_ids), error)
+            logger.warning("%d leases were not handed back, they run out by themselves: %s", len(flights), error)
         meters.IN_FLIGHT.set(0)
 
     # ---- steps of the loop ---------------------------------------------------------------------------------------
@@ -124,11 +137,18 @@ class ClaimLoop:
         return await self._ledger.claim_groups(self._job_id, self._settings.worker_id, count, self._settings.lease_s)
 
     def _num_claimable(self) -> int:
-        if time.monotonic() < self._resume_at:
+        if time.monotonic() < self._resume_at or self._is_version_missing():
             return 0
         rollout = self._config.rollout
         num_samples, num_prompts = rollout.num_samples_per_prompt, rollout.num_prompts_per_iteration
         return num_claimable(self.flights, self._engine.capacity(), num_samples, num_prompts, self.num_workers)
+
+    def _is_version_missing(self) -> bool:
+        """Groups wait for a version that a restarted trainer does not have yet: claiming them would be in vain."""
+        wanted = self._missing_version
+        if wanted is not None and (self._puller.is_announced(wanted) or time.monotonic() >= self._missing_until):
+            self._missing_version = None
+        return self._missing_version is not None
 
     def _launch(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
@@ -162,20 +182,20 @@ class ClaimLoop:
         meters.GROUPS.labels(outcome=outcome).inc()
         if outcome is not Verdict.ACCEPTED:
             logger.warning("group %s: %s %s", group.group_id, outcome, group.failure.message)
+        if verdict is Verdict.STALE:
+            raise StaleGroup(f"{group.group_id} has tokens of another version than {group.policy_version}")
 
     async def _settle(self) -> None:
         """Take finished flights off the table; hand back the leases of those that did not succeed."""
-        released = []
         for flight in self.flights.done():
-            self.flights.remove(flight)
             if flight.task.cancelled():
-                if not flight.is_lost:
-                    released.append(flight.claim.entry_id)
+                self.flights.remove(flight)
+                await self._hand_back([flight])
             elif (error := flight.task.exception()) is not None:
                 await self._settle_error(flight, error)
             else:
+                self.flights.remove(flight)
                 self._num_engine_errors = 0
-        await self._ledger.release_groups(self._job_id, self._settings.worker_id, released)
         meters.IN_FLIGHT.set(len(self.flights))
 
     async def _settle_error(self, flight: Flight, error: BaseException) -> None:
@@ -183,10 +203,14 @@ class ClaimLoop:
         task, reason = flight.claim.task, f"{type(error).__name__}: {error}"
         if isinstance(error, RedisError):
             raise error
+        self.flights.remove(flight)
         self._resume_at = time.monotonic() + RETRY_PAUSE_S
+        if isinstance(error, WeightsError):
+            self._missing_version = max(task.policy_version, self._missing_version or 0)
+            self._missing_until = time.monotonic() + MISSING_VERSION_S
         self._producer.remember_error(task, reason)
         meters.RELEASED.inc()
-        await self._ledger.release_groups(self._job_id, self._settings.worker_id, [flight.claim.entry_id])
+        await self._hand_back([flight])
         message = f"{task.group_id}, attempt {flight.claim.attempt}, on {self._settings.worker_id}: {reason}"
         await self._ledger.emit(self._job_id, "group.released", message, {"group_id": task.group_id})
         if isinstance(error, PASSING_ERRORS):
@@ -196,3 +220,20 @@ class ClaimLoop:
         self._num_engine_errors += 1
         if isinstance(error, EngineBroken) or self._num_engine_errors >= MAX_ENGINE_ERRORS:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
+
+    async def _hand_back(self, flights: Sequence[Flight]) -> None:
+        """Give up the leases that are ours, of flights that are over."""
+        ours = [flight for flight in flights if not flight.is_lost]
+        for is_attempt in (True, False):
+            entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
+            worker = self._settings.worker_id
+            await self._ledger.release_groups(self._job_id, worker, entry_ids, is_attempt=is_attempt)
+
+
+def is_groups_fault(flight: Flight) -> bool:
+    """Whether a flight that is over failed for a reason that may lie in its group: only that counts as an attempt."""
+    if flight.task.cancelled() or (error := flight.task.exception()) is None:
+        return False
+    if isinstance(error, DeadlineExceeded):
+        return flight.stage is not Stage.WAITING
+    return not isinstance(error, BLAMELESS_ERRORS)

@@ -55,7 +55,11 @@ class Engine(Protocol):
     async def generate(
         self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int
     ) -> list[GeneratedResponse]:
-        """Draw `num_samples` responses. Raises VersionMismatch if another version is being served."""
+        """Draw `num_samples` responses.
+
+        Raises VersionMismatch if another version is being served, ValueError for a request that no attempt can serve.
+        Any other error is taken for a defect of the engine.
+        """
 
     async def load(self, policy_version: int, weights_file: Path) -> None:
         """Replace all weights by those of a verified safetensors file (HF names); caches of older weights are dropped.

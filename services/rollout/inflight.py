@@ -66,13 +66,13 @@ class FlightTable:
 def num_claimable(flights: FlightTable, capacity: int, num_samples: int, num_prompts: int, num_workers: int) -> int:
     """How many more groups to claim.
 
-    `capacity` responses fit into the engine; a group of `num_samples` (G) takes G, and one group is always taken,
-    however large. Of an iteration's `num_prompts` groups a worker generates at most its share at a time, or the first
-    one to ask would leave nothing to the others: 8 prompts and 2 workers are 4 at a time each, and who is faster comes
-    back sooner. Groups that are being scored hold no place in the engine, but no more than twice its capacity may
-    pile up.
+    `capacity` responses fit into the engine; a group of `num_samples` (G) takes G, and one group more waits inside the
+    engine: a place is refilled when its response ends, not when its whole group does. Of an iteration's `num_prompts`
+    groups a worker generates at most its share at a time, or the first one to ask would leave nothing to the others: 8
+    prompts and 2 workers are 4 at a time each, and who is faster comes back sooner. Groups that are being scored hold
+    no place in the engine, but no more than twice its capacity may pile up.
     """
     num_generating = flights.num_before_scoring()
-    slots = max(1, capacity // num_samples)
+    slots = capacity // num_samples + 1
     share = -(-num_prompts // num_workers)
     return max(0, min(slots, share, 2 * slots - len(flights) + num_generating) - num_generating)

@@ -106,9 +106,12 @@ class GroupProducer:
             flight.stage = Stage.GENERATING
             started = time.monotonic()
             with self.busy.running(task.iteration):
-                responses = await self._engine.generate(
-                    prompt_token_ids, task.num_samples, sampling, expected_version=task.policy_version
-                )
+                try:
+                    responses = await self._engine.generate(
+                        prompt_token_ids, task.num_samples, sampling, expected_version=task.policy_version
+                    )
+                except ValueError as error:
+                    raise GroupFailed("generation_failed", f"the engine refuses the request: {error}") from error
             timings.generate_s = time.monotonic() - started
         if len(responses) != task.num_samples:
             raise RuntimeError(f"the engine gave {len(responses)} of {task.num_samples} responses")

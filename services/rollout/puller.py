@@ -56,9 +56,10 @@ class WeightsPuller:
         self._find_address = find_address
         self._staging_dir = staging_dir
         self._pulls: dict[int, asyncio.Task[PulledWeights]] = {}  # running or finished
-        self._newest = -1  # announced or fetched
+        self._newest = -1  # that was ever staged
         self._wanted = -1  # the last one that somebody asked for: not to be dropped under his hands
         self._is_following: bool | None = None
+        self._announced: int | None = None
         self._staged = asyncio.Event()
 
     async def describe(self) -> ModelDescription:
@@ -86,6 +87,13 @@ class WeightsPuller:
     def newest_staged(self) -> int | None:
         return max((version for version, pull in self._pulls.items() if is_staged(pull)), default=None)
 
+    def is_announced(self, version: int) -> bool:
+        """Whether the weights server that is followed now has told of this version or a later one.
+
+        A restarted trainer begins again at its checkpoint and announces lower versions than the one before.
+        """
+        return self._announced is not None and self._announced >= version
+
     async def wait_for_staged(self) -> None:
         """Return when another version has been staged since the last call."""
         await self._staged.wait()
@@ -112,6 +120,7 @@ class WeightsPuller:
                 logger.warning("no word from the weights server at %s, trying again: %s", address, reason)
                 delay_s = FIRST_RETRY_S
             self._is_following = False
+            self._announced = None
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
@@ -151,13 +160,13 @@ class WeightsPuller:
         if not self._is_following:
             logger.info("following the weights at %s, now at policy version %d", address, version)
         self._is_following = True
+        self._announced = version
         if version > self._newest:
             self._start_pull(version)
 
     def _start_pull(self, version: int) -> asyncio.Task[PulledWeights]:
         """The one pull of this version, running or done."""
         if version not in self._pulls:
-            self._newest = max(self._newest, version)
             self._pulls[version] = asyncio.create_task(self._pull(version), name=f"pull version {version}")
             self._pulls[version].add_done_callback(lambda pull: self._finish_pull(version, pull))
         return self._pulls[version]
@@ -173,13 +182,13 @@ class WeightsPuller:
 
     def _finish_pull(self, version: int, pull: asyncio.Task[PulledWeights]) -> None:
         if is_staged(pull):
+            self._newest = max(self._newest, version)
             self._staged.set()
             for old in sorted(self._pulls)[:-MAX_FILES]:
                 if old != self._wanted:
                     self.discard(old)
             return
-        del self._pulls[version]
-        self._newest = min(self._newest, version - 1)  # the next announcement tries again
+        del self._pulls[version]  # the next announcement tries again
         if not pull.cancelled():
             logger.warning("policy version %d was not pulled: %s", version, pull.exception())
 

@@ -123,7 +123,7 @@ class Session:
         attempts = (self._config.reward.max_attempts, self._config.rollout.max_group_attempts)
         producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts)
         shared = (self._settings, self._ledger, self.job_id, self._config)
-        loop = ClaimLoop(*shared, engine, producer, self._ending, self._hurry)
+        loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)
         cleanup.push_async_callback(loop.abandon)
         self._engine, self._gate, self._producer, self._loop = engine, gate, producer, loop
         return loop

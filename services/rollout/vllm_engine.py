@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 
+# How long `stop` waits for an engine that is being built; after that it is shut down when it is there.
+BUILD_DEADLINE_S = 120.0
+
 # Below this vLLM samples at another temperature than the one asked for.
 MIN_TEMPERATURE = 0.01
 
@@ -65,6 +68,7 @@ class VllmEngine:
             # request's generator, which only CUDA's can.
             self._engine_args["enable_chunked_prefill"] = False
         self._llm: AsyncLLM | None = None
+        self._building: asyncio.Task[None] | None = None  # goes on when `start` is cancelled: threads cannot be
         self._shapes: TensorShapes = {}
         self._is_tied = False
         self._version: int | None = None
@@ -73,11 +77,14 @@ class VllmEngine:
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert self._llm is None, "the engine is already started"
+        assert self._building is None, "an engine that did not start has to be stopped first"
         self._shapes = read_checkpoint_shapes(model_dir)
         self._is_tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
         self._set_environment()
         # In a thread, because it takes many seconds in which heartbeats and leases have to go on.
-        await asyncio.to_thread(self._build, model_dir)
+        self._building = asyncio.create_task(asyncio.to_thread(self._build, model_dir), name="build vLLM")
+        await asyncio.shield(self._building)
+        self._building = None
         assert self._llm is not None
         await self._llm.update_weight_version(str(policy_version))
         self._version = policy_version
@@ -149,12 +156,29 @@ class VllmEngine:
         return self._num_in_flight
 
     async def stop(self) -> None:
+        if self._building is not None:
+            await self._end_building(self._building)
         llm, self._llm, self._version = self._llm, None, None
         if llm is None:
             return
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # it would take the end of the engine core for a crash
         await asyncio.to_thread(llm.shutdown)
+
+    async def _end_building(self, building: "asyncio.Task[None]") -> None:
+        """After a cancelled or failed start. A thread cannot be stopped: wait for what it builds, within bounds."""
+        self._building = None
+        await asyncio.wait({building}, timeout=BUILD_DEADLINE_S)
+        if not building.done():
+            logger.warning("vLLM is still starting %.0f s after it was asked to stop", BUILD_DEADLINE_S)
+            building.add_done_callback(self._shut_down_late)
+        elif not building.cancelled() and (error := building.exception()) is not None:
+            logger.warning("vLLM did not start: %s: %s", type(error).__name__, error)
+
+    def _shut_down_late(self, building: "asyncio.Task[None]") -> None:
+        llm, self._llm = self._llm, None
+        if not building.cancelled() and llm is not None:
+            asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
 
 
 async def _replace_weights(llm: "AsyncLLM", policy_version: int, weights_file: Path) -> None:

@@ -191,7 +191,7 @@ async def test_group_of_another_version_is_stale_and_claimed_again(ledger: Ledge
     assert (await ledger.iteration_fields(job_id, 0))["num_stale"] == "1"
     assert await ledger.iteration_groups(job_id, 0) == []
     (again,) = await claim_all(ledger, job_id, "w2")  # at once, though the first lease had time left
-    assert (again.task.group_id, again.attempt) == (claim.task.group_id, 2)
+    assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
     assert await ledger.submit_group(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
 
 
@@ -297,6 +297,34 @@ async def test_released_groups_are_free_at_once(ledger: Ledger) -> None:
     assert await claim_all(ledger, job_id, "w2") == []
     assert await ledger.release_groups(job_id, "w1", entries) == entries
     assert [claim.entry_id for claim in await claim_all(ledger, job_id, "w2")] == entries
+
+
+async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    for _ in range(3):
+        (claim,) = await claim_all(ledger, job_id, "w1")
+        assert claim.attempt == 1
+        await ledger.release_groups(job_id, "w1", [claim.entry_id])
+        assert await ledger.release_groups(job_id, "w1", [claim.entry_id]) == []  # said twice, done once
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    await ledger.release_groups(job_id, "w1", [claim.entry_id], is_attempt=True)
+    (claim,) = await claim_all(ledger, job_id, "w2")
+    assert claim.attempt == 2
+    await ledger.renew_groups(job_id, "w2", [claim.entry_id])
+    await ledger.release_groups(job_id, "w2", [claim.entry_id])
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    assert claim.attempt == 2
+    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, "w1", version=9)) is Verdict.STALE
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    assert claim.attempt == 2
+
+
+async def test_late_renewal_does_not_take_back_what_was_handed_back(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    await ledger.release_groups(job_id, "w1", [claim.entry_id])
+    assert await ledger.renew_groups(job_id, "w1", [claim.entry_id]) == []
+    assert len(await claim_all(ledger, job_id, "w2")) == 1
 
 
 async def test_zombie_worker_that_comes_back_is_a_duplicate(ledger: Ledger) -> None:

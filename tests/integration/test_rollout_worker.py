@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from onbeat.config import JobConfig
-from onbeat.streams.codec import Message, PromptTask, Reward, RolloutGroup
+from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger, connect
-from onbeat.types import JobState
+from onbeat.types import JobState, Verdict
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
@@ -38,7 +38,7 @@ def model_files(tmp_path_factory) -> dict[str, bytes]:
     return {**files, "config.json": json.dumps(config).encode()}
 
 
-def job_config(pool: str, num_prompts: int) -> dict:
+def job_config(pool: str, num_prompts: int, max_group_attempts: int) -> dict:
     config = {
         "pool": pool,
         "model": {"path": "fake"},
@@ -48,7 +48,7 @@ def job_config(pool: str, num_prompts: int) -> dict:
             "num_prompts_per_iteration": num_prompts,
             "num_samples_per_prompt": G,
             "max_response_tokens": 16,
-            "max_group_attempts": 3,
+            "max_group_attempts": max_group_attempts,
         },
         "schedule": {"num_iterations": 10},
     }
@@ -67,13 +67,17 @@ class Rig:
         self.engines: list[FakeEngine] = []
         self.running: list[tuple[Worker, asyncio.Task[None]]] = []
 
-    async def start_job(self, num_prompts: int = 4) -> None:
+    async def start_job(self, num_prompts: int = 4, max_group_attempts: int = 3) -> None:
         self.job_id = uuid.uuid4().hex
-        await self.ledger.create_job(self.job_id, job_config(self.pool, num_prompts), 10)
+        await self.ledger.create_job(self.job_id, job_config(self.pool, num_prompts, max_group_attempts), 10)
         epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
         assert epoch
         self.epoch = epoch
         await self.announce()
+
+    async def replace_job(self, max_group_attempts: int) -> None:
+        await self.ledger.move_job(self.job_id, JobState.SUCCEEDED)
+        await self.start_job(max_group_attempts=max_group_attempts)
 
     async def announce(self) -> None:
         newest, address = self.trainer.newest, self.trainer.address
@@ -102,6 +106,20 @@ class Rig:
         """The step is done: publish the next version."""
         await self.trainer.publish(iteration + 1)
         assert await self.ledger.commit_iteration(self.job_id, self.epoch, iteration, iteration + 1, "digest", {})
+
+    async def restart_trainer_behind(self, num_iterations: int) -> None:
+        """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""
+        for iteration in range(num_iterations):
+            await self.open(iteration, self.task(iteration, 0))
+            (claim,) = await self.ledger.claim_groups(self.job_id, "before", 1, lease_s=30.0)
+            failure = GroupFailure(kind="generation_failed", message="not of interest")
+            task = claim.task
+            group = RolloutGroup(
+                group_id=task.group_id, iteration=iteration, policy_version=task.policy_version, failure=failure
+            )
+            assert await self.ledger.submit_group(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
+            await self.commit(iteration)
+        self.trainer.newest = 0
 
     def start_worker(self, engine: FakeEngine | None = None, **settings) -> Worker:
         engine = engine or FakeEngine()
@@ -136,6 +154,12 @@ class Rig:
                     raise task.exception()
             assert time.monotonic() < deadline, "the condition was not met in time"
             await asyncio.sleep(0.02)
+
+    async def until_released(self, times: int) -> None:
+        async def is_released() -> bool:
+            return len(await self.event_messages("group.released")) >= times
+
+        await self.until(is_released)
 
     async def event_messages(self, kind: str) -> list[str]:
         return [event.message for event in await self.ledger.events(self.job_id) if event.kind == kind]
@@ -327,14 +351,19 @@ async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatc
     assert "not ready 0.3 s after its claim" in (await rig.event_messages("group.released"))[0]
 
 
-async def test_tokens_stamped_with_another_version_are_never_accepted(rig):
+async def test_request_that_the_engine_refuses_fails_its_group_and_leaves_the_engine_alone(rig):
     engine = FakeEngine()
-    engine.stamp = 7
-    rig.start_worker(engine)
-    await rig.open(0, rig.task(0, 0))
-    (failed,) = await rig.drained(0)
-    assert failed.failure.kind == "generation_failed"
-    assert (await rig.iteration(0))["num_stale"] == "3"
+    engine.generate_errors = [ValueError("temperature 0.001 is below 0.01")] * 8  # more than break an engine
+    worker = rig.start_worker(engine)
+    await rig.open(0, *(rig.task(0, index) for index in range(8)))
+    failed = await rig.drained(0)
+    assert {group.failure.kind for group in failed} == {"generation_failed"}
+    assert "the engine refuses the request: temperature 0.001 is below 0.01" in failed[0].failure.message
+    assert len(engine.requests) == 8  # one attempt each
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0))
+    assert len((await rig.drained(1))[0].responses) == G
+    assert worker.job_id == rig.job_id
 
 
 # ---- failures of engine, trainer and workers -----------------------------------------------------------------------
@@ -358,6 +387,66 @@ async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
     assert len(await rig.drained(0)) == 4
 
 
+async def test_tokens_stamped_with_another_version_end_the_process_and_cost_the_group_nothing(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    engine = FakeEngine()
+    engine.stamp = 7
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert isinstance(root_cause(running.exception()), EngineBroken)
+    assert (await rig.iteration(0))["num_stale"] == str(claim_loop.MAX_ENGINE_ERRORS)
+    assert await rig.groups(0) == []
+    rig.running.clear()
+    rig.start_worker()
+    assert len((await rig.drained(0))[0].responses) == G
+
+
+@pytest.mark.parametrize("max_group_attempts", [1, 2])
+async def test_version_that_cannot_be_had_for_long_costs_the_group_no_attempt(rig, monkeypatch, max_group_attempts):
+    monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.01,))
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(claim_loop, "MISSING_VERSION_S", 0.01)
+    await rig.replace_job(max_group_attempts=max_group_attempts)
+    await rig.restart_trainer_behind(3)
+    rig.start_worker()
+    await rig.open(3, rig.task(3, 0))
+    await rig.until_released(4)
+    assert {message.split(", on")[0] for message in await rig.event_messages("group.released")} == {"3-0, attempt 1"}
+    for version in (1, 2, 3):
+        await rig.trainer.publish(version)
+    assert [list(r.token_ids) for r in (await rig.drained(3))[0].responses] == [[3] * 3] * G
+
+
+async def test_worker_claims_nothing_while_the_trainer_is_behind_what_the_groups_want(rig, monkeypatch):
+    monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.01,))
+    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
+    num_claims = 0
+    claim_groups = rig.ledger.claim_groups
+
+    async def count(*args):
+        nonlocal num_claims
+        num_claims += 1
+        return await claim_groups(*args)
+
+    await rig.restart_trainer_behind(3)
+    await rig.open(3, rig.task(3, 0))
+    monkeypatch.setattr(rig.ledger, "claim_groups", count)
+    rig.start_worker()
+    await rig.until_released(1)
+    num_claims = 0
+    for version in (1, 2):  # the replay
+        await rig.trainer.publish(version)
+        await asyncio.sleep(0.3)
+        assert rig.engines[0].version() == version  # keeps up in the meantime
+    assert num_claims == 0
+    await rig.trainer.publish(3)
+    assert len((await rig.drained(3, timeout_s=5))[0].responses) == G
+    assert len(await rig.event_messages("group.released")) == 1
+
+
 async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
     monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.2,))
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
@@ -367,11 +456,7 @@ async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
     rig.trainer.refused = {1}
     await rig.commit(0)
     await rig.open(1, rig.task(1, 0))
-
-    async def is_released() -> bool:
-        return bool(await rig.event_messages("group.released"))
-
-    await rig.until(is_released)
+    await rig.until_released(1)
     assert rig.engines[0].version() == 0  # still serves what it has
     rig.trainer.refused = set()
     assert [list(r.token_ids) for r in (await rig.drained(1))[0].responses] == [[1] * 3] * G
@@ -442,10 +527,10 @@ async def test_two_workers_share_an_iteration(rig, monkeypatch):
 async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
     worker = rig.start_worker(FakeEngine(capacity=2 * G, delay_s=0.5))
     await rig.open(0, *(rig.task(0, index) for index in range(4)))
-    await rig.until(lambda: len(rig.engines[0].requests) == 2)
+    await rig.until(lambda: len(rig.engines[0].requests) == 3)
     worker.stop()
     await asyncio.wait_for(rig.running[0][1], timeout=5)
-    assert len(await rig.groups(0)) == 2
+    assert len(await rig.groups(0)) == 3
     assert rig.engines[0].stopped
     assert await rig.ledger.workers(rig.pool) == []
 
@@ -463,6 +548,36 @@ async def test_stop_without_time_to_drain_hands_the_leases_back_at_once(rig):
     groups = await rig.drained(0)
     assert {group.worker_id for group in groups} == {"w1"}
     assert time.monotonic() - started < 10  # not the lease of 30 s
+
+
+async def test_stopped_workers_cost_the_group_no_attempt(rig):
+    await rig.replace_job(max_group_attempts=1)
+    await rig.open(0, rig.task(0, 0))
+    for number in range(3):
+        engine = FakeEngine()
+        engine.may_finish.clear()
+        worker = rig.start_worker(engine, drain_s=0.05)
+        await rig.until(lambda engine=engine: engine.num_in_flight() == G)
+        worker.stop()
+        await asyncio.wait_for(rig.running[number][1], timeout=5)
+    rig.start_worker()
+    assert len((await rig.drained(0))[0].responses) == G
+
+
+async def test_group_that_fails_while_its_worker_stops_has_used_its_attempt(rig, monkeypatch):
+    """Else a group that breaks every engine would do so for ever."""
+    monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 1)
+    await rig.replace_job(max_group_attempts=1)
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError("the core is dead")] * 2  # of both at once; the first ends the process
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert isinstance(root_cause(running.exception()), EngineBroken)
+    rig.running.clear()
+    rig.start_worker()
+    assert [group.failure.kind for group in await rig.drained(0)] == ["generation_failed"] * 2
 
 
 async def test_stop_while_waiting_for_the_trainer_ends_at_once(rig):

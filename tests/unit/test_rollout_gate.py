@@ -147,6 +147,39 @@ async def test_announced_versions_are_staged_at_once_and_at_most_two_files_are_k
     follow.cancel()
 
 
+async def test_version_that_nobody_has_yet_keeps_no_earlier_one_from_being_staged(rig):
+    rig.trainer.newest = 20
+    follow = asyncio.create_task(rig.puller.follow())
+    await settle()
+    assert not rig.puller.is_announced(45)
+    with pytest.raises(WeightsError):
+        await rig.puller.fetch(45, deadline_s=0)
+    await rig.trainer.publish(21)
+    await settle()
+    assert rig.trainer.pulls == [20, 21]
+    await rig.trainer.publish(45)
+    await settle()
+    assert rig.puller.is_announced(45)
+    assert rig.trainer.pulls == [20, 21, 45]
+    follow.cancel()
+
+
+async def test_what_the_trainer_announced_is_forgotten_when_it_is_gone(rig):
+    rig.trainer.newest = 45
+    follow = asyncio.create_task(rig.puller.follow())
+    await settle()
+    assert rig.puller.is_announced(45)
+    rig.trainer.newest = 20  # restarted from a checkpoint
+    rig.address = "trainer:2"
+    await rig.trainer.break_watches("trainer:2")
+    await settle()
+    assert not rig.puller.is_announced(20)
+    await settle(0.2)
+    assert rig.puller.is_announced(20)
+    assert not rig.puller.is_announced(45)
+    follow.cancel()
+
+
 async def test_pulls_of_one_version_are_shared(rig):
     rig.trainer.newest = 2
     pulled = await asyncio.gather(*(rig.puller.fetch(2) for _ in range(5)))

@@ -104,11 +104,11 @@ WAITING, GENERATING, SCORING = Stage.WAITING, Stage.GENERATING, Stage.SCORING
         ((), 64, 8, 3, 3),
         ((GENERATING,) * 2, 64, 8, 2, 2),
         ((SCORING,) * 4, 64, 8, 2, 4),  # scoring holds no place
-        ((), 20, 8, 1, 2),
+        ((), 20, 8, 1, 3),  # two fit, one more waits for the first free place
         ((), 4, 8, 1, 1),  # a group larger than the capacity is taken alone
         ((GENERATING,), 4, 8, 1, 0),
-        ((SCORING,) * 4, 16, 8, 1, 0),  # but scoring may not pile up
-        ((SCORING,) * 3, 16, 8, 1, 1),
+        ((SCORING,) * 6, 16, 8, 1, 0),  # but scoring may not pile up
+        ((SCORING,) * 5, 16, 8, 1, 1),
     ],
 )
 def test_claims_fill_free_capacity_and_leave_the_others_their_share(

@@ -18,8 +18,9 @@ if iteration_state ~= 'OPEN' or (ARGV[8] == '' and ARGV[7] ~= version) then
   emit('group.stale', ARGV[2] .. ' submitted ' .. ARGV[5] .. ' with versions [' .. ARGV[7] .. '], wanted ' .. version,
     {iteration = tonumber(ARGV[4]), group_id = ARGV[5], worker_id = ARGV[2]})
   local pending = redis.call('XPENDING', KEYS[6], ARGV[3], ARGV[1], ARGV[1], 1)
-  if pending[1] and pending[1][2] == ARGV[2] then
-    redis.call('XCLAIM', KEYS[6], ARGV[3], ARGV[2], 0, ARGV[1], 'IDLE', 86400000, 'JUSTID')
+  if pending[1] and pending[1][2] == ARGV[2] and pending[1][3] < 86400000 then -- handed back, once: not an attempt
+    local attempts = math.max(0, pending[1][4] - 1)
+    redis.call('XCLAIM', KEYS[6], ARGV[3], ARGV[2], 0, ARGV[1], 'IDLE', 86400000, 'RETRYCOUNT', attempts, 'JUSTID')
   end
   return 'stale'
 end

@@ -1,0 +1,117 @@
+"""A vLLM engine that is stopped while it starts leaves nothing behind. The build is faked, vLLM is not imported."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from services.rollout import vllm_engine
+from services.rollout.vllm_engine import VllmEngine
+
+
+class FakeLLM:
+    output_handler = None
+
+    def __init__(self) -> None:
+        self.num_shutdowns = 0
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+class SlowEngine(VllmEngine):
+    """Its build takes until `may_finish` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_building, self.may_finish = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self.llm = FakeLLM()
+
+    def _set_environment(self) -> None:
+        pass
+
+    def _build(self, model_dir: Path) -> None:
+        self.is_building.set()
+        assert self.may_finish.wait(10)
+        if self.error is not None:
+            raise self.error
+        self._llm = self.llm  # type: ignore[assignment]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+async def cancel_start(engine: SlowEngine, model_dir: Path) -> None:
+    """As a SIGTERM or the end of the job does."""
+    starting = asyncio.create_task(engine.start(model_dir, 0))
+    assert await asyncio.to_thread(engine.is_building.wait, 5)
+    starting.cancel()
+    _, running = await asyncio.wait({starting}, timeout=1)
+    assert not running, "a cancelled start waits for the build"
+    assert starting.cancelled()
+
+
+async def test_engine_that_is_built_after_its_start_was_cancelled_is_shut_down(model_dir: Path) -> None:
+    engine = SlowEngine()
+    await cancel_start(engine, model_dir)
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0.05)
+    assert not stopping.done()
+    engine.may_finish.set()
+    await asyncio.wait_for(stopping, 5)
+    await engine.stop()
+    assert engine.llm.num_shutdowns == 1
+    assert engine.version() is None
+
+
+async def test_engine_that_is_built_before_it_is_stopped_is_shut_down(model_dir: Path) -> None:
+    engine = SlowEngine()
+    await cancel_start(engine, model_dir)
+    engine.may_finish.set()
+    await asyncio.sleep(0.05)
+    await engine.stop()
+    assert engine.llm.num_shutdowns == 1
+
+
+async def test_build_that_outlasts_the_patience_of_stop_is_shut_down_when_it_is_done(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "BUILD_DEADLINE_S", 0.05)
+    engine = SlowEngine()
+    await cancel_start(engine, model_dir)
+    await asyncio.wait_for(engine.stop(), 5)
+    assert engine.llm.num_shutdowns == 0
+    engine.may_finish.set()
+    await asyncio.sleep(0.1)
+    assert engine.llm.num_shutdowns == 1
+
+
+async def test_build_that_fails_after_its_start_was_cancelled_is_told_in_the_log(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SlowEngine()
+    engine.error = RuntimeError("no memory")
+    await cancel_start(engine, model_dir)
+    engine.may_finish.set()
+    await engine.stop()
+    assert "vLLM did not start: RuntimeError: no memory" in caplog.text
+
+
+async def test_engine_starts_and_stops(model_dir: Path) -> None:
+    engine = SlowEngine()
+    engine.may_finish.set()
+    await engine.start(model_dir, 3)
+    assert (engine.version(), engine.llm.version) == (3, "3")
+    await engine.stop()
+    assert engine.llm.num_shutdowns == 1
