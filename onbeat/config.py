@@ -64,7 +64,9 @@ class RolloutConfig(Section):
     max_response_tokens: PositiveInt = Field(description="a response is cut there")
     temperature: float = Field(1.0, ge=0.01, le=10)
     group_deadline_s: float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
-    max_group_attempts: PositiveInt = Field(3, description="failed attempts of one group (its errors, deaths of workers) before it counts as failed")
+    max_group_attempts: PositiveInt = Field(
+        3, description="tries of one group (its own errors, deaths of workers) until it counts as failed"
+    )
     on_group_failure: Literal["skip", "fail"] = Field(
         "skip", description="a group that cannot be produced is recorded and skipped, or fails the job"
     )
