@@ -11,8 +11,8 @@ from tests.integration.tiny_models import write_tied_model
 from tests.unit.test_objectives import example, flat
 from tests.unit.trainer_fixtures import job_config
 
-# ours -> theirs. TRL's cispo bound is absolute and one-sided, its gspo is a level of importance sampling, and it weighs its
-# KL term by the ratio unless told otherwise.
+# ours -> theirs. TRL's cispo bound is absolute and one-sided, its gspo is a level of importance sampling, and its KL
+# term is weighed by the ratio unless told otherwise.
 SAME = {
     "grpo, token mean": ({"type": "grpo"}, {"loss_type": "bnpo"}),
     "grpo, sequence mean": ({"type": "grpo", "normalization": "sequence_mean"}, {"loss_type": "grpo"}),
