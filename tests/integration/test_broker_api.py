@@ -94,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("unknown nested key", {"rollout": {"num_sample": 2}}, "rollout.num_sample", "did you mean"),
     ("wrong type", {"seed": "abc"}, "seed", "valid integer"),
     ("wrong name", {"name": "a b"}, "name", "match pattern"),
-    ("not finite", {"rollout": {"temperature": 0}}, "rollout.temperature", "greater than 0"),
+    ("not finite", {"rollout": {"temperature": 0}}, "rollout.temperature", "greater than or equal to 0.01"),
     ("group of one", {"rollout": {"num_samples_per_prompt": 1}}, "rollout.num_samples_per_prompt", "2 or more"),
     ("huge group", {"rollout": {"num_samples_per_prompt": 10**30}}, "rollout.num_samples_per_prompt", "at most 1024"),
     (
