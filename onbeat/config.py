@@ -58,6 +58,16 @@ class RewardConfig(Section):
     max_attempts: PositiveInt = Field(2, description="tries before a group counts as failed")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; the reference policy is then the base model."""
+
+    rank: PositiveInt = 16
+    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
+    )
+
+
 class RolloutConfig(Section):
     num_prompts_per_iteration: PositiveInt = Field(description="groups in one iteration")
     num_samples_per_prompt: PositiveInt = Field(description="responses in one group (G)")
@@ -100,6 +110,11 @@ class BandImportance(Section):
 
 class Objective(Section):
     kl: KlConfig = KlConfig()
+    old_policy: Literal["behaviour", "proximal"] = Field(
+        "behaviour",
+        description="denominator of the importance ratio: the policy that generated, or the one at the iteration's "
+        "start, which with `importance` is the decoupled objective (arXiv 2505.24298); proximal: `bounded` only",
+    )
     importance: TruncatedImportance | BandImportance | None = Field(
         None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"
     )
@@ -158,7 +173,7 @@ class CispoObjective(Objective):
 
 
 class ReinforcePpObjective(Objective):
-    """arXiv 2501.03262: scaled by the whole iteration, therefore `sync` only."""
+    """arXiv 2501.03262: scaled by the whole iteration, therefore not in `periodic`."""
 
     type: Literal["reinforce_pp"]
     clip_low: float = Field(0.2, gt=0, lt=1)
@@ -193,16 +208,17 @@ ObjectiveConfig = Annotated[
     Field(discriminator="type"),
 ]
 
-# Which objective is allowed in which mode. A batch-wide statistic has to wait for the whole iteration.
+# Which objective is allowed in which mode. A batch-wide statistic has to wait for the whole iteration: in `periodic`
+# that would undo the overlap, in `bounded` the next iteration is generated meanwhile.
 MODES_OF_OBJECTIVE: dict[str, tuple[str, ...]] = {
-    "grpo": ("periodic", "sync"),
-    "dr_grpo": ("periodic", "sync"),
-    "dapo": ("periodic", "sync"),
-    "rloo": ("periodic", "sync"),
-    "gspo": ("periodic", "sync"),
-    "cispo": ("periodic", "sync"),
-    "reinforce_pp": ("sync",),
-    "online_dpo": ("periodic", "sync"),
+    "grpo": ("periodic", "sync", "bounded"),
+    "dr_grpo": ("periodic", "sync", "bounded"),
+    "dapo": ("periodic", "sync", "bounded"),
+    "rloo": ("periodic", "sync", "bounded"),
+    "gspo": ("periodic", "sync", "bounded"),
+    "cispo": ("periodic", "sync", "bounded"),
+    "reinforce_pp": ("sync", "bounded"),
+    "online_dpo": ("periodic", "sync", "bounded"),
 }
 
 
@@ -218,8 +234,10 @@ class OptimizerConfig(Section):
 class GacConfig(Section):
     """Gradient alignment control (arXiv 2603.01501); thresholds are our own choice."""
 
-    mode: Literal["off", "metric", "control"] = Field(
-        "metric", description="metric: only report the cosine of consecutive gradients; control: project and skip"
+    mode: Literal["off", "metric", "control"] | None = Field(
+        None,
+        description="metric: only report the cosine of consecutive gradients; control: project and skip; "
+        "default: control in `bounded`, metric elsewhere",
     )
     c_low: float = Field(0.3, ge=0, lt=1, description="project back to this cosine when it is exceeded")
     c_high: float = Field(0.95, gt=0, le=1, description="skip the step above this cosine")
@@ -229,18 +247,59 @@ class GacConfig(Section):
 
 class TrainingConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = Field(
-        4096, description="packed tokens of one forward and backward; a larger group is a micro-batch of its own"
+        4096, description="packed tokens of one forward and backward; a larger group is split, its prompt repeated"
+    )
+    num_updates_per_iteration: PositiveInt = Field(
+        1, description="optimizer steps of one iteration, each on its own share of the prompts, by their order"
+    )
+    has_gradient_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass: less memory, about a third more time"
     )
 
 
-class ScheduleConfig(Section):
-    mode: Literal["periodic", "sync"] = Field(
-        "periodic", description="periodic: train on groups while others are generated; sync: generate all, then train"
-    )
+class Schedule(Section):
     num_iterations: PositiveInt
     iteration_deadline_s: float = Field(
         1800.0, gt=0, description="an iteration that makes no progress for this long fails the job"
     )
+
+
+class PeriodicSchedule(Schedule):
+    """Train on groups while others are still generated; one policy version per iteration, strictly on-policy."""
+
+    mode: Literal["periodic"] = "periodic"
+
+
+class SyncSchedule(Schedule):
+    """Generate all groups of an iteration, then train."""
+
+    mode: Literal["sync"]
+
+
+class BoundedSchedule(Schedule):
+    """Iteration t is generated by one version >= t - max_staleness, so that rollouts need not wait for the trainer."""
+
+    mode: Literal["bounded"]
+    max_staleness: PositiveInt = Field(1, le=64, description="optimizer iterations between generating and training")
+    publish_above_kl: float | None = Field(
+        None,
+        gt=0,
+        description="publish a new version only when the estimated divergence (k3, nats per token) from the published "
+        "one exceeds this, or the bound asks for it; default: every version",
+    )
+
+
+ScheduleConfig = Annotated[PeriodicSchedule | SyncSchedule | BoundedSchedule, Field(discriminator="mode")]
+
+
+class EvaluationConfig(Section):
+    """A held-out set, generated by the same rollouts on the current version; nothing of it is trained."""
+
+    data: DataConfig
+    every_iterations: PositiveInt = Field(10, description="before the first iteration, then after every so many")
+    num_prompts: PositiveInt = Field(32, description="the first so many of the data, the same ones every time")
+    num_samples_per_prompt: PositiveInt = 1
+    temperature: float = Field(1.0, ge=0.01, le=10)
 
 
 class CheckpointConfig(Section):
@@ -257,6 +316,7 @@ class JobConfig(Section):
     )
     seed: int = Field(0, ge=0, lt=2**32)
     model: ModelConfig
+    lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
     data: DataConfig
     reward: RewardConfig
     rollout: RolloutConfig
@@ -266,11 +326,22 @@ class JobConfig(Section):
     training: TrainingConfig = TrainingConfig()
     schedule: ScheduleConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig | None = None
 
     @field_validator("objective", mode="before")
     @classmethod
     def default_objective(cls, value: Any) -> Any:
         return {"type": "grpo", **value} if isinstance(value, dict) else value
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def default_schedule(cls, value: Any) -> Any:
+        return {"mode": "periodic", **value} if isinstance(value, dict) else value
+
+    @property
+    def max_staleness(self) -> int:
+        """0 in the strict modes."""
+        return self.schedule.max_staleness if isinstance(self.schedule, BoundedSchedule) else 0
 
     @model_validator(mode="after")
     def check_group_size(self) -> "JobConfig":
@@ -290,6 +361,32 @@ class JobConfig(Section):
                 f"schedule.mode: objective {self.objective.type} needs statistics of the whole iteration and cannot "
                 f"run in {self.schedule.mode}; use {' or '.join(allowed)}, or another objective"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_updates(self) -> "JobConfig":
+        num_updates, num_prompts = self.training.num_updates_per_iteration, self.rollout.num_prompts_per_iteration
+        if num_updates > num_prompts:
+            raise ValueError(
+                f"training.num_updates_per_iteration: {num_updates} updates of {num_prompts} prompts leave some "
+                f"without any; use at most {num_prompts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_old_policy(self) -> "JobConfig":
+        if self.objective.old_policy == "proximal" and (self.max_staleness == 0 or self.objective.importance is None):
+            raise ValueError(
+                "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which "
+                "corrects for the policy that generated; elsewhere use behaviour"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def default_gac(self) -> "JobConfig":
+        if self.gac.mode is None:
+            mode = "control" if self.max_staleness else "metric"
+            object.__setattr__(self, "gac", self.gac.model_copy(update={"mode": mode}))
         return self
 
     @classmethod
