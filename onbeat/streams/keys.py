@@ -63,5 +63,9 @@ class JobKeys:
         return self._key("versions")
 
     def micro_batches(self, iteration: int) -> str:
-        """List: the group ids of each micro-batch as trained, comma separated; a replay follows it."""
+        """Hash: `<trainer replica>:<index>` -> group ids of that micro-batch, comma separated; a replay follows it."""
         return self._key(f"micro_batches:{iteration}")
+
+    def taken(self, iteration: int) -> str:
+        """Set: the group ids that some trainer replica has taken."""
+        return self._key(f"taken:{iteration}")

@@ -82,8 +82,11 @@ class Ledger:
 
     # ---- jobs ----------------------------------------------------------------------------------------------------
 
-    async def create_job(self, job_id: str, config: dict[str, Any], num_iterations: int) -> bool:
-        """Store a PENDING job. False if the id exists. Indexed before it is created: a crash leaves no hidden job."""
+    async def create_job(self, job_id: str, config: dict[str, Any], num_iterations: int, max_staleness: int) -> bool:
+        """Store a PENDING job. False if the id exists. Indexed before it is created: a crash leaves no hidden job.
+
+        max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
+        """
         job = JobKeys(job_id)
         time_s = await self.now()  # whole seconds would order the jobs of one second by name
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
@@ -91,7 +94,8 @@ class Ledger:
         await self._create_group(job.prompts, ROLLOUT_GROUP)
         await self._create_group(job.rollouts, TRAINER_GROUP)
         fields = ["name", config["name"], "pool", config["pool"], "config", json.dumps(config)]
-        created = await self._run("create_job", job, [], job_id, *fields, "num_iterations", num_iterations)
+        fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
+        created = await self._run("create_job", job, [], job_id, *fields)
         return bool(created)
 
     async def _create_group(self, stream: str, group: str) -> None:
@@ -157,16 +161,20 @@ class Ledger:
     # ---- iterations ----------------------------------------------------------------------------------------------
 
     async def announce_version(self, job_id: str, epoch: str, version: int, address: str, digest: str) -> None:
-        """The weights of `version` can be pulled at `address`. Raises LeaseLost."""
+        """The weights can be pulled at `address`; the first version of a job is published by this. Raises LeaseLost."""
         if not await self._run("announce_version", JobKeys(job_id), [], epoch, version, address, digest):
             raise LeaseLost(f"job {job_id} has another trainer now")
 
     async def open_iteration(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
-        """Dispatch an iteration's fixed set of groups. Returns '' or the reason why it was not opened."""
+        """Dispatch an iteration's fixed set of groups, all pinned to `version`, which must be the published one.
+
+        Returns '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
+        """
         job = JobKeys(job_id)
-        pairs = [item for task in tasks for item in (task.group_id, task.SerializeToString())]
+        pinned = [pin_task(task, version) for task in tasks]
+        pairs = [item for task in pinned for item in (task.group_id, task.SerializeToString())]
         more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts]
-        reason = await self._run("open_iteration", job, more_keys, iteration, version, *pairs)
+        reason = await self._run("open_iteration", job, more_keys, iteration, version, ROLLOUT_GROUP, *pairs)
         return cast(str, reason.decode())
 
     async def iteration_fields(self, job_id: str, iteration: int) -> dict[str, str]:
@@ -177,6 +185,11 @@ class Ledger:
     async def iteration_state(self, job_id: str, iteration: int) -> IterationState | None:
         state = await self.redis.hget(JobKeys(job_id).iteration(iteration), "state")
         return IterationState(state.decode()) if state else None
+
+    async def iteration_version(self, job_id: str, iteration: int) -> int | None:
+        """The policy version that generates the iteration; None when it was never opened."""
+        version = await self.redis.hget(JobKeys(job_id).iteration(iteration), "policy_version")
+        return int(version) if version else None
 
     async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
         """Worker id -> seconds with at least one response in flight in that iteration."""
@@ -189,12 +202,22 @@ class Ledger:
         return {int(version): float(time) for version, time in times.items()}
 
     async def commit_iteration(
-        self, job_id: str, epoch: str, iteration: int, version: int, digest: str, metrics: dict[str, float]
+        self,
+        job_id: str,
+        epoch: str,
+        iteration: int,
+        version: int,
+        digest: str,
+        metrics: dict[str, float],
+        is_published: bool = True,
     ) -> bool:
-        """Close a drained iteration and publish `version`. False if it was committed before. Raises LeaseLost."""
+        """Close a drained iteration and publish `version`. False if it was committed before. Raises LeaseLost.
+
+        Not `is_published`: rollouts stay on the version that they have; allowed while the next iteration can be opened
+        on that one.
+        """
         job = JobKeys(job_id)
-        payload = json.dumps(metrics)
-        args = (epoch, iteration, version, digest, payload)
+        args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0")
         outcome = (await self._run("commit_iteration", job, [job.iteration(iteration)], *args)).decode()
         if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
@@ -203,6 +226,7 @@ class Ledger:
                 f"replaying iteration {iteration} gave other bits than the weights that rollouts were given; resume on "
                 "the same kind of device with the same number of threads, or set checkpoint.every_iterations = 1"
             )
+        assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
         assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
         return bool(outcome == "committed")
 
@@ -275,20 +299,32 @@ class Ledger:
         return [decode_group(fields[b"group"]) for _, fields in answer[0][1]] if answer else []
 
     async def record_micro_batch(
-        self, job_id: str, epoch: str, iteration: int, index: int, group_ids: list[str]
-    ) -> None:
-        """Write down which groups share the iteration's micro-batch `index`, before it is trained. Raises LeaseLost."""
-        job = JobKeys(job_id)
-        args = (epoch, index, ",".join(group_ids))
-        outcome = (await self._run("record_micro_batch", job, [job.micro_batches(iteration)], *args)).decode()
-        if outcome == "fenced":
-            raise LeaseLost(f"job {job_id} has another trainer now")
-        assert outcome == "recorded", f"micro-batch {index} of iteration {iteration} was recorded with other groups"
+        self, job_id: str, epoch: str, iteration: int, rank: int, index: int, group_ids: list[str]
+    ) -> list[str]:
+        """Take groups for trainer replica `rank`: those that no replica has taken become its micro-batch `index`.
 
-    async def recorded_micro_batches(self, job_id: str, iteration: int) -> list[list[str]]:
-        """The micro-batches of an iteration as they were trained, in order."""
-        batches = await self.redis.lrange(JobKeys(job_id).micro_batches(iteration), 0, -1)
-        return [batch.decode().split(",") for batch in batches]
+        Returns what was granted, in the given order; a repeated (rank, index) returns what was granted then. Nothing
+        granted: nothing is written, and the index is still free. Raises LeaseLost.
+        """
+        job = JobKeys(job_id)
+        more_keys = [job.micro_batches(iteration), job.taken(iteration)]
+        granted = await self._run("record_micro_batch", job, more_keys, epoch, f"{rank}:{index}", *group_ids)
+        if granted is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        return granted.decode().split(",") if granted else []
+
+    async def recorded_micro_batches(self, job_id: str, iteration: int) -> dict[int, list[list[str]]]:
+        """The group ids of each micro-batch of an iteration by trainer replica, in the order they were taken."""
+        recorded = await self.redis.hgetall(JobKeys(job_id).micro_batches(iteration))
+        batches = {tuple(map(int, place.split(b":"))): ids.decode().split(",") for place, ids in recorded.items()}
+        by_rank: dict[int, list[list[str]]] = {}
+        for rank, index in sorted(batches):
+            by_rank.setdefault(rank, []).append(batches[rank, index])
+        return by_rank
+
+    async def taken_groups(self, job_id: str, iteration: int) -> set[str]:
+        """The groups of an iteration that some trainer replica has taken."""
+        return {group_id.decode() for group_id in await self.redis.smembers(JobKeys(job_id).taken(iteration))}
 
     async def iteration_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
         """All accepted groups of an iteration in the order of the stream; for people and for replay."""
@@ -326,6 +362,13 @@ class Ledger:
     async def workers(self, pool: str) -> list[WorkerRecord]:
         records = await self.redis.hvals(keys.workers(pool))
         return sorted((WorkerRecord.model_validate_json(record) for record in records), key=lambda worker: worker.id)
+
+
+def pin_task(task: PromptTask, version: int) -> PromptTask:
+    pinned = PromptTask()
+    pinned.CopyFrom(task)
+    pinned.policy_version = version
+    return pinned
 
 
 def failure_text(group: RolloutGroup) -> str:

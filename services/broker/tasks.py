@@ -25,7 +25,6 @@ def build_task(config: JobConfig, iteration: int, index: int, item: PromptItem) 
     return PromptTask(
         group_id=f"{iteration}-{index}",
         iteration=iteration,
-        policy_version=iteration,
         messages=[Message(role=message.role, content=message.content) for message in item.messages],
         text=item.text,
         num_samples=rollout.num_samples_per_prompt,

@@ -47,38 +47,34 @@ class JobWatcher:
         if self._config is None:
             self._config = JobConfig.model_validate_json(fields["config"])
         if state is JobState.PENDING:
-            self._prepare(self._config, int(fields["next_iteration"]))
+            self._prepare(self._config, int(fields["num_opened"]))
         elif state is JobState.RUNNING:
-            if not await self._open_if_due(self._config, fields):
-                await self._fail_if_stuck(self._config, fields)
+            await self._open_if_due(self._config, fields)
+            await self._fail_if_stuck(self._config)
         elif state is JobState.CANCELLING:
             await self._cancel_if_abandoned(fields)
         return False
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
-    async def _open_if_due(self, config: JobConfig, fields: Fields) -> bool:
-        """True when the job has moved, so that `fields` are no longer true."""
-        iteration = int(fields["next_iteration"])
+    async def _open_if_due(self, config: JobConfig, fields: Fields) -> None:
+        iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
-            return False
+            return
         self._prepare(config, iteration)
-        is_published = fields.get("policy_version") == str(iteration)
-        if not is_published or await self._ledger.iteration_state(self._job_id, iteration) is not None:
-            self._prepare(config, iteration + 1)
-            return False
+        if version < iteration - config.max_staleness or version < 0:
+            return
         try:
             tasks = await self._take_tasks(config, iteration)
         except DatasetError as error:
             await self._move(JobState.FAILED, f"iteration {iteration} has no prompts: {error}")
-            return True
-        reason = await self._ledger.open_iteration(self._job_id, iteration, iteration, tasks)
+            return
+        reason = await self._ledger.open_iteration(self._job_id, iteration, version, tasks)
         if reason:
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
-        else:
-            logger.info("job %s: iteration %d is open, %d groups", self._job_id, iteration, len(tasks))
+            return
+        logger.info("job %s: iteration %d is open on version %d", self._job_id, iteration, version)
         self._prepare(config, iteration + 1)
-        return True
 
     def _prepare(self, config: JobConfig, iteration: int) -> None:
         """Produce the prompts of an iteration ahead of time; those of earlier ones are forgotten."""
@@ -98,7 +94,8 @@ class JobWatcher:
 
     # ---- ending --------------------------------------------------------------------------------------------------
 
-    async def _fail_if_stuck(self, config: JobConfig, fields: Fields) -> None:
+    async def _fail_if_stuck(self, config: JobConfig) -> None:
+        fields = await self._ledger.job_fields(self._job_id)  # anew: we or another broker may just have moved it
         deadline_s = config.schedule.iteration_deadline_s
         silent_s = await self._ledger.now() - float(fields["progress_at"])
         if silent_s > deadline_s:

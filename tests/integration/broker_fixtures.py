@@ -61,7 +61,8 @@ async def eventually(what: str, check: Callable[[], Awaitable[Any]], timeout_s: 
 async def create_job(ledger: Ledger, **sections: Any) -> str:
     config = JobConfig.model_validate(job_body(**sections))
     job_id = f"job-{uuid.uuid4().hex[:12]}"
-    assert await ledger.create_job(job_id, config.model_dump(mode="json"), config.schedule.num_iterations)
+    num_iterations = config.schedule.num_iterations
+    assert await ledger.create_job(job_id, config.model_dump(mode="json"), num_iterations, config.max_staleness)
     return job_id
 
 
@@ -81,10 +82,7 @@ async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
 
 
 def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
-    return [
-        PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, policy_version=iteration, text=f"prompt {i}")
-        for i in range(num_groups)
-    ]
+    return [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text=f"prompt {i}") for i in range(num_groups)]
 
 
 def make_group(task: PromptTask, worker: str = "w1", version: int | None = None, num_samples: int = 2) -> RolloutGroup:
@@ -133,5 +131,8 @@ async def drain(ledger: Ledger, job_id: str, worker: str = "w1") -> list[PromptT
     return [claim.task for claim in claims]
 
 
-async def commit(ledger: Ledger, job_id: str, epoch: str, iteration: int, **metrics: float) -> bool:
-    return await ledger.commit_iteration(job_id, epoch, iteration, iteration + 1, f"d{iteration + 1}", metrics)
+async def commit(
+    ledger: Ledger, job_id: str, epoch: str, iteration: int, *, is_published: bool = True, **metrics: float
+) -> bool:
+    version, digest = iteration + 1, f"d{iteration + 1}"
+    return await ledger.commit_iteration(job_id, epoch, iteration, version, digest, metrics, is_published)

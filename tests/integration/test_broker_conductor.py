@@ -219,7 +219,7 @@ async def test_job_that_no_broker_understands_fails_and_does_not_stop_the_others
     good = await create_job(ledger)
     config = JobConfig.model_validate(job_body()).model_dump(mode="json") | {"of_a_later_version": 1}
     bad = f"{good}-bad"
-    await ledger.create_job(bad, config, 3)
+    await ledger.create_job(bad, config, 3, 0)
     fields = await reaches(ledger, bad, JobState.FAILED)
     assert "of_a_later_version" in fields["error"]
     await start_training(ledger, good)

@@ -78,7 +78,7 @@ async def test_unknown_job_is_not_found(ledger: Ledger) -> None:
 async def test_job_is_created_once(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await ledger.move_job(job_id, JobState.RUNNING)
-    assert not await ledger.create_job(job_id, {"name": "other", "pool": "default"}, 9)
+    assert not await ledger.create_job(job_id, {"name": "other", "pool": "default"}, 9, 0)
     assert (await ledger.job_fields(job_id))["name"] == "test"
     assert await ledger.job_state(job_id) is JobState.RUNNING
 
@@ -128,7 +128,7 @@ async def test_iteration_opens_once_however_many_try(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
     reasons = await asyncio.gather(*(ledger.open_iteration(job_id, 0, 0, tasks_for(0)) for _ in range(20)))
-    assert sorted(reasons) == ["", *["already open"] * 19]
+    assert sorted(reasons) == ["", *["next to open is 1"] * 19]
     assert len(await claim_all(ledger, job_id)) == 2
 
 
@@ -139,10 +139,11 @@ async def test_iteration_opens_only_in_its_turn_and_on_the_published_version(led
     assert epoch
     assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == "published version is none"
     await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "next iteration is 0"
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "next to open is 0"
     assert await ledger.open_iteration(job_id, 0, 1, tasks_for(0)) == "published version is 0"
     assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == ""
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "next iteration is 0"
+    assert await ledger.open_iteration(job_id, 1, 0, tasks_for(1)) == "needs version 1 or newer"
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "published version is 0"
     await drain(ledger, job_id)
     await commit(ledger, job_id, epoch, 0)
     assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
@@ -168,6 +169,81 @@ async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger
     assert (fields["next_iteration"], fields["policy_version"]) == ("1", "1")
     committed = [event for event in await ledger.events(job_id) if event.kind == "iteration.committed"]
     assert len(committed) == 1
+
+
+# ---- bounded staleness -------------------------------------------------------------------------------------------
+
+
+async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
+    """A running job of that bound, nothing open yet; returns (job id, epoch)."""
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": max_staleness})
+    return job_id, await start_training(ledger, job_id)
+
+
+async def test_admission_keeps_the_bound(ledger: Ledger) -> None:
+    job_id, epoch = await start_bounded(ledger, max_staleness=2)
+    for iteration in (0, 1, 2):
+        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
+        tasks = await drain(ledger, job_id)
+        assert [task.policy_version for task in tasks] == [0, 0]
+    assert await ledger.open_iteration(job_id, 3, 0, tasks_for(3)) == "needs version 1 or newer"
+    assert await ledger.open_iteration(job_id, 3, 1, tasks_for(3)) == "published version is 0"
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.open_iteration(job_id, 2, 1, tasks_for(2)) == "next to open is 3"
+    assert await ledger.open_iteration(job_id, 3, 0, tasks_for(3)) == "published version is 1"
+    assert await ledger.open_iteration(job_id, 3, 1, tasks_for(3)) == ""
+    assert {task.policy_version for task in await drain(ledger, job_id)} == {1}
+    assert [await ledger.iteration_version(job_id, t) for t in range(5)] == [0, 0, 0, 1, None]
+
+
+async def test_unclaimed_prompts_hold_the_next_opening_back(ledger: Ledger) -> None:
+    job_id, _ = await start_bounded(ledger, max_staleness=2)
+    await ledger.open_iteration(job_id, 0, 0, tasks_for(0, 3))
+    await claim_all(ledger, job_id, "w1", count=2)
+    assert await ledger.open_iteration(job_id, 1, 0, tasks_for(1)) == "prompts are still unclaimed"
+    assert "prompts.claimed" not in [event.kind for event in await ledger.events(job_id)]
+    await claim_all(ledger, job_id, "w2")
+    assert [event.kind for event in await ledger.events(job_id)].count("prompts.claimed") == 1
+    assert await ledger.open_iteration(job_id, 1, 0, tasks_for(1)) == ""
+    assert await ledger.iteration_state(job_id, 0) is IterationState.OPEN  # claimed, not done
+
+
+async def test_freshest_version_is_not_waited_for(ledger: Ledger) -> None:
+    job_id, epoch = await start_bounded(ledger, max_staleness=1)
+    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    await ledger.redis.xadd(JobKeys(job_id).prompts, {"task": b""})  # some other work nobody has claimed
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
+
+
+async def test_strict_job_says_nothing_about_claimed_prompts(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    await claim_all(ledger, job_id)
+    assert "prompts.claimed" not in [event.kind for event in await ledger.events(job_id)]
+
+
+async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledger) -> None:
+    job_id, epoch = await start_bounded(ledger, max_staleness=2)
+    for iteration in (0, 1):
+        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, is_published=False)
+    fields = await ledger.job_fields(job_id)
+    assert (fields["next_iteration"], fields["policy_version"], fields["weights_digest"]) == ("2", "0", "d0")
+    assert (await ledger.iteration_fields(job_id, 1))["weights_digest"] == "d2"
+    assert not await commit(ledger, job_id, epoch, 1, is_published=False)  # replayed: the same bits
+    with pytest.raises(JobFailed, match="gave other bits"):
+        await ledger.commit_iteration(job_id, epoch, 1, 2, "other", {}, is_published=False)
+    await ledger.announce_version(job_id, epoch, 2, "127.0.0.1:2", "d2")  # a trainer that starts again there
+    fields = await ledger.job_fields(job_id)
+    assert (fields["policy_version"], fields["weights_address"]) == ("0", "127.0.0.1:2")
+    assert await ledger.open_iteration(job_id, 2, 0, tasks_for(2)) == ""
+    await drain(ledger, job_id)
+    with pytest.raises(AssertionError, match="version 3 must be published"):  # else iteration 3 could never be opened
+        await commit(ledger, job_id, epoch, 2, is_published=False)
+    assert await commit(ledger, job_id, epoch, 2)
+    assert (await ledger.job_fields(job_id))["policy_version"] == "3"
 
 
 # ---- groups ------------------------------------------------------------------------------------------------------
@@ -364,6 +440,38 @@ async def test_groups_stay_pending_until_the_checkpoint_that_covers_them(ledger:
     assert (await ledger.job_fields(job_id))["checkpoint"] == "/checkpoints/1"
 
 
+async def test_two_replicas_never_get_the_same_group(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    ids = [f"0-{i}" for i in range(20)]
+    both = [(rank, index) for index in range(10) for rank in (0, 1)]
+    granted = await asyncio.gather(
+        *(
+            ledger.record_micro_batch(job_id, epoch, 0, rank, index, ids[2 * index : 2 * index + 3])
+            for rank, index in both
+        )
+    )
+    assert sorted(group_id for ids in granted for group_id in ids) == sorted(ids)
+    assert await ledger.taken_groups(job_id, 0) == set(ids)
+    recorded = await ledger.recorded_micro_batches(job_id, 0)
+    assert sorted(group_id for batches in recorded.values() for batch in batches for group_id in batch) == sorted(ids)
+
+
+async def test_micro_batch_is_granted_once_and_repeated_as_it_was(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    assert await ledger.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-2", "0-1"]) == ["0-2", "0-1"]
+    assert await ledger.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-1", "0-2"]) == []  # the index stays free
+    assert await ledger.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-3", "0-1"]) == ["0-3"]
+    assert await ledger.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-9"]) == ["0-2", "0-1"]  # its answer was lost
+    for index in range(1, 11):  # in order of the index as a number
+        await ledger.record_micro_batch(job_id, epoch, 0, 0, index, [f"0-{9 + index}"])
+    recorded = await ledger.recorded_micro_batches(job_id, 0)
+    assert recorded == {0: [["0-2", "0-1"], *[[f"0-{9 + index}"] for index in range(1, 11)]], 1: [["0-3"]]}
+    assert "0-9" not in await ledger.taken_groups(job_id, 0)
+    assert await ledger.recorded_micro_batches(job_id, 1) == {}
+    with pytest.raises(LeaseLost):
+        await ledger.record_micro_batch(job_id, "0", 0, 0, 11, ["0-30"])
+
+
 async def test_events_are_a_cursor_and_wait_for_the_next(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     (created,) = await ledger.events(job_id)
@@ -402,18 +510,6 @@ async def test_cancelled_task_ends_wherever_its_command_stands(ledger: Ledger) -
         task.cancel()
         _, running = await asyncio.wait([task], timeout=5)
         assert not running, f"cancelled after {num_turns} turns of the loop"
-
-
-async def test_a_micro_batch_is_recorded_once_and_never_rewritten(ledger: Ledger) -> None:
-    job_id, epoch = await open_job(ledger)
-    for _ in range(2):  # the second call: its first answer was lost
-        await ledger.record_micro_batch(job_id, epoch, 0, 0, ["0-1"])
-    await ledger.record_micro_batch(job_id, epoch, 0, 1, ["0-0"])
-    assert await ledger.recorded_micro_batches(job_id, 0) == [["0-1"], ["0-0"]]
-    with pytest.raises(AssertionError, match="recorded with other groups"):
-        await ledger.record_micro_batch(job_id, epoch, 0, 0, ["0-0"])
-    with pytest.raises(LeaseLost):
-        await ledger.record_micro_batch(job_id, "0", 0, 2, ["0-2"])
 
 
 async def test_a_replay_with_other_bits_is_noticed(ledger: Ledger) -> None:

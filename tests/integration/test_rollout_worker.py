@@ -69,7 +69,7 @@ class Rig:
 
     async def start_job(self, num_prompts: int = 4, max_group_attempts: int = 3) -> None:
         self.job_id = uuid.uuid4().hex
-        await self.ledger.create_job(self.job_id, job_config(self.pool, num_prompts, max_group_attempts), 10)
+        await self.ledger.create_job(self.job_id, job_config(self.pool, num_prompts, max_group_attempts), 10, 0)
         epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
         assert epoch
         self.epoch = epoch

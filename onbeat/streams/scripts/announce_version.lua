@@ -1,8 +1,8 @@
--- ARGV: epoch, policy version, weights address, digest (hex). Versions only grow. Returns 1, or 0 when not the owner.
+-- ARGV: epoch, policy version, weights address, digest (hex). A trainer serves weights from here on. Only a job's first
+-- version is published by this: later ones by their commit, or never. Returns 1, or 0 when not the owner.
 if not is_owner(ARGV[1]) then return 0 end
-local current = tonumber(field('policy_version') or '-1')
 redis.call('HSET', job, 'weights_address', ARGV[3], 'progress_at', now())
-if tonumber(ARGV[2]) > current then
+if not field('policy_version') then
   redis.call('HSET', job, 'policy_version', ARGV[2], 'weights_digest', ARGV[4])
   emit('weights.published', 'policy version ' .. ARGV[2], {policy_version = tonumber(ARGV[2])})
 end

@@ -21,6 +21,11 @@ repeat -- one call looks at a bounded part of the pending entries
 until cursor == '0-0' or num_orphans >= want
 if num_orphans < want then
   local fresh = redis.call('XREADGROUP', 'GROUP', ARGV[4], ARGV[1], 'COUNT', want - num_orphans, 'STREAMS', KEYS[3], '>')
-  if fresh then add(fresh[1][2]) end
+  if fresh then
+    add(fresh[1][2])
+    if tonumber(field('max_staleness')) > 0 and num_unclaimed(KEYS[3], ARGV[4]) == 0 then
+      emit('prompts.claimed', 'all prompts are claimed', {}) -- the next iteration may be due
+    end
+  end
 end
 return claimed

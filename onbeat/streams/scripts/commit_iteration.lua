@@ -1,17 +1,24 @@
--- KEYS: job, events, iteration. ARGV: epoch, iteration, new policy version, weights digest (hex), metrics (JSON).
--- Closes a drained iteration and publishes the next version in one move. Idempotent: a replayed commit is 'already', or
--- 'diverged' when its weights are not those that were published. Returns committed | already | diverged | fenced | open.
+-- KEYS: job, events, iteration.
+-- ARGV: epoch, iteration, new policy version, weights digest (hex), metrics (JSON), is_published ('1'/'0').
+-- Closes a drained iteration and publishes the next version in one move, unless rollouts are to stay on the one that they
+-- have; the bound must then still let the next iteration open. Idempotent: a replayed commit is 'already', or 'diverged'
+-- when its weights are not those of the first time. Returns committed | already | diverged | fenced | open | unbounded.
 if not is_owner(ARGV[1]) then return 'fenced' end
-if tonumber(field('next_iteration')) > tonumber(ARGV[2]) then
+local next_iteration = tonumber(ARGV[2]) + 1
+if tonumber(field('next_iteration')) >= next_iteration then
   redis.call('HSET', job, 'progress_at', now())
   return redis.call('HGET', KEYS[3], 'weights_digest') == ARGV[4] and 'already' or 'diverged'
 end
 if redis.call('HGET', KEYS[3], 'state') ~= 'DRAINED' then return 'open' end
+if ARGV[6] == '1' then
+  redis.call('HSET', job, 'policy_version', ARGV[3], 'weights_digest', ARGV[4])
+elseif tonumber(field('policy_version')) < next_iteration - tonumber(field('max_staleness')) then
+  return 'unbounded'
+end
 local time = now()
 redis.call('HSET', KEYS[3], 'state', 'COMMITTED', 'committed_at', time, 'metrics', ARGV[5], 'weights_digest', ARGV[4],
   'previous_commit_at', field('last_commit_at') or redis.call('HGET', KEYS[3], 'opened_at'))
-redis.call('HSET', job, 'next_iteration', tonumber(ARGV[2]) + 1, 'policy_version', ARGV[3], 'weights_digest', ARGV[4],
-  'last_commit_at', time, 'progress_at', time)
-emit('iteration.committed', 'iteration ' .. ARGV[2],
-  {iteration = tonumber(ARGV[2]), policy_version = tonumber(ARGV[3]), digest = ARGV[4]})
+redis.call('HSET', job, 'next_iteration', next_iteration, 'last_commit_at', time, 'progress_at', time)
+emit('iteration.committed', 'iteration ' .. ARGV[2], {iteration = tonumber(ARGV[2]), is_published = ARGV[6] == '1',
+  policy_version = tonumber(ARGV[3]), digest = ARGV[4]})
 return 'committed'

@@ -2,6 +2,6 @@
 if redis.call('EXISTS', job) == 1 then return 0 end
 local created = now()
 redis.call('HSET', job, 'id', ARGV[1], 'state', 'PENDING', 'created_at', created, 'progress_at', created,
-  'next_iteration', '0', 'epoch', '0', unpack(ARGV, 2))
+  'num_opened', '0', 'next_iteration', '0', 'epoch', '0', unpack(ARGV, 2))
 emit('job.state', 'PENDING', {state = 'PENDING'})
 return 1

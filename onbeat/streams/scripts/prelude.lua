@@ -19,3 +19,8 @@ end
 local function is_owner(epoch)
   return field('epoch') == epoch
 end
+
+-- Entries of a stream that nobody of the consumer group has claimed yet. (Done ones are acknowledged and deleted.)
+local function num_unclaimed(stream, group)
+  return redis.call('XLEN', stream) - redis.call('XPENDING', stream, group)[1]
+end

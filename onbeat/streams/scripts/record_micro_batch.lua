@@ -1,9 +1,13 @@
--- KEYS: job, events, micro batches. ARGV: epoch, index, group ids (comma separated).
--- Idempotent: repeating a call whose answer was lost changes nothing. Returns recorded | fenced | other.
-if not is_owner(ARGV[1]) then return 'fenced' end
-local index = tonumber(ARGV[2])
-if redis.call('LLEN', KEYS[3]) == index then
-  redis.call('RPUSH', KEYS[3], ARGV[3])
-  return 'recorded'
+-- KEYS: job, events, micro batches, taken groups. ARGV: epoch, `rank:index`, then group ids.
+-- Grants a trainer replica those groups that no replica has taken yet. Idempotent: repeating a call whose answer was
+-- lost returns what was granted then. Returns the granted ids, comma separated ('' for none), or nil when fenced.
+if not is_owner(ARGV[1]) then return nil end
+local recorded = redis.call('HGET', KEYS[3], ARGV[2])
+if recorded then return recorded end
+local granted = {}
+for i = 3, #ARGV do
+  if redis.call('SADD', KEYS[4], ARGV[i]) == 1 then granted[#granted + 1] = ARGV[i] end
 end
-return redis.call('LINDEX', KEYS[3], index) == ARGV[3] and 'recorded' or 'other'
+local ids = table.concat(granted, ',')
+if ids ~= '' then redis.call('HSET', KEYS[3], ARGV[2], ids) end
+return ids

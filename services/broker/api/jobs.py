@@ -67,7 +67,8 @@ async def create_job(
     record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None
     if record is None:
         await broker.admission.review(config)
-        is_new = await broker.ledger.create_job(job_id, wanted, config.schedule.num_iterations)
+        num_iterations, max_staleness = config.schedule.num_iterations, config.max_staleness
+        is_new = await broker.ledger.create_job(job_id, wanted, num_iterations, max_staleness)
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
     if record is None:
         record = job_record(await broker.ledger.job_fields(job_id))
