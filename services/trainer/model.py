@@ -1,7 +1,9 @@
-"""The policy (and the frozen reference) as transformers models, and their log-probabilities on a packed micro-batch."""
+"""The policy and its frozen relatives as transformers models, and their log-probabilities on a packed micro-batch."""
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from services.trainer import bundled
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.logprobs import TargetLogprobs
+from services.trainer.lora import adapted_layers, published_tensors, without_adapters
 
 PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -51,9 +54,56 @@ def use_attention(model: Any, name: str) -> None:
     model.is_packed = name == PACKED_ATTENTION
 
 
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Keep only each decoder layer's input for the backward pass, which computes the rest again.
+
+    The layers' `forward` is wrapped, not transformers' own switch turned on: that one works in training mode only, and
+    would turn dropout on, which a policy gradient must not have. Call it before adding hooks or sharding.
+    Raises ValueError for a model whose layers transformers does not mark as such.
+    """
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"training.has_gradient_checkpointing: {type(model).__name__} has no layers that can be computed again; "
+            "turn it off and lower training.max_tokens_per_micro_batch instead"
+        )
+    for layer in layers:  # no random numbers in eval mode, so none to restore
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
 def freeze_copy(model: Any) -> Any:
-    """The reference policy: same sharding and dtype, no gradient."""
+    """A policy that stays as it is: same sharding and dtype, no gradient."""
     return copy.deepcopy(model).requires_grad_(False)
+
+
+def frozen_like(model: Any) -> Any:
+    """`freeze_copy` of what is published: a model without adapters, merged if this one has any."""
+    frozen = freeze_copy(model)
+    for name, layer in adapted_layers(frozen).items():
+        frozen.set_submodule(name, layer.get_base_layer())
+    load_frozen(frozen, published_tensors(model))
+    return frozen
+
+
+@torch.no_grad()
+def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Overwrite a frozen copy with published weights: [shape of the parameter] by name, each parameter once.
+
+    Raises ValueError naming what is missing, unknown or of another shape; the copy is then not to be used.
+    """
+    parameters = dict(frozen.named_parameters())
+    missing = set(parameters)
+    for name, tensor in tensors:
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            known = tuple(parameters[name].shape) if name in parameters else "no such parameter"
+            raise ValueError(f"weights of another model: {name} {tuple(tensor.shape)}, the model has {known}")
+        parameters[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"weights of another model: nothing for {', '.join(sorted(missing))}")
 
 
 def model_files(source: str) -> dict[str, bytes]:
@@ -71,12 +121,43 @@ def model_files(source: str) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in files if not path.name.endswith(WEIGHT_FILES)}
 
 
+def tri_model_logprobs(
+    policy: Any, old: Any | None, reference: Any | None, batch: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(trainer_logprobs, entropy, old_logprobs, ref_logprobs), all [N]; only the first carries a gradient.
+
+    One micro-batch, packed and planned once, through up to three models. None skips a model; `reference` may be the
+    policy itself, which then stands for itself without its adapters. The frozen ones go first: what they allocate is
+    free again before the policy keeps its activations.
+    """
+    prepared = prepare_inputs(policy, batch)
+    with torch.no_grad():
+        old_logprobs = None if old is None else target_logprobs(old, prepared, batch, temperature)[0]
+        ref_logprobs = None
+        if reference is not None:
+            with without_adapters(policy) if reference is policy else nullcontext():
+                ref_logprobs = target_logprobs(reference, prepared, batch, temperature)[0]
+    trainer_logprobs, entropy = target_logprobs(policy, prepared, batch, temperature)
+    return trainer_logprobs, entropy, old_logprobs, ref_logprobs
+
+
 def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of every response token under the tempered policy, and the entropy there (no gradient).
 
-    Both [N] float32 (float64 for a float64 model). Logits exist only where a response token is predicted.
+    Both [N] float32 (float64 for a float64 model).
     """
-    inputs, select = packed_inputs(model, batch) if model.is_packed else separate_inputs(batch)
+    return target_logprobs(model, prepare_inputs(model, batch), batch, temperature)
+
+
+Select = Callable[[torch.Tensor], torch.Tensor]  # outputs of all places -> those that predict a target, [N, ...]
+Prepared = tuple[dict[str, Any], Select]
+
+
+def target_logprobs(
+    model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `response_logprobs`, on inputs at hand. Logits exist only where a response token is predicted."""
+    inputs, select = prepared
     if has_plain_head(model):
         hidden = select(model.get_decoder()(**inputs).last_hidden_state)
         return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, temperature)
@@ -86,10 +167,12 @@ def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tupl
     return log_probabilities.gather(-1, batch.target_ids[:, None])[:, 0], entropy
 
 
-Select = Callable[[torch.Tensor], torch.Tensor]  # outputs of all places -> those that predict a target, [N, ...]
+def prepare_inputs(model: Any, batch: MicroBatch) -> Prepared:
+    """What depends on the micro-batch only, for every model of this architecture, dtype and attention."""
+    return packed_inputs(model, batch) if model.is_packed else separate_inputs(batch)
 
 
-def packed_inputs(model: Any, batch: MicroBatch) -> tuple[dict[str, Any], Select]:
+def packed_inputs(model: Any, batch: MicroBatch) -> Prepared:
     """One row with each prompt once."""
     inputs = {
         "input_ids": batch.token_ids[None],
@@ -100,7 +183,7 @@ def packed_inputs(model: Any, batch: MicroBatch) -> tuple[dict[str, Any], Select
     return inputs, lambda outputs: outputs[0].index_select(0, batch.layout.logit_index)
 
 
-def separate_inputs(batch: MicroBatch) -> tuple[dict[str, Any], Select]:
+def separate_inputs(batch: MicroBatch) -> Prepared:
     """A padded row per response, its prompt repeated: for attentions that cannot be packed."""
     rows, places = [], []
     for group in batch.layout.groups:
