@@ -1,25 +1,39 @@
 """From groups on the stream to one packed micro-batch of tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from onbeat.config import JobConfig, OnlineDpoObjective
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import Response, RolloutGroup
+from services.trainer.algorithm.online_dpo import best_and_worst
 from services.trainer.attention import PackedLayout, build_layout
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some responses of a group: all of them, unless the group is larger than a micro-batch."""
+
+    group: RolloutGroup
+    members: tuple[int, ...]  # indices of responses, ascending
+
+    @classmethod
+    def whole(cls, group: RolloutGroup) -> "Part":
+        return cls(group, tuple(range(len(group.responses))))
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """Whole groups in one row: T places, N response tokens, R responses."""
+    """Parts of groups in one row: T places, N response tokens, R responses."""
 
     token_ids: torch.Tensor  # [T] int64, the inputs
     layout: PackedLayout
     target_ids: torch.Tensor  # [N] int64, the response tokens
     rollout_logprobs: torch.Tensor  # [N] float32
-    rewards: torch.Tensor  # [R] float32
     response_lengths: torch.Tensor  # [R] int64, tokens
-    group_sizes: list[int]  # responses of each group; they sum to R
+    group_rewards: list[torch.Tensor]  # [G] float32 of each group, all of its responses
+    members: list[torch.Tensor]  # [M] int64 of each group: which of its responses are here; together R
     group_ids: list[str]
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -28,27 +42,70 @@ class MicroBatch:
         return torch.zeros(len(self.response_lengths), device=values.device).index_add(0, index, values)
 
 
-def pack(groups: list[RolloutGroup], device: torch.device) -> MicroBatch:
+def pack(groups: Sequence[RolloutGroup | Part], device: torch.device) -> MicroBatch:
     """Shapes as in MicroBatch; groups and responses keep their order."""
+    parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     inputs: list[int] = []
-    for group in groups:
-        inputs += group.prompt_token_ids
-        for response in group.responses:
+    responses: list[Response] = []
+    shape = []
+    for part in parts:
+        here = [part.group.responses[member] for member in part.members]
+        inputs += part.group.prompt_token_ids
+        for response in here:
             inputs += response.token_ids[:-1]
-    responses = [response for group in groups for response in group.responses]
+        responses += here
+        shape.append((len(part.group.prompt_token_ids), [len(response.token_ids) for response in here]))
     targets = [token for response in responses for token in response.token_ids]
     rollout_logprobs = [logprob for response in responses for logprob in response.rollout_logprobs]
-    shape = [(len(group.prompt_token_ids), [len(r.token_ids) for r in group.responses]) for group in groups]
     return MicroBatch(
         token_ids=torch.tensor(inputs, device=device),
         layout=build_layout(shape, device),
         target_ids=torch.tensor(targets, device=device),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
-        rewards=torch.tensor([r.reward for r in responses], dtype=torch.float32, device=device),
-        response_lengths=torch.tensor([len(r.token_ids) for r in responses], device=device),
-        group_sizes=[len(group.responses) for group in groups],
-        group_ids=[group.group_id for group in groups],
+        response_lengths=torch.tensor([len(response.token_ids) for response in responses], device=device),
+        group_rewards=[group_rewards(part.group, device) for part in parts],
+        members=[torch.tensor(part.members, device=device) for part in parts],
+        group_ids=[part.group.group_id for part in parts],
     )
+
+
+def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> torch.Tensor:
+    """[G] float32."""
+    return torch.tensor([response.reward for response in group.responses], dtype=torch.float32, device=device)
+
+
+def split(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
+    """What is packed into one row at a time: all groups together, or a single group that exceeds the budget in parts.
+
+    Each part repeats the prompt. A preference pair or a KL term in the reward ties responses together: never split.
+    """
+    if not groups:
+        return []
+    budget = config.training.max_tokens_per_micro_batch
+    objective = config.objective
+    has_kl_reward = objective.kl.coef > 0 and objective.kl.placement == "reward"
+    is_tied = has_kl_reward or isinstance(objective, OnlineDpoObjective)
+    if len(groups) != 1 or cost(groups[0], config) <= budget or is_tied:
+        return [[Part(group, trained_members(group, config)) for group in groups]]
+    group = groups[0]
+    rows: list[list[int]] = []
+    room = 0
+    for member in trained_members(group, config):
+        places = len(group.responses[member].token_ids) - 1
+        if not rows or places > room:
+            rows.append([])
+            room = budget - len(group.prompt_token_ids)
+        rows[-1].append(member)
+        room -= places
+    return [[Part(group, tuple(row))] for row in rows]
+
+
+def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
+    """The responses that have a gradient: all, or the pair of online DPO."""
+    if isinstance(config.objective, OnlineDpoObjective):
+        pair = best_and_worst(group_rewards(group))
+        return tuple(sorted(pair)) if pair else ()
+    return Part.whole(group).members
 
 
 def is_informative(group: RolloutGroup, config: JobConfig) -> bool:
@@ -58,6 +115,12 @@ def is_informative(group: RolloutGroup, config: JobConfig) -> bool:
     return len(rewards) > 1 or (has_kl and bool(rewards))
 
 
-def num_places(group: RolloutGroup) -> int:
-    """Places of the packed row that the group takes."""
-    return len(group.prompt_token_ids) + sum(len(response.token_ids) - 1 for response in group.responses)
+def cost(group: RolloutGroup, config: JobConfig) -> int:
+    """Places of the packed row that training the group takes; 0 when it has no gradient."""
+    return num_places(group, trained_members(group, config)) if is_informative(group, config) else 0
+
+
+def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:
+    """Places of the packed row for the prompt and those responses (default: all)."""
+    members = range(len(group.responses)) if members is None else members
+    return len(group.prompt_token_ids) + sum(len(group.responses[member].token_ids) - 1 for member in members)

@@ -33,8 +33,13 @@ class TrainState:
     job_id: str
     next_iteration: int
     policy_version: int
+    published_version: int  # the newest that rollouts know; older than policy_version when a transfer was skipped
     num_steps: int
     model_path: str
+
+    @classmethod
+    def fresh(cls, job_id: str, model_path: str) -> "TrainState":
+        return cls(job_id, next_iteration=0, policy_version=0, published_version=0, num_steps=0, model_path=model_path)
 
 
 class CheckpointStore:

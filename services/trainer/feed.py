@@ -1,100 +1,126 @@
-"""From the stream to micro-batches: whole groups, in completion order, under a token budget, written down first."""
+"""From the stream to micro-batches: whole groups, in completion order, under a token budget, written down first.
+
+Replicas read one consumer group, so the stream hands each group to whoever is free; the ledger decides who trains it
+(`Link.record_micro_batch`), so that no group is trained twice or forgotten when a delivery dies with its reader.
+"""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
 from onbeat.types import JobState
+from services.trainer.batch import cost
 from services.trainer.link import Link
 
-Cost = Callable[[RolloutGroup], int]  # places in the packed row
-
 LOOK_AGAIN_S = 3.0  # after so much silence: a delivery may have been lost with its answer, the ledger has not
+ALL_AT_ONCE = 64  # groups of one delivery to the only replica
 
 
 class GroupFeed:
-    """Groups of one iteration after the other as micro-batches.
+    """Micro-batches of this replica, one set of groups after the other.
 
     What was recorded before a crash is repeated exactly; from there on, `periodic` takes whatever has arrived and
     `sync` waits for all groups first. Either way the partition is written down before it is trained.
     """
 
-    def __init__(self, link: Link, next_iteration: int) -> None:
-        self._link = link
-        self._known: set[str] = set()  # ids of all groups that ever arrived here
+    def __init__(self, link: Link, config: JobConfig, next_iteration: int, num_replicas: int = 1) -> None:
+        self._link, self._config, self._num_replicas = link, config, num_replicas
+        self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: list[RolloutGroup] = []
+        self._quiet_since = self._looked_at = time.monotonic()
         self._add(link.accepted_groups(next_iteration))
 
-    def micro_batches(self, iteration: int, num_groups: int, cost: Cost) -> Iterator[list[RolloutGroup]]:
-        """Lists of groups; together exactly the iteration's `num_groups`. `cost(group)` is in tokens."""
-        num_left = num_groups
-        recorded = self._link.recorded_micro_batches(iteration)
-        for group_ids in recorded:
-            while not (wanted := self._pick(group_ids)):
-                self._wait_for_more(iteration, num_left)
-            num_left -= len(wanted)
-            yield wanted
-        index = len(recorded)
-        while num_left > 0:
-            self._receive(timeout_s=0.001)
-            is_sync = self._link.config.schedule.mode == "sync"
-            while self._num_waiting(iteration) < (num_left if is_sync else 1):
-                self._wait_for_more(iteration, num_left)
-            batch = self._take_budget(iteration, cost)
-            self._link.record_micro_batch(iteration, index, [group.group_id for group in batch])
-            index += 1
-            num_left -= len(batch)
-            yield batch
+    def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
+        """Lists of groups; with those of the other replicas, exactly the `wanted` ones (ids) of the iteration."""
+        self._forget_before(iteration)
+        for group_ids in self._link.recorded_micro_batches(iteration):
+            if group_ids[0] in wanted:
+                while not (recorded := self._pick(group_ids)):
+                    self._wait(iteration, len(group_ids))
+                yield recorded
+        left = set(wanted) - self._link.taken_groups(iteration)
+        while left:
+            ready = self._receive_ready(left)
+            if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
+                self._wait(iteration, len(left))
+                left -= self._taken_by_others(iteration)
+                continue
+            group_ids = [group.group_id for group in self._take_budget(ready)]
+            granted = self._link.record_micro_batch(iteration, group_ids)
+            left -= set(group_ids)
+            mine = {group.group_id: group for group in self._discard(group_ids)}
+            if granted:
+                yield [mine[group_id] for group_id in granted]
+            self._quiet_since = time.monotonic()
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
         """Each group once. True if any was new."""
         new = [group for group in groups if group.group_id not in self._known]
-        self._known |= {group.group_id for group in new}
+        self._known |= {group.group_id: group.iteration for group in new}
         self._waiting += new
         return bool(new)
 
+    def _forget_before(self, iteration: int) -> None:
+        self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
+        self._waiting = [group for group in self._waiting if group.iteration >= iteration]
+        self._quiet_since = time.monotonic()
+
+    def _taken_by_others(self, iteration: int) -> set[str]:
+        return self._link.taken_groups(iteration) if self._num_replicas > 1 else set()
+
     def _pick(self, group_ids: list[str]) -> list[RolloutGroup]:
+        """Those groups in that order and no longer waiting, or [] when one is still missing."""
         found = {group.group_id: group for group in self._waiting if group.group_id in group_ids}
         if len(found) < len(group_ids):
             return []
-        self._waiting = [group for group in self._waiting if group.group_id not in found]
+        self._discard(group_ids)
         return [found[group_id] for group_id in group_ids]
 
-    def _num_waiting(self, iteration: int) -> int:
-        return sum(group.iteration == iteration for group in self._waiting)
+    def _discard(self, group_ids: list[str]) -> list[RolloutGroup]:
+        gone = [group for group in self._waiting if group.group_id in group_ids]
+        self._waiting = [group for group in self._waiting if group.group_id not in group_ids]
+        return gone
 
-    def _take_budget(self, iteration: int, cost: Cost) -> list[RolloutGroup]:
-        budget = self._link.config.training.max_tokens_per_micro_batch
+    def _receive_ready(self, left: set[str]) -> list[RolloutGroup]:
+        """What has arrived of those groups. One of several replicas takes no more than a micro-batch at a time."""
+        budget = self._config.training.max_tokens_per_micro_batch
+        self._receive(timeout_s=0.001)
+        while True:
+            ready = [group for group in self._waiting if group.group_id in left]
+            is_full = sum(cost(group, self._config) for group in ready) >= budget
+            if self._num_replicas == 1 or is_full or not self._receive(timeout_s=0.001):
+                return ready
+
+    def _is_complete(self, iteration: int, ready: list[RolloutGroup], left: set[str]) -> bool:
+        return len(ready) == len(left) or (self._num_replicas > 1 and self._link.is_drained(iteration))
+
+    def _take_budget(self, ready: list[RolloutGroup]) -> list[RolloutGroup]:
+        budget = self._config.training.max_tokens_per_micro_batch
         batch: list[RolloutGroup] = []
-        for group in self._waiting:
-            if group.iteration != iteration:
-                continue
-            budget -= cost(group)
+        for group in ready:
+            budget -= cost(group, self._config)
             if budget < 0 and batch:
                 break
             batch.append(group)
-        taken = {group.group_id for group in batch}
-        self._waiting = [group for group in self._waiting if group.group_id not in taken]
         return batch
 
     def _receive(self, timeout_s: float) -> bool:
-        return self._add(self._link.take_groups(timeout_s))
+        return self._add(self._link.take_groups(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
 
-    def _wait_for_more(self, iteration: int, num_left: int) -> None:
-        """Block until another group arrives. Raises JobFailed when none does for the iteration's deadline."""
-        deadline_s = self._link.config.schedule.iteration_deadline_s
-        started = looked_at = time.monotonic()
-        while not self._receive(timeout_s=0.5):
-            now = time.monotonic()
-            if self._link.check() is JobState.PAUSED:
-                started = now
-            if now - looked_at > LOOK_AGAIN_S:
-                looked_at = now
-                if self._add(self._link.accepted_groups(iteration)):
-                    return
-            if now - started > deadline_s:
-                raise JobFailed(
-                    f"iteration {iteration}: no group arrived for {deadline_s:.0f} s, {num_left} are missing; "
-                    "are rollouts running? (`onbeat workers`)"
-                )
+    def _wait(self, iteration: int, num_left: int) -> None:
+        """Until another group arrives, for a moment at most. Raises JobFailed after the iteration's deadline."""
+        deadline_s = self._config.schedule.iteration_deadline_s
+        is_new = self._receive(timeout_s=0.5 if self._num_replicas == 1 else 0.02)
+        now = time.monotonic()
+        if not is_new and now - self._looked_at > LOOK_AGAIN_S:
+            self._looked_at = now
+            is_new = self._add(self._link.accepted_groups(iteration))
+        if is_new or self._link.check() is JobState.PAUSED:
+            self._quiet_since = now
+        if now - self._quiet_since > deadline_s:
+            raise JobFailed(
+                f"iteration {iteration}: no group arrived for {deadline_s:.0f} s, {num_left} are missing; "
+                "are rollouts running? (`onbeat workers`)"
+            )

@@ -3,17 +3,16 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-import torch
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost, OnbeatError
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
+from onbeat.types import IterationState, JobState
 from services.trainer.background import Background
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import Snapshot, WeightStore
@@ -21,7 +20,6 @@ from services.trainer.weight_store import Snapshot, WeightStore
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CONSUMER = "rank-0"  # stable, so that whoever takes over finds what its predecessor had taken
 
 
 class JobCancelled(Exception):
@@ -40,13 +38,16 @@ class Link(Protocol):
 
     def check(self) -> JobState: ...
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]: ...
-    def take_groups(self, timeout_s: float) -> list[RolloutGroup]: ...
+    def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]: ...
+    def is_drained(self, iteration: int) -> bool: ...
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]: ...
-    def record_micro_batch(self, iteration: int, index: int, group_ids: list[str]) -> None: ...
-    def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot: ...
-    def announce(self, snapshot: Snapshot) -> None: ...
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool: ...
+    def taken_groups(self, iteration: int) -> set[str]: ...
+    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]: ...
+    def hold(self, snapshot: Snapshot) -> None: ...
+    def publish(self, snapshot: Snapshot) -> None: ...
+    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool: ...
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
+    def wait_for_evaluation(self) -> None: ...
 
 
 class JobLink:
@@ -61,6 +62,8 @@ class JobLink:
         config: JobConfig,
         lease_s: float,
         stop: threading.Event,
+        rank: int = 0,
+        num_replicas: int = 1,
     ) -> None:
         self.job_id, self.config = job_id, config
         self._background, self._ledger, self._epoch, self._lease_s, self._stop = (
@@ -72,7 +75,10 @@ class JobLink:
         )
         self._state = JobState.RUNNING
         self._lost: Exception | None = None
-        self._store = WeightStore()
+        self._rank, self._num_replicas = rank, num_replicas
+        self._consumer = f"rank-{rank}"  # stable, so that whoever takes over finds what its predecessor had taken
+        self._num_recorded: dict[int, int] = {}  # iteration -> micro-batches under this rank
+        self._store = WeightStore(num_kept=config.max_staleness + 2)
         self._server: WeightServer | None = None
         self._address = ""
         self._heartbeat = background.start(self._keep_lease())
@@ -108,51 +114,73 @@ class JobLink:
         self._server, bound = self._background.run(start())
         self._address = f"{advertise or host}:{bound}"
 
-    def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-        """Copy the weights into the store; nobody is told before `announce` or `commit`."""
-        return self._store.publish(version, tensors)
+    def hold(self, snapshot: Snapshot) -> None:
+        """Rollouts may pull this version; nobody is told."""
+        self._store.add(snapshot)
 
-    def announce(self, snapshot: Snapshot) -> None:
-        """Rollouts may pull this version from now on."""
+    def publish(self, snapshot: Snapshot) -> None:
+        """Rollouts pull this version from now on."""
         assert self._server is not None
-        version, digest = snapshot.manifest.policy_version, snapshot.manifest.digest.hex()
+        self._store.add(snapshot)
+        version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         self._background.run(self._server.announce())
         self._run(self._ledger.announce_version(self.job_id, self._epoch, version, self._address, digest))
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
-    def take_groups(self, timeout_s: float) -> list[RolloutGroup]:
-        """The next accepted groups in completion order; empty when none came in time."""
-        return self._run(self._ledger.take_groups(self.job_id, CONSUMER, 64, timeout_s))
+    def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
+        """Up to `count` accepted groups in completion order; empty when none came in time."""
+        return self._run(self._ledger.take_groups(self.job_id, self._consumer, count, timeout_s))
 
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
         """All accepted groups from an iteration on, in completion order, whoever took them before."""
 
         async def collect() -> list[RolloutGroup]:
-            open_iteration = int((await self._ledger.job_fields(self.job_id))["next_iteration"])
+            num_opened = int((await self._ledger.job_fields(self.job_id))["num_opened"])
             groups = []
-            for iteration in range(first_iteration, open_iteration + 1):
+            for iteration in range(first_iteration, num_opened):
                 groups += await self._ledger.iteration_groups(self.job_id, iteration)
             return groups
 
         return self._run(collect())
 
-    def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
-        return self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
+    def is_drained(self, iteration: int) -> bool:
+        """Whether every group of the iteration is accepted."""
+        return self._run(self._ledger.iteration_state(self.job_id, iteration)) is not IterationState.OPEN
 
-    def record_micro_batch(self, iteration: int, index: int, group_ids: list[str]) -> None:
-        self._run(self._ledger.record_micro_batch(self.job_id, self._epoch, iteration, index, group_ids))
+    def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
+        """Those of this replica in order, and those of replicas that are no longer there."""
+        by_rank = self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
+        self._num_recorded = {iteration: len(by_rank.get(self._rank, []))}
+        return [batch for rank in sorted(by_rank) if rank % self._num_replicas == self._rank for batch in by_rank[rank]]
+
+    def taken_groups(self, iteration: int) -> set[str]:
+        return self._run(self._ledger.taken_groups(self.job_id, iteration))
+
+    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
+        """Write down, before it is trained, what this replica trains next; returns those that were still free."""
+        index = self._num_recorded.get(iteration, 0)
+        granted = self._run(
+            self._ledger.record_micro_batch(self.job_id, self._epoch, iteration, self._rank, index, group_ids)
+        )
+        self._num_recorded[iteration] = index + bool(granted)
+        return granted
 
     # ---- the barrier ---------------------------------------------------------------------------------------------
 
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool:
-        """Close the iteration and publish the next version. False when it was committed before a crash."""
-        version, digest = snapshot.manifest.policy_version, snapshot.manifest.digest.hex()
-        arguments = (self.job_id, self._epoch, iteration, version, digest, metrics)
+    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool:
+        """Close the iteration and count the next version. False when it was committed before a crash."""
+        version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
+        arguments = (self.job_id, self._epoch, iteration, version, digest, metrics, is_published)
         return self._run(self._ledger.commit_iteration(*arguments))
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
         self._run(self._ledger.checkpointed(self.job_id, self._epoch, first, next_iteration, path))
+
+    def wait_for_evaluation(self) -> None:
+        """The last version is evaluated while this trainer still serves it. Gives up, loudly, after a deadline."""
+        if self.config.evaluation is None:
+            return
 
     def emit(self, kind: str, message: str) -> None:
         self._run(self._ledger.emit(self.job_id, kind, message))

@@ -1,71 +1,41 @@
 """The training loop: periodic asynchrony (arXiv 2511.18871).
 
-    for each iteration t (policy version t, a fixed set of groups):
-        for each micro-batch of groups, in completion order, while others are still being generated:
-            pack -> forward (policy, reference) -> loss sum -> backward     gradients add up unnormalised
-        barrier: rescale once -> clip -> AdamW -> snapshot -> commit (version t + 1 is published)
+    for each iteration t (one policy version, a fixed set of groups):
+        for each update (all groups, or a share of them by their order):
+            for each micro-batch of groups, in completion order, while others are still being generated:
+                pack -> forward (policy, old, reference) -> loss sum -> backward     gradients add up unnormalised
+            barrier: reduce over replicas -> rescale once -> GAC -> clip -> AdamW
+        snapshot -> publish (version t + 1) -> commit
 
-The gradient at the barrier is that of the synchronous iteration up to floating-point order, because no step falls
-inside an iteration, the set of groups is fixed at its opening, and the normaliser is applied once at the end.
+In `periodic` and `sync` the version is t itself, and the gradient at the barrier is that of the synchronous iteration
+up to floating-point order: no step falls inside an update, the groups are fixed at its opening, and the normaliser
+is applied once at the end. In `bounded` the version may be older, by max_staleness at most, and is the old policy.
 """
 
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from onbeat.config import JobConfig
+from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup, span_versions
 from onbeat.types import JobState
 from services.trainer.algorithm.gac import GacAction
-from services.trainer.batch import MicroBatch, is_informative, num_places, pack
+from services.trainer.algorithm.reinforce_pp import batch_scale
+from services.trainer.batch import MicroBatch, Part, group_rewards, is_informative, pack, split
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.feed import GroupFeed
-from services.trainer.gradient_control import GradientControl
 from services.trainer.link import Link
-from services.trainer.model import freeze_copy, response_logprobs
-from services.trainer.objective import (
-    Logprobs,
-    Loss,
-    compute_loss,
-    iteration_scale,
-    loss_denominator,
-    needs_reference,
-    needs_whole_iteration,
-)
-from services.trainer.optimizer import MasterAdamW
+from services.trainer.lora import published_tensors
+from services.trainer.objective import Loss, compute_loss, loss_denominator, needs_whole_iteration
+from services.trainer.policy import Policy, old_version
 from services.trainer.stats import IterationStats
-from services.trainer.weight_store import Snapshot
+from services.trainer.weight_store import Snapshot, take_snapshot
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Policy:
-    """The model in training, its frozen reference (None when the algebra does not need one) and what moves it."""
-
-    model: Any
-    reference: Any | None
-    optimizer: MasterAdamW
-    control: GradientControl
-
-    @classmethod
-    def create(cls, model: Any, config: JobConfig) -> "Policy":
-        reference = freeze_copy(model) if needs_reference(config.objective) else None
-        return cls(model, reference, MasterAdamW(model, config.optimizer), GradientControl(config.gac))
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint needs besides the published weights; no copies."""
-        return self.optimizer.state_tensors() | self.control.state_tensors()
-
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Raises ValueError when they are another model's."""
-        self.optimizer.load_state_tensors(tensors, num_steps)
-        self.control.load_state_tensors(tensors)
 
 
 class TrainLoop:
@@ -81,37 +51,46 @@ class TrainLoop:
         self._link, self._config, self._policy = link, config, policy
         self._state, self._checkpoints, self._files = state, checkpoints, files
         self._durable_until = state.next_iteration  # iterations before this one are in a checkpoint
-        self._feed = GroupFeed(link, state.next_iteration)
+        self._feed = GroupFeed(link, config, state.next_iteration)
         self._device = next(policy.model.parameters()).device
+        self._behaviour_version: int | None = None  # of the iteration's groups, once the first is here
+        self._num_updates_done = 0  # of the iteration
 
     def run(self) -> TrainState:
-        self._link.announce(self._snapshot())
+        self._publish_first()
         while self._state.next_iteration < self._config.schedule.num_iterations:
             self.run_iteration(self._state.next_iteration)
+        self._link.wait_for_evaluation()
         while self._link.check() is JobState.PAUSED:  # paused in its last iteration: the user is to have the last word
             time.sleep(0.5)
         return self._state
 
     def run_iteration(self, iteration: int) -> None:
         stats = IterationStats(self._state.policy_version)
-        self._policy.optimizer.drop_gradients()
-        num_groups = self._config.rollout.num_prompts_per_iteration
-        micro_batches: Iterable[list[RolloutGroup]] = self._feed.micro_batches(iteration, num_groups, self._cost)
+        self._behaviour_version, self._num_updates_done = None, 0
+        updates: list[Iterable[list[RolloutGroup]]] = [
+            self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)
+        ]
         scale = 1.0
         if needs_whole_iteration(self._config.objective):
-            micro_batches = list(micro_batches)
-            scale = iteration_scale([group for groups in micro_batches for group in groups])
+            updates = [list(micro_batches) for micro_batches in updates]
+            scale = iteration_scale([group for update in updates for groups in update for group in groups])
+        for micro_batches in updates:
+            self.update(micro_batches, stats, scale)
+        self.publish(iteration, stats)
+        self.checkpoint_if_due()
+
+    def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> None:
+        """One optimizer step on its share of the iteration."""
+        self._policy.optimizer.drop_gradients()
+        stats.start_update()
         for groups in micro_batches:
             self._link.check()
             with stats.busy("train/micro_batches_s"):
                 self.accumulate(groups, stats, scale)
         with stats.busy("train/step_s"):
             self.step(stats)
-            snapshot = self._snapshot()
-        self._link.announce(snapshot)
-        is_new = self._link.commit(iteration, snapshot, stats.report())
-        log_iteration(iteration, stats.report(), is_new)
-        self.checkpoint_if_due()
+        self._num_updates_done += 1
 
     def accumulate(self, groups: list[RolloutGroup], stats: IterationStats, scale: float = 1.0) -> None:
         """Add one micro-batch's unnormalised gradient."""
@@ -119,33 +98,36 @@ class TrainLoop:
             self._verify(group)
             stats.add_group(group)
         informative = [group for group in groups if is_informative(group, self._config)]
-        if not informative:
-            return
-        batch = pack(informative, self._device)
+        for parts in split(informative, self._config):
+            self.accumulate_row(parts, stats, scale)
+
+    def accumulate_row(self, parts: list[Part], stats: IterationStats, scale: float) -> None:
+        batch = pack(parts, self._device)
         loss_sum = self.loss(batch, stats, scale).loss_sum
         if not torch.isfinite(loss_sum):
             raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
         loss_sum.backward()
 
     def loss(self, batch: MicroBatch, stats: IterationStats, scale: float) -> Loss:
-        """Policy and reference on the same packed row; the old policy is the policy: one step per iteration."""
-        temperature = self._config.rollout.temperature
-        trainer_logprobs, entropy = response_logprobs(self._policy.model, batch, temperature)
-        ref_logprobs = None
-        if self._policy.reference is not None:
-            with torch.no_grad():
-                ref_logprobs, _ = response_logprobs(self._policy.reference, batch, temperature)
-        logprobs = Logprobs(trainer_logprobs, trainer_logprobs.detach(), ref_logprobs)
+        """All policies on the same packed row, then the objective."""
+        assert self._behaviour_version is not None, "rows are made of verified groups"
+        behaviour, current = self._behaviour_version, self._state.policy_version
+        version = old_version(self._config, behaviour, current, self._num_updates_done)
+        logprobs, entropy = self._policy.logprobs(batch, self._config.rollout.temperature, version)
         loss = compute_loss(self._config.objective, batch, logprobs, scale)
-        stats.add_loss(batch, trainer_logprobs, loss, entropy)
+        is_on_policy = behaviour == current and self._num_updates_done == 0
+        has_behaviour = is_on_policy or version == behaviour
+        stats.add_loss(batch, logprobs.trainer, logprobs.old if has_behaviour else None, loss, entropy)
         return loss
 
     def step(self, stats: IterationStats) -> None:
         """The barrier: exactly one rescale, one clip, one optimizer step."""
-        if stats.num_responses == 0:
-            raise JobFailed(f"every group of the iteration failed; the first one: {stats.first_failure}")
-        num_tokens = stats.num_tokens - stats.num_rejected_tokens
-        divisor = loss_denominator(self._config, num_tokens, stats.num_responses, stats.num_pairs)
+        tally = stats.tally
+        if tally.num_responses == 0:
+            raise JobFailed(f"every group of the update failed; the first one: {stats.first_failure}")
+        divisor = loss_denominator(
+            self._config, tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs
+        )
         optimizer = self._policy.optimizer
         decision = self._policy.control.apply(optimizer.rescale(divisor))
         stats.add_decision(decision)
@@ -154,12 +136,52 @@ class TrainLoop:
             optimizer.drop_gradients()
         else:
             stats.values["train/learning_rate"] = optimizer.step()
+
+    # ---- weights out -----------------------------------------------------------------------------------------------
+
+    def publish(self, iteration: int, stats: IterationStats) -> None:
+        """The next version: published, unless it has hardly moved (`bounded` only), and the iteration committed."""
+        is_published = self._is_worth_publishing(stats)
+        version = self._state.policy_version + 1
         self._state = replace(
             self._state,
             next_iteration=self._state.next_iteration + 1,
-            policy_version=self._state.policy_version + 1,
-            num_steps=optimizer.num_steps,
+            policy_version=version,
+            published_version=version if is_published else self._state.published_version,
+            num_steps=self._policy.optimizer.num_steps,
         )
+        with stats.busy("train/snapshot_s"):
+            snapshot = self._snapshot()
+        if is_published:
+            self._link.publish(snapshot)
+        report = stats.report()
+        is_new = self._link.commit(iteration, snapshot, report, is_published)
+        log_iteration(iteration, report, is_new)
+
+    def _publish_first(self) -> None:
+        """What rollouts may ask for when training starts here: the newest version, and those of open iterations."""
+        current = self._snapshot()
+        held = self._policy.old.snapshots | {current.policy_version: current}
+        for version in sorted(held):
+            if version < self._state.published_version:
+                self._link.hold(held[version])
+        self._link.publish(held[self._state.published_version])
+
+    def _is_worth_publishing(self, stats: IterationStats) -> bool:
+        """Divergence-triggered publishing (arXiv 2507.10990). The bound comes first: no iteration may wait for ever."""
+        schedule = self._config.schedule
+        if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
+            return True
+        next_version = self._state.policy_version + 1
+        is_due = next_version - self._state.published_version >= schedule.max_staleness
+        return is_due or stats.divergence > schedule.publish_above_kl
+
+    def _snapshot(self) -> Snapshot:
+        snapshot = take_snapshot(self._state.policy_version, published_tensors(self._policy.model))
+        if self._config.max_staleness or self._config.training.num_updates_per_iteration > 1:
+            oldest_wanted = self._state.next_iteration - self._config.max_staleness
+            self._policy.old.hold(snapshot, oldest_wanted)
+        return snapshot
 
     def checkpoint_if_due(self) -> None:
         done = self._state.next_iteration
@@ -171,20 +193,39 @@ class TrainLoop:
         self._link.checkpointed(self._durable_until, done, str(path))
         self._durable_until = done
 
-    def _snapshot(self) -> Snapshot:
-        return self._link.snapshot(self._state.policy_version, self._policy.model.named_parameters())
-
-    def _cost(self, group: RolloutGroup) -> int:
-        return num_places(group) if is_informative(group, self._config) else 0
+    # ---- what may enter ----------------------------------------------------------------------------------------------
 
     def _verify(self, group: RolloutGroup) -> None:
         """The second of the two ends: the submission script has checked the same rule."""
-        version = self._state.policy_version
         if group.HasField("failure"):
             if self._config.rollout.on_group_failure == "fail":
                 raise JobFailed(f"group {group.group_id}: {group.failure.kind}: {group.failure.message}")
-        elif span_versions(group) != [version]:
-            raise JobFailed(f"group {group.group_id} has tokens of versions {span_versions(group)}, wanted {version}")
+            return
+        if self._behaviour_version is None:
+            self._behaviour_version = group.policy_version
+        newest = self._state.policy_version
+        wanted, versions = self._behaviour_version, span_versions(group)
+        if versions != [wanted] or not newest - self._config.max_staleness <= wanted <= newest:
+            allowed = f"one version, {newest - self._config.max_staleness} to {newest}"
+            raise JobFailed(f"group {group.group_id} has tokens of versions {versions}, wanted {wanted} ({allowed})")
+
+
+def shares(config: JobConfig, iteration: int) -> list[list[str]]:
+    """The groups of each update, by their order in the iteration and not by their arrival.
+
+    5 prompts and 2 updates: [[t-0, t-1, t-2], [t-3, t-4]].
+    """
+    num_prompts, num_updates = config.rollout.num_prompts_per_iteration, config.training.num_updates_per_iteration
+    updates: list[list[str]] = [[] for _ in range(num_updates)]
+    for index in range(num_prompts):
+        updates[index * num_updates // num_prompts].append(f"{iteration}-{index}")
+    return updates
+
+
+def iteration_scale(groups: list[RolloutGroup]) -> float:
+    """REINFORCE++'s divisor, from all groups of the iteration; 1 when every group failed."""
+    rewards = [group_rewards(group) for group in groups if group.responses]
+    return batch_scale(rewards) if rewards else 1.0
 
 
 def log_iteration(iteration: int, report: dict[str, float], is_new: bool) -> None:

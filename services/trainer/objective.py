@@ -22,7 +22,6 @@ from onbeat.config import (
     RlooObjective,
     TruncatedImportance,
 )
-from onbeat.streams.codec import RolloutGroup
 from services.trainer.algorithm.advantages import grpo_advantages
 from services.trainer.algorithm.cispo import cispo_token_loss
 from services.trainer.algorithm.dr_grpo import dr_grpo_advantages
@@ -33,7 +32,7 @@ from services.trainer.algorithm.inputs import LossInputs
 from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.algorithm.normalization import denominator, token_weights
 from services.trainer.algorithm.online_dpo import best_and_worst, dpo_pair_loss
-from services.trainer.algorithm.reinforce_pp import batch_scale, reinforce_pp_advantages
+from services.trainer.algorithm.reinforce_pp import reinforce_pp_advantages
 from services.trainer.algorithm.rloo import rloo_advantages, rloo_token_loss
 from services.trainer.batch import MicroBatch
 
@@ -65,23 +64,20 @@ def needs_whole_iteration(objective: ObjectiveConfig) -> bool:
     return isinstance(objective, ReinforcePpObjective)
 
 
-def iteration_scale(groups: list[RolloutGroup]) -> float:
-    """REINFORCE++'s divisor, from all groups of the iteration; 1 when every group failed."""
-    rewards = [torch.tensor([r.reward for r in group.responses]) for group in groups if group.responses]
-    return batch_scale(rewards) if rewards else 1.0
-
-
 def compute_loss(objective: ObjectiveConfig, batch: MicroBatch, logprobs: Logprobs, scale: float = 1.0) -> Loss:
-    """The objective on one micro-batch; `scale` is that of `iteration_scale`, where the objective needs it."""
+    """The objective on one micro-batch; `scale` is REINFORCE++'s (`algorithm/reinforce_pp`)."""
     if isinstance(objective, OnlineDpoObjective):
         return online_dpo_loss(objective, batch, logprobs)
-    rewards, metrics = batch.rewards, {}
+    rewards, metrics = batch.group_rewards, {}
     kl = torch.zeros_like(logprobs.old)
     if logprobs.ref is not None:
         kl = metrics["kl"] = kl_estimate(objective.kl.estimator, logprobs.trainer, logprobs.ref)
-    if objective.kl.placement == "reward":
-        rewards = rewards - objective.kl.coef * batch.response_sum(kl.detach())
-    advantages = group_advantages(objective, rewards.split(batch.group_sizes), scale)
+    if objective.kl.placement == "reward" and logprobs.ref is not None:
+        penalties = batch.response_sum(objective.kl.coef * kl.detach()).split([len(group) for group in rewards])
+        rewards = [group - penalty for group, penalty in zip(rewards, penalties, strict=True)]
+    advantages = torch.cat(
+        [group_advantages(objective, group, scale)[here] for group, here in zip(rewards, batch.members, strict=True)]
+    )
     advantages_N = advantages.repeat_interleave(batch.response_lengths)
     inputs = LossInputs(logprobs.trainer, logprobs.old, advantages_N, batch.response_lengths)
     token_loss, metrics["clipped_frac"] = policy_token_loss(objective, inputs)
@@ -95,17 +91,17 @@ def compute_loss(objective: ObjectiveConfig, batch: MicroBatch, logprobs: Logpro
     return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics)
 
 
-def group_advantages(objective: ObjectiveConfig, rewards: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
-    """Rewards [G] per group -> advantages [R] of all responses."""
+def group_advantages(objective: ObjectiveConfig, rewards: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rewards [G] of one group -> advantages [G]."""
     match objective:
         case GrpoObjective() | DapoObjective() | GspoObjective() | CispoObjective():
-            return torch.cat([grpo_advantages(group) for group in rewards])
+            return grpo_advantages(rewards)
         case DrGrpoObjective():
-            return torch.cat([dr_grpo_advantages(group) for group in rewards])
+            return dr_grpo_advantages(rewards)
         case RlooObjective():
-            return torch.cat([rloo_advantages(group) for group in rewards])
+            return rloo_advantages(rewards)
         case ReinforcePpObjective():
-            return torch.cat([reinforce_pp_advantages(group, scale) for group in rewards])
+            return reinforce_pp_advantages(rewards, scale)
         case OnlineDpoObjective():
             raise AssertionError("pairs have no advantages")
         case _:
@@ -146,11 +142,12 @@ def importance_weights(
 def online_dpo_loss(objective: OnlineDpoObjective, batch: MicroBatch, logprobs: Logprobs) -> Loss:
     assert logprobs.ref is not None
     pairs, first = [], 0
-    for rewards in batch.rewards.split(batch.group_sizes):
+    for rewards, members in zip(batch.group_rewards, batch.members, strict=True):
         if (pair := best_and_worst(rewards)) is not None:
-            pairs.append((first + pair[0], first + pair[1]))
-        first += len(rewards)
-    index = torch.tensor(pairs, device=batch.rewards.device)
+            place = {member: first + index for index, member in enumerate(members.tolist())}
+            pairs.append([place[member] for member in pair])
+        first += len(members)
+    index = torch.tensor(pairs, device=logprobs.old.device)
     trainer, ref = batch.response_sum(logprobs.trainer), batch.response_sum(logprobs.ref)
     loss_sum = dpo_pair_loss(trainer, ref, index, objective.beta).sum()
     kl = kl_estimate(objective.kl.estimator, logprobs.trainer, logprobs.ref)

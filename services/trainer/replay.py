@@ -14,8 +14,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.streams.codec import RolloutGroup
@@ -23,10 +21,11 @@ from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import IterationState, JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
-from services.trainer.loop import Policy, TrainLoop
+from services.trainer.loop import TrainLoop
 from services.trainer.model import DTYPES, load_model, resolve_model
+from services.trainer.policy import Policy
 from services.trainer.settings import Settings
-from services.trainer.weight_store import Snapshot, WeightStore
+from services.trainer.weight_store import Snapshot
 
 
 class RecordedLink:
@@ -38,37 +37,45 @@ class RecordedLink:
         self.config, self.job_id = config, "replay"
         self._groups = list(groups)
         self._micro_batches = micro_batches
-        self._store = WeightStore()
         self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
         self.metrics: dict[int, dict[str, float]] = {}
 
     def check(self) -> JobState:
         return JobState.RUNNING
 
-    def snapshot(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-        return self._store.publish(version, tensors)
-
-    def announce(self, snapshot: Snapshot) -> None:
-        pass
-
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
         return self._groups
 
-    def take_groups(self, timeout_s: float) -> list[RolloutGroup]:
+    def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         return []
+
+    def is_drained(self, iteration: int) -> bool:
+        return True
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
         return self._micro_batches[iteration]
 
-    def record_micro_batch(self, iteration: int, index: int, group_ids: list[str]) -> None:
+    def taken_groups(self, iteration: int) -> set[str]:
+        return {group_id for batch in self._micro_batches[iteration] for group_id in batch}
+
+    def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
 
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float]) -> bool:
+    def hold(self, snapshot: Snapshot) -> None:
+        pass
+
+    def publish(self, snapshot: Snapshot) -> None:
+        pass
+
+    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool:
         self.digests[iteration] = snapshot.manifest.digest.hex()
         self.metrics[iteration] = metrics
         return True
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
+        pass
+
+    def wait_for_evaluation(self) -> None:
         pass
 
 
@@ -84,7 +91,8 @@ async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tup
         if len(found) != int(fields["num_groups"]):
             raise OnbeatError(f"iteration {iteration}: only {len(found)} of {fields['num_groups']} groups are recorded")
         groups += found
-        micro_batches[iteration] = await ledger.recorded_micro_batches(job_id, iteration)
+        by_rank = await ledger.recorded_micro_batches(job_id, iteration)
+        micro_batches[iteration] = [batch for rank in sorted(by_rank) for batch in by_rank[rank]]
         digests.append(fields["weights_digest"])
     return groups, micro_batches, digests
 
@@ -103,7 +111,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     policy = Policy.create(model, config)
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
     start = recorded.restore(job_id, config.model.path, policy.load_state_tensors, before=iteration)
-    state = start or TrainState(job_id, 0, 0, 0, config.model.path)
+    state = start or TrainState.fresh(job_id, config.model.path)
 
     async def record() -> tuple[list[RolloutGroup], dict, list[str]]:
         return await read_record(Ledger(connect(settings.redis_url)), job_id, state.next_iteration, iteration)

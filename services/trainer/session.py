@@ -8,9 +8,10 @@ from onbeat.config import JobConfig
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
 from services.trainer.link import JobLink
-from services.trainer.loop import Policy, TrainLoop
+from services.trainer.loop import TrainLoop
 from services.trainer.model import DTYPES, load_model, model_files, resolve_model
 from services.trainer.packing import choose_attention
+from services.trainer.policy import Policy
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,10 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig) -> TrainState:
         link.emit("trainer.not_packed", message)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
-    fresh = TrainState(link.job_id, next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
     restored = checkpoints.restore(link.job_id, config.model.path, policy.load_state_tensors)
     if restored is not None:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
-    state = restored or fresh
+    state = restored or TrainState.fresh(link.job_id, config.model.path)
     files = model_files(source)
     link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
     return TrainLoop(link, config, policy, state, checkpoints, files).run()

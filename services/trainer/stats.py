@@ -1,30 +1,41 @@
-"""What one iteration reports: names as in the report and `area/name` for the rest."""
+"""What one iteration reports: names as in the report and `area/name` for the rest. Kept as sums, so replicas add up."""
 
-import statistics
+import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from onbeat.streams.codec import RolloutGroup
 from services.trainer.algorithm.gac import GacAction, GacDecision
+from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.batch import MicroBatch
 from services.trainer.objective import Loss
 
 
+@dataclass
+class Tally:
+    """What an optimizer step is divided by."""
+
+    num_tokens: int = 0
+    num_responses: int = 0
+    num_pairs: int = 0
+    num_rejected_tokens: int = 0
+
+
+@dataclass
 class IterationStats:
-    def __init__(self, policy_version: int) -> None:
-        self._policy_version = policy_version
-        self.num_responses = self.num_tokens = self.num_trained_tokens = self.num_rejected_tokens = self.num_pairs = 0
-        self._prompt_tokens = self._truncated = self._uniform_groups = self._failed_groups = 0
-        self._rewards: list[float] = []
-        self._oldest_version = policy_version
-        self._busy_s = 0.0
-        self._sums: dict[str, float] = {}
-        self._mismatch_max = 0.0
-        self.values: dict[str, float] = {}
-        self.first_failure = ""
+    """One replica's share of an iteration, until `merge` has added the others'."""
+
+    policy_version: int
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)  # of the steps: the same on every replica
+    first_failure: str = ""
+    tally: Tally = field(default_factory=Tally)  # since the last `start_update`
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -34,58 +45,105 @@ class IterationStats:
             yield
         finally:
             elapsed_s = time.perf_counter() - started
-            self._busy_s += elapsed_s
-            self.values[name] = self.values.get(name, 0.0) + elapsed_s
+            self._add("train_s", elapsed_s)
+            self._add(name, elapsed_s)
+
+    def start_update(self) -> None:
+        self.tally = Tally()
 
     def add_group(self, group: RolloutGroup) -> None:
         """Count a group, whether or not it has a gradient."""
         rewards = [response.reward for response in group.responses]
         if group.HasField("failure"):
-            self._failed_groups += 1
+            self._add("rollout/failed_groups", 1)
             self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
-        self._uniform_groups += len(set(rewards)) == 1
-        self._rewards += rewards
-        self.num_responses += len(rewards)
-        self._prompt_tokens += len(rewards) * len(group.prompt_token_ids)
+        self._add("rollout/uniform_groups", len(set(rewards)) == 1)
+        self._add("reward", sum(rewards))
+        self._add("reward_square", sum(reward * reward for reward in rewards))
+        self._add("prompt_tokens", len(rewards) * len(group.prompt_token_ids))
+        self._add("num_responses", len(rewards))
+        self.tally.num_responses += len(rewards)
         for response in group.responses:
-            self.num_tokens += len(response.token_ids)
-            self._truncated += response.finish_reason == "length"
+            self._add("response_tokens", len(response.token_ids))
+            self._add("truncated", response.finish_reason == "length")
+            self.tally.num_tokens += len(response.token_ids)
             oldest = min(span.policy_version for span in response.version_spans)
-            self._oldest_version = min(self._oldest_version, oldest)
+            self._raise("staleness_max", self.policy_version - oldest)
 
-    def add_loss(self, batch: MicroBatch, trainer_logprobs: torch.Tensor, loss: Loss, entropy: torch.Tensor) -> None:
-        """Token quantities [N] become means over the trained tokens under `train/NAME`."""
-        gap = (trainer_logprobs.detach() - batch.rollout_logprobs).abs()
-        self.num_trained_tokens += len(gap)
-        self.num_rejected_tokens += loss.num_rejected_tokens
-        self.num_pairs += loss.num_pairs
-        self._mismatch_max = max(self._mismatch_max, gap.max().item())
-        for name, values in {"mismatch": gap, "entropy": entropy, **loss.token_metrics}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.detach().sum().item()
+    def add_loss(
+        self,
+        batch: MicroBatch,
+        trainer_logprobs: torch.Tensor,
+        behaviour_logprobs: torch.Tensor | None,
+        loss: Loss,
+        entropy: torch.Tensor,
+    ) -> None:
+        """Token quantities [N] become means over the trained tokens under `train/NAME`.
+
+        Two gaps, kept apart: `mismatch` is that of the engines, at the weights that generated; `divergence` (k3) is
+        what newer weights add. Without the trainer's own logprobs at those weights, both hold both.
+        """
+        trainer_logprobs = trainer_logprobs.detach()
+        same_weights = trainer_logprobs if behaviour_logprobs is None else behaviour_logprobs
+        sampled_from = batch.rollout_logprobs if behaviour_logprobs is None else behaviour_logprobs
+        gap = (same_weights - batch.rollout_logprobs).abs()
+        self.tally.num_pairs += loss.num_pairs
+        self.tally.num_rejected_tokens += loss.num_rejected_tokens
+        self._add("train/trained_tokens", len(gap))
+        self._raise("mismatch_max", gap.max().item())
+        divergence = kl_estimate("k3", sampled_from, trainer_logprobs)
+        token_sums = {"mismatch": gap, "divergence": divergence, "entropy": entropy, **loss.token_metrics}
+        for name, values in token_sums.items():
+            self._add(f"token/{name}", values.detach().sum().item())
 
     def add_decision(self, decision: GacDecision) -> None:
         if decision.cosine is not None:
             self.values["train/grad_cosine"] = decision.cosine
-        self.values |= {f"train/gac_{a}": float(decision.action is a) for a in (GacAction.PROJECT, GacAction.SKIP)}
+        for action in (GacAction.PROJECT, GacAction.SKIP):
+            name = f"train/gac_{action}"
+            self.values[name] = self.values.get(name, 0.0) + (decision.action is action)
 
-    def report(self) -> dict[str, float]:
-        tokens, responses = max(1, self.num_trained_tokens), max(1, self.num_responses)
-        means = {f"train/{name}": total / tokens for name, total in self._sums.items() if name != "mismatch"}
+    def merge(self, others: list[bytes]) -> None:
+        """Add what the other replicas sent (`to_bytes`)."""
+        for message in others:
+            other = json.loads(message)
+            for name, value in other["sums"].items():
+                self._add(name, value)
+            for name, value in other["maxima"].items():
+                self._raise(name, value)
+            self.first_failure = self.first_failure or other["first_failure"]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({name: asdict(self)[name] for name in ("sums", "maxima", "first_failure")}).encode()
+
+    @property
+    def divergence(self) -> float:
+        """Estimated KL per token (k3) from the policy that generated to the one that trains, before its step."""
+        return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("train/trained_tokens", 0.0))
+
+    def report(self, num_replicas: int = 1) -> dict[str, float]:
+        sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}
+        responses, tokens = max(1.0, sums.get("num_responses", 0.0)), max(1.0, sums["train/trained_tokens"])
+        reward_mean = sums.pop("reward", 0.0) / responses
+        variance = sums.pop("reward_square", 0.0) / responses - reward_mean**2
         report = {
-            "num_responses": self.num_responses,
-            "prompt_tokens": self._prompt_tokens,
-            "response_tokens": self.num_tokens,
-            "reward_mean": statistics.fmean(self._rewards) if self._rewards else 0.0,
-            "reward_std": statistics.pstdev(self._rewards) if self._rewards else 0.0,
-            "train_s": self._busy_s,
-            "num_training_devices": 1,
-            "staleness_max": self._policy_version - self._oldest_version,
-            "rollout/response_tokens_mean": self.num_tokens / responses,
-            "rollout/truncated_frac": self._truncated / responses,
-            "rollout/uniform_groups": self._uniform_groups,
-            "rollout/failed_groups": self._failed_groups,
-            "train/trained_tokens": self.num_trained_tokens,
+            "reward_mean": reward_mean,
+            "reward_std": math.sqrt(max(0.0, variance)),
+            "num_training_devices": num_replicas,
+            "rollout/response_tokens_mean": sums.get("response_tokens", 0.0) / responses,
+            "rollout/truncated_frac": sums.pop("truncated", 0.0) / responses,
         }
-        if self.num_trained_tokens:
-            report |= {"mismatch_mean": self._sums["mismatch"] / tokens, "mismatch_max": self._mismatch_max}
-        return report | means | self.values
+        for name, total in sums.items():
+            if name.startswith("token/"):
+                report[name.replace("token/", "train/")] = total / tokens
+            else:
+                report[name] = total / num_replicas if name.endswith("_s") else total
+        if "train/mismatch" in report:
+            report["mismatch_mean"] = report.pop("train/mismatch")
+        return {"staleness_max": 0.0} | report | self.maxima | self.values
+
+    def _add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def _raise(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, value), value)

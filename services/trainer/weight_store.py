@@ -1,7 +1,7 @@
 """Snapshots of published weights in host memory, by policy version. Newest few are kept."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from blake3 import blake3
 from onbeat.weights.framing import Manifest, TensorEntry
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,27 @@ class Snapshot:
 
     manifest: Manifest
     buffers: tuple[memoryview, ...]
+
+    @property
+    def policy_version(self) -> int:
+        return self.manifest.policy_version
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the buffers by name; not to be written."""
+        for entry, buffer in zip(self.manifest.tensors, self.buffers, strict=True):
+            flat = torch.frombuffer(buffer.obj, dtype=torch.uint8).view(TORCH_DTYPES[entry.dtype])
+            yield entry.name, flat.view(entry.shape)
+
+
+def take_snapshot(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+    """Copy the tensors to host memory, with their digests."""
+    entries, buffers = [], []
+    for name, tensor in tensors:
+        buffer = host_bytes(tensor)
+        digest = blake3(buffer).digest()
+        entries.append(TensorEntry(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), len(buffer), digest))
+        buffers.append(buffer)
+    return Snapshot(Manifest(version, tuple(entries)), tuple(buffers))
 
 
 class WeightStore:
@@ -28,22 +50,12 @@ class WeightStore:
         self._snapshots: dict[int, Snapshot] = {}
         self._lock = threading.Lock()
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-        """Copy the tensors and make them available as `version`; the oldest beyond `num_kept` is dropped."""
-        entries, buffers = [], []
-        for name, tensor in tensors:
-            buffer = host_bytes(tensor)
-            digest = blake3(buffer).digest()
-            entries.append(
-                TensorEntry(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), len(buffer), digest)
-            )
-            buffers.append(buffer)
-        snapshot = Snapshot(Manifest(version, tuple(entries)), tuple(buffers))
+    def add(self, snapshot: Snapshot) -> None:
+        """Make it available; the oldest beyond `num_kept` is dropped."""
         with self._lock:
-            self._snapshots[version] = snapshot
+            self._snapshots[snapshot.policy_version] = snapshot
             for old in sorted(self._snapshots)[: -self._num_kept]:
                 del self._snapshots[old]
-        return snapshot
 
     def get(self, version: int) -> Snapshot | None:
         with self._lock:

@@ -11,7 +11,7 @@ from onbeat.errors import WeightsError
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.weight_server import WeightServer
-from services.trainer.weight_store import WeightStore
+from services.trainer.weight_store import WeightStore, take_snapshot
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ async def served():
 async def test_every_version_arrives_bit_for_bit(served, tmp_path):
     store, _, client = served
     for version in range(3):
-        store.publish(version, weights(version).items())
+        store.add(take_snapshot(version, weights(version).items()))
         stats = await client.pull(version, tmp_path / "weights.safetensors")
         received = load_file(tmp_path / "weights.safetensors")
         assert stats.num_bytes == sum(tensor.nbytes for tensor in weights(version).values())
@@ -53,7 +53,7 @@ async def test_every_version_arrives_bit_for_bit(served, tmp_path):
 async def test_a_snapshot_does_not_change_when_training_goes_on(served, tmp_path):
     store, _, client = served
     live = {"w": torch.zeros(10)}
-    store.publish(0, live.items())
+    store.add(take_snapshot(0, live.items()))
     live["w"].add_(1.0)
     await client.pull(0, tmp_path / "w.safetensors")
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.zeros(10))
@@ -61,7 +61,7 @@ async def test_a_snapshot_does_not_change_when_training_goes_on(served, tmp_path
 
 async def test_describe_carries_files_beyond_grpcs_default_limit(served):
     store, _, client = served
-    store.publish(7, weights(0).items())
+    store.add(take_snapshot(7, weights(0).items()))
     description = await client.describe()
     assert description.policy_version == 7
     assert len(description.files["tokenizer.json"]) == 6 * MIB
@@ -70,7 +70,7 @@ async def test_describe_carries_files_beyond_grpcs_default_limit(served):
 async def test_a_version_that_is_not_held_is_refused_by_name(served, tmp_path):
     store, _, client = served
     for version in range(3):
-        store.publish(version, weights(version).items())
+        store.add(take_snapshot(version, weights(version).items()))
     with pytest.raises(WeightsError, match=r"NOT_FOUND.*held: \[1, 2\]"):
         await client.pull(0, tmp_path / "w.safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +78,7 @@ async def test_a_version_that_is_not_held_is_refused_by_name(served, tmp_path):
 
 async def test_another_job_is_refused(served):
     store, _, client = served
-    store.publish(0, weights(0).items())
+    store.add(take_snapshot(0, weights(0).items()))
     client.job_id = "other"
     with pytest.raises(WeightsError, match="serves job job, not other"):
         await client.describe()
@@ -86,13 +86,13 @@ async def test_another_job_is_refused(served):
 
 async def test_watch_sees_the_current_and_each_newer_version(served):
     store, server, client = served
-    store.publish(3, weights(3).items())
+    store.add(take_snapshot(3, weights(3).items()))
     versions = client.watch()
     assert await anext(versions) == 3
     waiting = asyncio.ensure_future(anext(versions))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    store.publish(4, weights(4).items())
+    store.add(take_snapshot(4, weights(4).items()))
     await server.announce()
     assert await asyncio.wait_for(waiting, 5) == 4
 
@@ -152,7 +152,7 @@ SPOILERS = {
 async def test_a_spoiled_stream_leaves_nothing(fault, tmp_path):
     spoil, message = SPOILERS[fault]
     store = WeightStore()
-    store.publish(0, weights(0).items())
+    store.add(take_snapshot(0, weights(0).items()))
     server = grpc.aio.server()
     weights_pb2_grpc.add_WeightsServiceServicer_to_server(FaultyServer(store, spoil), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -167,7 +167,7 @@ async def test_a_spoiled_stream_leaves_nothing(fault, tmp_path):
 
 async def test_manifest_that_contradicts_its_digest_is_refused(tmp_path):
     store = WeightStore()
-    store.publish(0, weights(0).items())
+    store.add(take_snapshot(0, weights(0).items()))
 
     class Liar(FaultyServer):
         async def GetManifest(self, request, context):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from services.trainer.batch import pack
-from services.trainer.objective import Logprobs, compute_loss, iteration_scale, loss_denominator
+from services.trainer.loop import iteration_scale
+from services.trainer.objective import Logprobs, compute_loss, loss_denominator
 from tests.unit.trainer_fixtures import job_config, make_group
 
 LENGTHS = [(3, 1, 4), (2, 5, 2)]
@@ -108,7 +109,7 @@ def found_loss(config, groups, trainer, old, ref):
     batch = pack(groups, torch.device("cpu"))
     loss = compute_loss(config.objective, batch, Logprobs(trainer, old, ref), iteration_scale(groups))
     num_tokens = len(trainer) - loss.num_rejected_tokens
-    return loss.loss_sum / loss_denominator(config, num_tokens, len(batch.rewards), loss.num_pairs)
+    return loss.loss_sum / loss_denominator(config, num_tokens, len(batch.response_lengths), loss.num_pairs)
 
 
 KINDS = ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "reinforce_pp"]

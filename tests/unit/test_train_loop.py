@@ -71,15 +71,16 @@ def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
 def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     """Against an independent computation: mean over all tokens of -A * logprob, by autograd on one packed row."""
     from services.trainer.batch import pack
-    from services.trainer.loop import Policy, TrainLoop
+    from services.trainer.loop import TrainLoop
     from services.trainer.model import response_logprobs
+    from services.trainer.policy import Policy
     from services.trainer.stats import IterationStats
 
     config, groups = job_config(optimizer={"max_grad_norm": 1e9}), recorded_iterations(1)  # a clip would hide the scale
     reference = tiny_model(tiny_config(), torch.float32)
     batch = pack(groups, torch.device("cpu"))
     logprobs, _ = response_logprobs(reference, batch, 1.0)
-    advantages = torch.cat([(r - r.mean()) / (r.std() + 1e-4) for r in batch.rewards.split(3)])
+    advantages = torch.cat([(r - r.mean()) / (r.std() + 1e-4) for r in batch.group_rewards])
     (-(advantages.repeat_interleave(batch.response_lengths) * logprobs).sum() / len(logprobs)).backward()
 
     model = tiny_model(tiny_config(), torch.float32)
@@ -87,10 +88,11 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     loop = TrainLoop.__new__(TrainLoop)
     loop._config, loop._policy, loop._device = config, policy, torch.device("cpu")
     loop._state = type("State", (), {"policy_version": 0})
+    loop._behaviour_version, loop._num_updates_done = None, 0
     stats = IterationStats(0)
     for group in groups:
         loop.accumulate([group], stats)
-    policy.optimizer.rescale(stats.num_tokens)
+    policy.optimizer.rescale(stats.tally.num_tokens)
     policy.optimizer.clip()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(policy.optimizer.masters[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
@@ -142,7 +144,7 @@ def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
         train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
     failure = GroupFailure(kind="reward_failed", message="boom")
     all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
-    with pytest.raises(JobFailed, match=r"every group of the iteration failed.*reward_failed: boom"):
+    with pytest.raises(JobFailed, match=r"every group of the update failed.*reward_failed: boom"):
         train(job_config(schedule=schedule), all_broken, tmp_path / "all")
 
 

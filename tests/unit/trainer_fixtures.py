@@ -1,7 +1,6 @@
 """Tiny models, groups and a hand-written stand-in for the job link, for tests of the trainer's mathematics."""
 
 import random
-from dataclasses import replace
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
@@ -11,9 +10,9 @@ from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState
 from services.trainer.attention import no_mask, packed_attention
 from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.loop import Policy, TrainLoop
+from services.trainer.loop import TrainLoop
 from services.trainer.model import PACKED_ATTENTION, use_attention
-from services.trainer.weight_store import WeightStore
+from services.trainer.policy import Policy
 
 VOCAB = 61
 
@@ -92,38 +91,46 @@ class RecordedLink:
         self.config, self.job_id = config, "job"
         self._groups, self._arrivals = list(groups), arrivals
         self._micro_batches = micro_batches or {}
-        self.recorded, self.commits, self.checkpoints = {}, [], []
-        self.store = WeightStore()
+        self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
 
     def check(self):
         return JobState.RUNNING
 
-    def snapshot(self, version, tensors):
-        return self.store.publish(version, tensors)
-
-    def announce(self, snapshot):
-        pass
-
     def accepted_groups(self, first_iteration):
         return []
 
-    def take_groups(self, timeout_s):
+    def take_groups(self, count, timeout_s):
         taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
         return taken
+
+    def is_drained(self, iteration):
+        return False
 
     def recorded_micro_batches(self, iteration):
         return self._micro_batches.get(iteration, [])
 
-    def record_micro_batch(self, iteration, index, group_ids):
-        assert index == len(self.recorded.get(iteration, []))
-        self.recorded.setdefault(iteration, []).append(group_ids)
+    def taken_groups(self, iteration):
+        return {group_id for batch in self._micro_batches.get(iteration, []) for group_id in batch}
 
-    def commit(self, iteration, snapshot, metrics):
+    def record_micro_batch(self, iteration, group_ids):
+        self.recorded.setdefault(iteration, []).append(group_ids)
+        return group_ids
+
+    def hold(self, snapshot):
+        self.held.append(snapshot.policy_version)
+
+    def publish(self, snapshot):
+        self.published.append(snapshot.policy_version)
+
+    def commit(self, iteration, snapshot, metrics, is_published):
         self.commits.append((iteration, snapshot.manifest.digest, metrics))
         return True
 
     def checkpointed(self, first, next_iteration, path):
         self.checkpoints.append((first, next_iteration, path))
+
+    def wait_for_evaluation(self):
+        pass
 
 
 def train(config, groups, tmp_path, model=None, resume_from=None, **link_options):
@@ -132,10 +139,10 @@ def train(config, groups, tmp_path, model=None, resume_from=None, **link_options
     link = RecordedLink(config, groups, **link_options)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
-    state = TrainState("job", next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
+    state = TrainState.fresh("job", config.model.path)
     if resume_from is not None:
         state = checkpoints.restore("job", config.model.path, policy.load_state_tensors)
-        assert state == replace(state, next_iteration=resume_from)
+        assert state.next_iteration == resume_from
     TrainLoop(link, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
     return model, link
 
