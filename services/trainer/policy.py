@@ -15,9 +15,19 @@ import torch
 from onbeat.config import JobConfig, OnlineDpoObjective
 from services.trainer.batch import MicroBatch
 from services.trainer.gradient_control import GradientControl
-from services.trainer.model import freeze_copy, frozen_like, load_frozen, tri_model_logprobs
+from services.trainer.lora import add_adapters
+from services.trainer.model import (
+    DTYPES,
+    enable_gradient_checkpointing,
+    freeze_copy,
+    frozen_like,
+    load_frozen,
+    load_model,
+    tri_model_logprobs,
+)
 from services.trainer.objective import Logprobs, needs_reference
 from services.trainer.optimizer import MasterAdamW
+from services.trainer.packing import choose_attention
 from services.trainer.weight_store import Snapshot
 
 
@@ -76,6 +86,18 @@ class Policy:
         """Raises ValueError when they are another model's."""
         self.optimizer.load_state_tensors(tensors, num_steps)
         self.control.load_state_tensors(tensors)
+
+
+def load_policy(source: str, config: JobConfig, device: torch.device) -> tuple[Policy, str]:
+    """The job's policy on the device, and why its responses cannot be packed ('' if they can). Raises ValueError."""
+    model = load_model(source, DTYPES[config.model.dtype], device)
+    longest = config.model.max_context_tokens or model.config.max_position_embeddings
+    reason = choose_attention(model, longest)
+    if config.training.has_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    if config.lora:
+        add_adapters(model, config.lora, config.seed)
+    return Policy.create(model, config), reason
 
 
 def old_version(config: JobConfig, behaviour_version: int, current_version: int, num_updates_done: int) -> int | None:

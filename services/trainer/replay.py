@@ -22,8 +22,8 @@ from onbeat.types import IterationState, JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
 from services.trainer.loop import TrainLoop
-from services.trainer.model import DTYPES, load_model, resolve_model
-from services.trainer.policy import Policy
+from services.trainer.model import resolve_model
+from services.trainer.policy import load_policy
 from services.trainer.settings import Settings
 from services.trainer.weight_store import Snapshot
 
@@ -107,8 +107,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)
-    model = load_model(resolve_model(config.model.path, settings.cache_dir), DTYPES[config.model.dtype], device)
-    policy = Policy.create(model, config)
+    policy, _ = load_policy(resolve_model(config.model.path, settings.cache_dir), config, device)
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
     start = recorded.restore(job_id, config.model.path, policy.load_state_tensors, before=iteration)
     state = start or TrainState.fresh(job_id, config.model.path)

@@ -9,9 +9,8 @@ from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
 from services.trainer.link import JobLink
 from services.trainer.loop import TrainLoop
-from services.trainer.model import DTYPES, load_model, model_files, resolve_model
-from services.trainer.packing import choose_attention
-from services.trainer.policy import Policy
+from services.trainer.model import model_files, resolve_model
+from services.trainer.policy import load_policy
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -24,13 +23,11 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig) -> TrainState:
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
     logger.info("job %s: loading %s on %s%s", link.job_id, source, device, f" ({num_cores} cores)" if num_cores else "")
-    model = load_model(source, DTYPES[config.model.dtype], device)
-    longest = config.model.max_context_tokens or model.config.max_position_embeddings
-    if reason := choose_attention(model, longest):
+    policy, reason = load_policy(source, config, device)
+    if reason:
         message = f"responses are trained one by one, which is slower: {reason}"
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
-    policy = Policy.create(model, config)
     checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
     restored = checkpoints.restore(link.job_id, config.model.path, policy.load_state_tensors)
     if restored is not None:  # whoever wrote it may have died before telling
