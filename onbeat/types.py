@@ -47,6 +47,19 @@ class IterationState(StrEnum):
     COMMITTED = "COMMITTED"
 
 
+class EvaluationState(StrEnum):
+    """OPEN (prompts are out) -> DRAINED (all groups accepted) -> DONE (scored); or FAILED, which fails no job."""
+
+    OPEN = "OPEN"
+    DRAINED = "DRAINED"
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+    @property
+    def is_over(self) -> bool:
+        return self in (EvaluationState.DONE, EvaluationState.FAILED)
+
+
 class Verdict(StrEnum):
     """What the submission script says of a group."""
 
@@ -72,6 +85,7 @@ class JobRecord(Record):
     started_at: float | None = None
     finished_at: float | None = None
     num_iterations: int
+    num_opened: int = 0  # iterations whose prompts are or were out
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
@@ -104,7 +118,7 @@ class IterationRecord(Record):
     generate_s: float | None = None  # first engine ready -> all groups accepted
     first_group_s: float | None = None  # first engine ready -> first group accepted
     train_s: float | None = None  # trainer busy: micro-batches and the step
-    weight_sync_s: float | None = None  # previous commit -> first engine ready on this version
+    weight_sync_s: float | None = None  # commit that published this version -> first engine ready on it
     rollout_idle_frac: float | None = None
     trainer_idle_frac: float | None = None
     staleness_max: int | None = None  # policy version trained minus the oldest version of any token
@@ -114,8 +128,27 @@ class IterationRecord(Record):
     metrics: dict[str, float] = {}  # everything else, `area/name`
 
 
+class EvaluationRecord(Record):
+    """A held-out set on one policy version. Scores are over all responses; None until it is DONE."""
+
+    evaluation: int  # due after so many iterations
+    state: EvaluationState
+    policy_version: int | None = None  # None: it could not be opened
+    num_groups: int = 0
+    num_accepted: int = 0
+    num_failed_groups: int = 0  # not scored
+    opened_at: float | None = None
+    ended_at: float | None = None
+    message: str = ""  # the score in words, or why it FAILED
+    reward_mean: float | None = None
+    reward_std: float | None = None
+    pass_at_k: float | None = None  # share of prompts with a reward above 0 among k > 1 responses
+    response_tokens_mean: float | None = None
+    truncated_frac: float | None = None  # responses cut at max_response_tokens
+
+
 class Sample(Record):
-    """One response for humans to read."""
+    """One response for humans to read. `iteration` is the number of the evaluation for one of those."""
 
     iteration: int
     group_id: str

@@ -31,6 +31,7 @@ __all__ = [
     "check_group",
     "decode_group",
     "decode_task",
+    "pin_task",
     "span_versions",
 ]
 
@@ -84,3 +85,11 @@ def check_spans(where: str, response: Response, num_tokens: int) -> None:
 def span_versions(group: RolloutGroup) -> list[int]:
     """The distinct policy versions of all tokens, ascending."""
     return sorted({span.policy_version for response in group.responses for span in response.version_spans})
+
+
+def pin_task(task: PromptTask, version: int) -> PromptTask:
+    """A copy that asks for tokens of this policy version."""
+    pinned = PromptTask()
+    pinned.CopyFrom(task)
+    pinned.policy_version = version
+    return pinned

@@ -57,6 +57,23 @@ class JobKeys:
         """Hash: worker id -> seconds with at least one response in flight in this iteration."""
         return self._key(f"busy:{iteration}")
 
+    def evaluation(self, evaluation: int) -> str:
+        """Hash: state, policy version, counts, times, scores."""
+        return self._key(f"evaluation:{evaluation}")
+
+    def evaluation_groups(self, evaluation: int) -> str:
+        """Hash as of `groups`; gone when the evaluation has ended."""
+        return self._key(f"evaluation_groups:{evaluation}")
+
+    def evaluation_results(self, evaluation: int) -> str:
+        """Stream of RolloutGroup; gone when the evaluation has ended."""
+        return self._key(f"evaluation_results:{evaluation}")
+
+    @property
+    def open_evaluations(self) -> str:
+        """Set: the numbers of evaluations that have not ended."""
+        return self._key("open_evaluations")
+
     @property
     def versions(self) -> str:
         """Hash: policy version -> time when the first rollout served it."""

@@ -17,9 +17,18 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams import keys
-from onbeat.streams.codec import PromptTask, RolloutGroup, check_group, decode_group, decode_task, span_versions
+from onbeat.streams.codec import (
+    PromptTask,
+    RolloutGroup,
+    check_group,
+    decode_group,
+    decode_task,
+    pin_task,
+    span_versions,
+)
+from onbeat.streams.evaluations import Evaluations
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
-from onbeat.types import JOB_MOVES, Event, IterationState, JobState, Verdict, WorkerRecord
+from onbeat.types import JOB_MOVES, EvaluationState, Event, IterationState, JobState, Verdict, WorkerRecord
 
 
 class CancellableRedis(Redis):
@@ -74,6 +83,7 @@ class Ledger:
     def __init__(self, redis: Redis) -> None:
         self.redis: Any = redis  # redis-py types answers as unions over both protocols
         self._scripts: dict[str, Any] = {}
+        self.evaluations = Evaluations(self.redis, self._run)
 
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         if name not in self._scripts:
@@ -171,8 +181,7 @@ class Ledger:
         Returns '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
         """
         job = JobKeys(job_id)
-        pinned = [pin_task(task, version) for task in tasks]
-        pairs = [item for task in pinned for item in (task.group_id, task.SerializeToString())]
+        pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
         more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts]
         reason = await self._run("open_iteration", job, more_keys, iteration, version, ROLLOUT_GROUP, *pairs)
         return cast(str, reason.decode())
@@ -191,6 +200,21 @@ class Ledger:
         version = await self.redis.hget(JobKeys(job_id).iteration(iteration), "policy_version")
         return int(version) if version else None
 
+    async def evaluation_state(self, job_id: str, evaluation: int) -> EvaluationState | None:
+        """None when it was not opened yet; the job may end when its last one `is_over`."""
+        return await self.evaluations.state(job_id, evaluation)
+
+    async def versions_in_use(self, job_id: str) -> set[int]:
+        """The published version, and those that open iterations and evaluations are pinned to: a rollout may ask for
+        any of them."""
+        fields = await self.job_fields(job_id)
+        iterations = range(int(fields["next_iteration"]), int(fields["num_opened"]))
+        evaluations = await self.evaluations.open_ones(job_id)
+        pinned = [await self.iteration_version(job_id, iteration) for iteration in iterations]
+        pinned += [int((await self.evaluations.fields(job_id, one))["policy_version"]) for one in evaluations]
+        published = [int(fields["policy_version"])] if "policy_version" in fields else []
+        return {version for version in (*published, *pinned) if version is not None}
+
     async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
         """Worker id -> seconds with at least one response in flight in that iteration."""
         busy = await self.redis.hgetall(JobKeys(job_id).busy(iteration))
@@ -200,6 +224,12 @@ class Ledger:
         """Policy version -> Unix time when the first rollout served it."""
         times = await self.redis.hgetall(JobKeys(job_id).versions)
         return {int(version): float(time) for version, time in times.items()}
+
+    async def published_at(self, job_id: str, version: int) -> float | None:
+        """Unix time since when rollouts could have the version; None when its iteration is not committed."""
+        iteration, name = (version - 1, "committed_at") if version else (0, "opened_at")
+        time = await self.redis.hget(JobKeys(job_id).iteration(iteration), name)
+        return float(time) if time else None
 
     async def commit_iteration(
         self,
@@ -252,6 +282,12 @@ class Ledger:
         answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
         return cast(str, answer[0][1][-1][0].decode()) if answer else last_seen
 
+    async def num_unclaimed_prompts(self, job_id: str) -> int:
+        """Prompts that no rollout has claimed yet, those of evaluations included."""
+        prompts = JobKeys(job_id).prompts
+        pending = await self.redis.xpending(prompts, ROLLOUT_GROUP)
+        return int(await self.redis.xlen(prompts)) - int(pending["pending"])
+
     async def renew_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
         """Keep leases while generating; returns the entries that are still this worker's."""
         return await self._settle_leases(job_id, worker, "renew", entry_ids)
@@ -273,14 +309,18 @@ class Ledger:
         """Submit a finished (or failed) group. Raises ValueError when the group breaks its own promises."""
         check_group(group)
         job = JobKeys(job_id)
-        iteration = group.iteration
-        more_keys = [job.iteration(iteration), job.groups(iteration), job.busy(iteration), job.prompts, job.rollouts]
-        versions = ",".join(map(str, span_versions(group)))
-        args = (entry_id, group.worker_id, ROLLOUT_GROUP, iteration, group.group_id, group.SerializeToString())
-        busy_s = group.timings.worker_busy_s
-        return Verdict(
-            (await self._run("submit_group", job, more_keys, *args, versions, failure_text(group), busy_s)).decode()
+        number = group.iteration
+        kind, keys_of_unit = (
+            ("evaluation", (job.evaluation(number), job.evaluation_groups(number), job.evaluation_results(number)))
+            if group.is_evaluation
+            else ("iteration", (job.iteration(number), job.groups(number), job.rollouts))
         )
+        unit, ledger, results = keys_of_unit
+        more_keys = [unit, ledger, job.busy(number), job.prompts, results]
+        versions = ",".join(map(str, span_versions(group)))
+        args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, group.SerializeToString())
+        more_args = (versions, failure_text(group), group.timings.worker_busy_s, kind)
+        return Verdict((await self._run("submit_group", job, more_keys, *args, *more_args)).decode())
 
     async def engine_ready(
         self, job_id: str, version: int, worker: str, pull_s: float, apply_s: float, num_bytes: int
@@ -362,13 +402,6 @@ class Ledger:
     async def workers(self, pool: str) -> list[WorkerRecord]:
         records = await self.redis.hvals(keys.workers(pool))
         return sorted((WorkerRecord.model_validate_json(record) for record in records), key=lambda worker: worker.id)
-
-
-def pin_task(task: PromptTask, version: int) -> PromptTask:
-    pinned = PromptTask()
-    pinned.CopyFrom(task)
-    pinned.policy_version = version
-    return pinned
 
 
 def failure_text(group: RolloutGroup) -> str:

@@ -13,6 +13,7 @@ from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetProcess
 from services.broker.models import review_model
+from services.broker.tasks import read_held_out
 
 REWARD_GROUP = "onbeat.rewards"
 REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
@@ -30,6 +31,8 @@ LIMITS = {
     "schedule.num_iterations": 1_000_000,
     "schedule.iteration_deadline_s": 7 * 86_400,
     "model.max_context_tokens": 16_777_216,
+    "evaluation.num_prompts": 10_000,
+    "evaluation.num_samples_per_prompt": 1_024,
 }
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
@@ -60,6 +63,8 @@ class Admission:
             raise JobRefused(errors)
         try:
             await self._process.read(DatasetSpec.of_job(config), 0, 1)
+            if config.evaluation is not None:
+                await read_held_out(config.evaluation, config.seed, self._process, num_prompts=1)
         except DatasetError as error:
             raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
 
@@ -69,7 +74,7 @@ def review_numbers(config: JobConfig) -> list[FieldError]:
     errors = []
     for field, limit in LIMITS.items():
         section, name = field.split(".")
-        value = values[section][name]
+        value = (values[section] or {}).get(name)
         if value is not None and value > limit:
             errors.append(FieldError(field=field, message=f"at most {limit} is allowed, got {value}; lower it"))
     if errors:
@@ -92,8 +97,9 @@ def review_numbers(config: JobConfig) -> list[FieldError]:
 def review_free_values(config: JobConfig) -> list[FieldError]:
     """Options are free-form: they must at least be JSON that every service can read."""
     options: dict[str, Any] = {"reward.options": config.reward.options}
-    if isinstance(config.data, ReasoningGymData):
-        options["data.options"] = config.data.options
+    options |= {
+        f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
+    }
     errors = []
     for field, value in options.items():
         try:
@@ -105,17 +111,24 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
     return errors
 
 
+def data_sections(config: JobConfig) -> list[tuple[str, ReasoningGymData | FileData]]:
+    """All data of the job by its field."""
+    held_out = [("evaluation.data", config.evaluation.data)] if config.evaluation is not None else []
+    return [("data", config.data), *held_out]
+
+
 def review_reward(config: JobConfig) -> list[FieldError]:
     name, installed = config.reward.name, entry_points(group=REWARD_GROUP).names
     if name not in installed:
         message = f"no reward {name!r} is installed; {nearest(name, installed)}"
         return [FieldError(field="reward.name", message=message)]
-    if name == "reasoning_gym" and isinstance(config.data, FileData):
-        message = "scores only data of type reasoning_gym; use exact, regex or math with files"
-        return [FieldError(field="reward.name", message=message)]
-    if name in REWARDS_THAT_COMPARE and isinstance(config.data, FileData) and config.data.answer_field is None:
-        message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
-        return [FieldError(field="data.answer_field", message=message)]
+    for field, data in data_sections(config):
+        if name == "reasoning_gym" and isinstance(data, FileData):
+            message = f"scores only data of type reasoning_gym, {field} is a file; use exact, regex or math with files"
+            return [FieldError(field="reward.name", message=message)]
+        if name in REWARDS_THAT_COMPARE and isinstance(data, FileData) and data.answer_field is None:
+            message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
+            return [FieldError(field=f"{field}.answer_field", message=message)]
     return review_pattern(config) if name == "regex" else []
 
 

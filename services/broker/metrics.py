@@ -78,21 +78,22 @@ class Meters:
             next_iteration = int(fields["next_iteration"])
             iterations.add_metric([job_id], next_iteration)
             versions.add_metric([job_id], float(fields.get("policy_version", "-1")))
-            for outcome, count in (await self._count_groups(ledger, job_id, next_iteration)).items():
+            num_opened = int(fields["num_opened"])
+            for outcome, count in (await self._count_groups(ledger, job_id, next_iteration, num_opened)).items():
                 groups.add_metric([job_id, outcome], count)
         states = Counter(totals.state for totals in self._totals.values())
         for state in JobState:
             jobs.add_metric([state.value], states[state])
         return [jobs, iterations, versions, groups]
 
-    async def _count_groups(self, ledger: Ledger, job_id: str, next_iteration: int) -> Counter[str]:
+    async def _count_groups(self, ledger: Ledger, job_id: str, next_iteration: int, num_opened: int) -> Counter[str]:
         totals = self._totals[job_id]
         while totals.num_settled < next_iteration - 1:  # late duplicates of the last one may still come
             totals.settled += await read_outcomes(ledger, job_id, totals.num_settled)
             totals.num_settled += 1
         counts = Counter(dict.fromkeys(OUTCOMES, 0))
         counts.update(totals.settled)
-        for iteration in range(totals.num_settled, next_iteration + 1):
+        for iteration in range(totals.num_settled, num_opened):
             counts.update(await read_outcomes(ledger, job_id, iteration))
         return counts
 

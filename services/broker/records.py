@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from statistics import fmean
 from typing import Any
 
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationRecord, JobRecord, Sample
+from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Sample
 
 Fields = dict[str, str]
 
@@ -20,7 +20,10 @@ FLOAT_METRICS = ("reward_mean", "reward_std", "train_s", "mismatch_mean", "misma
 DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
 SERIES_OF_RECORD = (*INT_METRICS, *FLOAT_METRICS, *DERIVED)
 JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
-JOB_PROGRESS_FIELDS = ("next_iteration", "policy_version", "checkpoint", "num_training_devices")
+JOB_PROGRESS_FIELDS = ("num_opened", "next_iteration", "policy_version", "checkpoint", "num_training_devices")
+EVALUATION_FIELDS = ("evaluation", "state", "policy_version", "num_groups", "num_accepted", "num_failed_groups")
+EVALUATION_END_FIELDS = ("opened_at", "ended_at", "message")
+SCORES = ("reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac")
 
 
 def job_record(fields: Fields) -> JobRecord:
@@ -35,6 +38,7 @@ class IterationSources:
     fields: Fields
     busy_s: dict[str, float]  # by worker
     engine_ready_at: float | None
+    published_at: float | None  # its version, by an earlier commit (version 0: the first opening)
     previous_commit_at: float
 
 
@@ -47,8 +51,8 @@ def iteration_record(sources: IterationSources) -> IterationRecord:
     known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}
     record = IterationRecord.model_validate(known)
     record.engine_ready_at = ready_at
-    if ready_at is not None:
-        record.weight_sync_s = max(0.0, ready_at - sources.previous_commit_at)
+    if ready_at is not None and sources.published_at is not None:
+        record.weight_sync_s = max(0.0, ready_at - sources.published_at)
     generating_since = max(record.opened_at, ready_at or 0.0)
     if record.first_accepted_at is not None:
         record.first_group_s = record.first_accepted_at - generating_since
@@ -101,21 +105,60 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
     """Iterations with a number above `after`, in order. Raises JobNotFound."""
     job = await ledger.job_fields(job_id)
     ready_times = await ledger.ready_times(job_id)
-    first, last = after + 1, int(job["next_iteration"])
     records = []
-    for iteration in range(first, min(last + 1, first + limit)):
+    for iteration in range(after + 1, min(int(job["num_opened"]), after + 1 + limit)):
         fields = await ledger.iteration_fields(job_id, iteration)
-        if "state" not in fields:
-            break
+        version = int(fields["policy_version"])
         previous = fields.get("previous_commit_at") or job.get("last_commit_at") or fields["opened_at"]
         sources = IterationSources(
             fields=fields,
             busy_s=await ledger.busy_seconds(job_id, iteration),
-            engine_ready_at=ready_times.get(int(fields["policy_version"])),
+            engine_ready_at=ready_times.get(version),
+            published_at=await ledger.published_at(job_id, version),
             previous_commit_at=float(previous),
         )
         records.append(iteration_record(sources))
     return records
+
+
+def evaluation_record(fields: Fields) -> EvaluationRecord:
+    known: dict[str, Any] = {
+        name: fields[name] for name in (*EVALUATION_FIELDS, *EVALUATION_END_FIELDS) if name in fields
+    }
+    return EvaluationRecord.model_validate(known | json.loads(fields.get("scores", "{}")))
+
+
+async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:
+    """Evaluations with a number above `after`, in order. Raises JobNotFound."""
+    job = await ledger.job_fields(job_id)
+    num_iterations, section = int(job["num_iterations"]), json.loads(job["config"]).get("evaluation")
+    records, evaluation = [], 0
+    while section and evaluation < int(job.get("next_evaluation", "0")):
+        if evaluation > after:
+            records.append(evaluation_record(await ledger.evaluations.fields(job_id, evaluation)))
+        evaluation = following_evaluation(evaluation, section["every_iterations"], num_iterations)
+    return records
+
+
+def following_evaluation(evaluation: int, every: int, num_iterations: int) -> int:
+    """The number of the next one; after the last one a number beyond the job.
+
+    >>> [following_evaluation(e, every=4, num_iterations=10) for e in (0, 4, 8, 10)]
+    [4, 8, 10, 11]
+    """
+    if evaluation >= num_iterations:
+        return num_iterations + 1
+    return min((evaluation // every + 1) * every, num_iterations)
+
+
+def evaluation_series(records: Iterable[EvaluationRecord]) -> dict[str, list[tuple[int, float]]]:
+    """`eval/name` -> (evaluation, value) pairs."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name in SCORES:
+            if (value := getattr(record, name)) is not None:
+                series.setdefault(f"eval/{name}", []).append((record.evaluation, value))
+    return series
 
 
 def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[int, float]]]:
@@ -131,15 +174,18 @@ def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[in
 
 async def read_samples(ledger: Ledger, job_id: str, iteration: int | None, limit: int) -> list[Sample]:
     """Responses of an iteration (default: the newest with an accepted group). Raises JobNotFound."""
-    newest = int((await ledger.job_fields(job_id))["next_iteration"])
+    num_opened = int((await ledger.job_fields(job_id))["num_opened"])
     if iteration is None:
-        iteration = newest
+        iteration = max(0, num_opened - 1)
         while iteration > 0 and not await has_accepted(ledger, job_id, iteration):
             iteration -= 1
-    groups = await ledger.iteration_groups(job_id, iteration)
-    groups.sort(key=lambda group: group_order(group.group_id))
-    samples = interleave([group_samples(group) for group in groups])
-    return [sample for sample, _ in zip(samples, range(limit), strict=False)]
+    return sample_groups(await ledger.iteration_groups(job_id, iteration), limit)
+
+
+def sample_groups(groups: Iterable[RolloutGroup], limit: int) -> list[Sample]:
+    """Up to `limit` responses of many prompts."""
+    in_order = sorted(groups, key=lambda group: group_order(group.group_id))
+    return list(islice(interleave([group_samples(group) for group in in_order]), limit))
 
 
 async def has_accepted(ledger: Ledger, job_id: str, iteration: int) -> bool:

@@ -1,11 +1,11 @@
-"""The prompts of one iteration as PromptTasks: a pure function of (job config, iteration)."""
+"""Prompts as PromptTasks: a pure function of the job's config and the number of the iteration or evaluation."""
 
 import hashlib
 import json
 
-from onbeat.config import JobConfig
+from onbeat.config import EvaluationConfig, JobConfig
 from onbeat.streams.codec import Message, PromptTask, Reward
-from services.broker.datasets import DatasetSpec, PromptItem
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetProcess
 
 
@@ -17,20 +17,47 @@ async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProce
 
 
 def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> list[PromptTask]:
-    return [build_task(config, iteration, index, item) for index, item in enumerate(items)]
+    tasks = []
+    for index, item in enumerate(items):
+        task = build_task(config, item)
+        task.group_id, task.iteration = f"{iteration}-{index}", iteration
+        task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
+        task.seed = task_seed(config.seed, iteration, index)
+        tasks.append(task)
+    return tasks
 
 
-def build_task(config: JobConfig, iteration: int, index: int, item: PromptItem) -> PromptTask:
+async def read_held_out(
+    evaluation: EvaluationConfig, job_seed: int, process: DatasetProcess, num_prompts: int
+) -> list[PromptItem]:
+    """The first prompts of an evaluation's data. Raises DatasetError."""
+    try:
+        return await process.read(DatasetSpec.of_evaluation(evaluation, job_seed), 0, num_prompts)
+    except DatasetError as error:
+        raise DatasetError(f"evaluation.{error.field}", error.message) from error
+
+
+def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[PromptItem]) -> list[PromptTask]:
+    """The same prompts with the same seeds each time: what differs between two evaluations is the policy."""
+    assert config.evaluation is not None
+    tasks = []
+    for index, item in enumerate(items):
+        task = build_task(config, item)
+        task.group_id, task.iteration, task.is_evaluation = f"eval-{evaluation}-{index}", evaluation, True
+        task.num_samples = config.evaluation.num_samples_per_prompt
+        task.temperature = config.evaluation.temperature
+        task.seed = task_seed(config.seed, "evaluation", index)
+        tasks.append(task)
+    return tasks
+
+
+def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
+    """What training and evaluation have in common."""
     rollout, reward = config.rollout, config.reward
     return PromptTask(
-        group_id=f"{iteration}-{index}",
-        iteration=iteration,
         messages=[Message(role=message.role, content=message.content) for message in item.messages],
         text=item.text,
-        num_samples=rollout.num_samples_per_prompt,
         max_response_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        seed=task_seed(config.seed, iteration, index),
         deadline_s=rollout.group_deadline_s,
         reward=Reward(
             name=reward.name,
@@ -42,7 +69,7 @@ def build_task(config: JobConfig, iteration: int, index: int, item: PromptItem) 
     )
 
 
-def task_seed(job_seed: int, iteration: int, index: int) -> int:
+def task_seed(*place: int | str) -> int:
     """31 bits: fits every generator that an engine may feed with it."""
-    digest = hashlib.sha256(f"{job_seed}/{iteration}/{index}".encode()).digest()
+    digest = hashlib.sha256("/".join(map(str, place)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

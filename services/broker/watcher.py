@@ -10,6 +10,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
+from services.broker.evaluations import Evaluator
 from services.broker.tasks import produce_tasks
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class JobWatcher:
         self._ledger, self._process, self._job_id = ledger, process, job_id
         self._config: JobConfig | None = None
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
+        self._evaluator = Evaluator(ledger, process, job_id)
 
     async def run(self) -> None:
         """Returns when the job is final. Raises JobNotFound, and redis' errors when Redis stays away."""
@@ -37,6 +39,7 @@ class JobWatcher:
             for task in self._prepared.values():
                 task.cancel()
             await asyncio.gather(*self._prepared.values(), return_exceptions=True)
+            await self._evaluator.close()
 
     async def step(self) -> bool:
         """Do what is undone; True when the job is final."""
@@ -48,8 +51,10 @@ class JobWatcher:
             self._config = JobConfig.model_validate_json(fields["config"])
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
+            self._evaluator.prepare(self._config)
         elif state is JobState.RUNNING:
             await self._open_if_due(self._config, fields)
+            await self._evaluator.step(self._config, fields)
             await self._fail_if_stuck(self._config)
         elif state is JobState.CANCELLING:
             await self._cancel_if_abandoned(fields)
@@ -58,11 +63,15 @@ class JobWatcher:
     # ---- opening -------------------------------------------------------------------------------------------------
 
     async def _open_if_due(self, config: JobConfig, fields: Fields) -> None:
+        """The next iteration is due when its version may generate it; a newer one is waited for while rollouts have
+        prompts to claim."""
         iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
             return
         self._prepare(config, iteration)
-        if version < iteration - config.max_staleness or version < 0:
+        if version < max(0, iteration - config.max_staleness):
+            return
+        if version < iteration and await self._ledger.num_unclaimed_prompts(self._job_id):
             return
         try:
             tasks = await self._take_tasks(config, iteration)
@@ -98,7 +107,7 @@ class JobWatcher:
         fields = await self._ledger.job_fields(self._job_id)  # anew: we or another broker may just have moved it
         deadline_s = config.schedule.iteration_deadline_s
         silent_s = await self._ledger.now() - float(fields["progress_at"])
-        if silent_s > deadline_s:
+        if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have been what held us up
             await self._move(JobState.FAILED, await self._explain(config, fields, silent_s))
 
     async def _explain(self, config: JobConfig, fields: Fields, silent_s: float) -> str:
@@ -110,7 +119,9 @@ class JobWatcher:
         elif opened:
             what = f"{opened['num_accepted']} of {opened['num_groups']} groups accepted"
         else:
-            what = f"not opened, because policy version {iteration} was not published by trainer {fields.get('owner')}"
+            published = fields.get("policy_version", "none")
+            what = f"not opened: it needs policy version {max(0, iteration - config.max_staleness)}, and trainer "
+            what += f"{fields.get('owner')} has published {published}"
         now = await self._ledger.now()
         workers = [
             f"{worker.id} ({worker.state}, {max(0.0, now - worker.last_seen_at):.0f} s ago)"

@@ -59,6 +59,7 @@ class GroupProducer:
         group = RolloutGroup(
             group_id=task.group_id,
             iteration=task.iteration,
+            is_evaluation=task.is_evaluation,
             policy_version=task.policy_version,
             prompt_text=prompt_text(task),
             worker_id=self._worker_id,

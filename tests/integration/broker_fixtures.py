@@ -90,6 +90,7 @@ def make_group(task: PromptTask, worker: str = "w1", version: int | None = None,
     return RolloutGroup(
         group_id=task.group_id,
         iteration=task.iteration,
+        is_evaluation=task.is_evaluation,
         policy_version=version,
         prompt_token_ids=[1, 2, 3],
         prompt_text=f"prompt of {task.group_id}",
@@ -113,6 +114,7 @@ def failed_group(task: PromptTask, worker: str = "w1") -> RolloutGroup:
     return RolloutGroup(
         group_id=task.group_id,
         iteration=task.iteration,
+        is_evaluation=task.is_evaluation,
         policy_version=task.policy_version,
         failure=GroupFailure(kind="reward_failed", message="it raised"),
         worker_id=worker,

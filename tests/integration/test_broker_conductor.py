@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
 from onbeat.config import JobConfig, ReasoningGymData
-from onbeat.streams.ledger import Ledger, connect
-from onbeat.types import JobState, WorkerRecord
+from onbeat.streams.codec import PromptTask
+from onbeat.streams.ledger import Claim, Ledger, connect
+from onbeat.types import EvaluationState, IterationState, JobState, Verdict, WorkerRecord
 from services.broker.conductor import Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
@@ -28,6 +31,7 @@ from tests.integration.broker_fixtures import (
     drain,
     eventually,
     job_body,
+    make_group,
     start_training,
     wait_open,
     write_prompts,
@@ -133,6 +137,202 @@ async def test_prompts_are_the_same_whichever_broker_opens(ledger: Ledger, proce
     assert dispatched[0] == dispatched[1]
 
 
+# ---- opening ahead -----------------------------------------------------------------------------------------------
+
+
+async def wait_claimable(ledger: Ledger, job_id: str, worker: str = "w1") -> list[Claim]:
+    """What is or becomes free to claim."""
+
+    async def claim() -> list[Claim]:
+        return await claim_all(ledger, job_id, worker)
+
+    claims: list[Claim] = await eventually("prompts", claim)
+    return claims
+
+
+async def submit(ledger: Ledger, job_id: str, claims: list[Claim]) -> None:
+    for claim in claims:
+        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await asyncio.sleep(0.2)
+    assert await ledger.iteration_state(job_id, 1) is None  # rollouts have prompts to claim: a newer version may come
+    for iteration in (0, 1, 2):
+        claims = await wait_claimable(ledger, job_id)
+        assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {(iteration, 0)}
+        await submit(ledger, job_id, claims)
+    await asyncio.sleep(0.2)
+    assert await ledger.iteration_state(job_id, 3) is None  # the bound
+    for iteration in range(3):
+        await commit(ledger, job_id, epoch, iteration)
+        claims = await wait_claimable(ledger, job_id)
+        assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {
+            (iteration + 3, iteration + 1)
+        }
+        await submit(ledger, job_id, claims)
+    for iteration in (3, 4, 5):
+        await commit(ledger, job_id, epoch, iteration)
+    assert (await ledger.job_fields(job_id))["num_opened"] == "6"
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await asyncio.sleep(0.3)  # the watcher waits for an event, for up to a second
+    started = time.monotonic()
+    await claim_all(ledger, job_id)
+    await wait_open(ledger, job_id, 1)
+    assert time.monotonic() - started < 0.5
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger: Ledger) -> None:
+    schedule = {"mode": "bounded", "max_staleness": 1, "iteration_deadline_s": 1.0}
+    job_id = await create_job(ledger, pool="mute", schedule=schedule)
+    await start_training(ledger, job_id)
+    for _ in range(2):
+        await submit(ledger, job_id, await wait_claimable(ledger, job_id))
+    await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "next_iteration", 2)  # a trainer that published neither
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "not opened: it needs policy version 1, and trainer trainer-a has published 0" in fields["error"]
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------
+
+HELD_OUT = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3, "every_iterations": 2}
+
+
+def write_held_out(folder: Path) -> None:
+    rows = [json.dumps({"prompt": f"held out {i}", "answer": str(i)}) for i in range(5)]
+    (folder / "held_out.jsonl").write_text("\n".join(rows))
+
+
+async def is_over(ledger: Ledger, job_id: str, evaluation: int) -> EvaluationState:
+    async def ended() -> EvaluationState | None:
+        state = await ledger.evaluation_state(job_id, evaluation)
+        return state if state and state.is_over else None
+
+    state: EvaluationState = await eventually(f"evaluation {evaluation} has ended", ended)
+    return state
+
+
+async def serve_until(ledger: Ledger, job_id: str, condition: Callable[[], Awaitable[Any]]) -> list[PromptTask]:
+    """Be a rollout until the condition is met; returns what was claimed."""
+    tasks: list[PromptTask] = []
+
+    async def step() -> Any:
+        tasks.extend(await drain(ledger, job_id))
+        return await condition()
+
+    await eventually("served", step)
+    return tasks
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_held_out_set_is_evaluated_on_schedule_and_never_reaches_training(ledger: Ledger, tmp_path: Path) -> None:
+    write_held_out(tmp_path)
+    job_id = await create_job(ledger, evaluation=HELD_OUT)
+    epoch = await start_training(ledger, job_id)
+    tasks: list[PromptTask] = []
+
+    async def is_generated(iteration: int) -> bool:
+        return await ledger.iteration_state(job_id, iteration) is IterationState.DRAINED
+
+    async def is_done(evaluation: int) -> bool:
+        return await ledger.evaluation_state(job_id, evaluation) is EvaluationState.DONE
+
+    for iteration in range(3):
+        tasks += await serve_until(ledger, job_id, partial(is_generated, iteration))
+        if iteration != 1:
+            tasks += await serve_until(ledger, job_id, partial(is_done, iteration))
+        await commit(ledger, job_id, epoch, iteration)
+    tasks += await serve_until(ledger, job_id, partial(is_done, 3))
+    evaluated = [task for task in tasks if task.is_evaluation]
+    assert [task.group_id for task in evaluated] == [f"eval-{e}-{i}" for e in (0, 2, 3) for i in range(3)]
+    assert [task.policy_version for task in evaluated] == [e for e in (0, 2, 3) for _ in range(3)]
+    assert {task.messages[-1].content for task in evaluated} == {"held out 0", "held out 1", "held out 2"}
+    trained = await ledger.take_groups(job_id, "rank-0", 100, 0.01)
+    assert [group.group_id for group in trained] == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    for iteration in range(3):
+        assert not any(group.is_evaluation for group in await ledger.iteration_groups(job_id, iteration))
+    assert await ledger.evaluation_state(job_id, 1) is None
+    fields = await ledger.evaluations.fields(job_id, 2)
+    assert json.loads(fields["scores"])["reward_mean"] == 0.5
+    assert await ledger.evaluations.groups(job_id, 2) == []  # scored, dropped
+    done = [event for event in await ledger.events(job_id) if event.kind == "evaluation.done"]
+    assert [(event.data["evaluation"], event.data["policy_version"]) for event in done] == [(0, 0), (2, 2), (3, 3)]
+    kinds = [event.kind for event in await ledger.events(job_id) if event.kind.endswith(".opened")]
+    assert kinds[:2] == ["iteration.opened", "evaluation.opened"]  # training's prompts go first
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledger, tmp_path: Path) -> None:
+    write_held_out(tmp_path)
+    job_id = await create_job(ledger, evaluation=HELD_OUT)
+    epoch = await start_training(ledger, job_id)
+
+    async def has_prompts() -> bool:
+        return await ledger.num_unclaimed_prompts(job_id) == 5
+
+    await eventually("iteration 0 and evaluation 0 are open", has_prompts)
+    trained = await ledger.claim_groups(job_id, "w1", 2, lease_s=30)
+    await submit(ledger, job_id, trained)
+    lost = await ledger.claim_groups(job_id, "dead", 3, lease_s=0.3)
+    assert {claim.task.is_evaluation for claim in lost} == {True}
+    await commit(ledger, job_id, epoch, 0)
+    await wait_open(ledger, job_id, 1)  # training does not wait for it
+    await asyncio.sleep(0.3)
+    assert await ledger.versions_in_use(job_id) == {0, 1}
+    claims = await ledger.claim_groups(job_id, "w2", 10, lease_s=0.3)
+    again = [claim for claim in claims if claim.task.is_evaluation]
+    assert [claim.entry_id for claim in again] == [claim.entry_id for claim in lost]
+    newer = make_group(again[0].task, "w2", version=1)
+    assert await ledger.submit_group(job_id, again[0].entry_id, newer) is Verdict.STALE
+    await submit(ledger, job_id, again)
+    late = make_group(lost[0].task, "dead")
+    assert await ledger.submit_group(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
+    assert await is_over(ledger, job_id, 0) is EvaluationState.DONE
+    assert (await ledger.evaluations.fields(job_id, 0))["num_accepted"] == "3"
+    assert await ledger.versions_in_use(job_id) == {1}
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, evaluation=HELD_OUT)  # nobody has written the file
+    await start_training(ledger, job_id)
+    assert await is_over(ledger, job_id, 0) is EvaluationState.FAILED
+    (event,) = [event for event in await ledger.events(job_id) if event.kind == "evaluation.failed"]
+    assert event.message.startswith("no prompts: evaluation.data.path: there is no file held_out.jsonl")
+    assert await ledger.job_state(job_id) is JobState.RUNNING
+    assert (await ledger.job_fields(job_id))["next_evaluation"] == "2"
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tmp_path: Path) -> None:
+    write_held_out(tmp_path)
+    schedule = {"num_iterations": 1, "iteration_deadline_s": 1.0}
+    job_id = await create_job(ledger, evaluation=HELD_OUT, schedule=schedule)
+    epoch = await start_training(ledger, job_id)
+    await submit(ledger, job_id, (await wait_claimable(ledger, job_id))[:2])
+    await commit(ledger, job_id, epoch, 0)
+    assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
+    assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
+    assert await ledger.job_state(job_id) is JobState.RUNNING  # its trainer can still end it
+    assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
+    assert await ledger.num_unclaimed_prompts(job_id) == 0
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "the trainer did not finish the job" in fields["error"]
+
+
 # ---- ending ------------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +354,7 @@ async def test_job_whose_trainer_publishes_nothing_fails_and_names_the_trainer(l
     job_id = await create_job(ledger, pool="empty", schedule={"iteration_deadline_s": 0.3})
     await ledger.claim_job(job_id, "trainer-mute", 30)
     fields = await reaches(ledger, job_id, JobState.FAILED)
-    assert "policy version 0 was not published by trainer trainer-mute" in fields["error"]
+    assert "it needs policy version 0, and trainer trainer-mute has published none" in fields["error"]
     assert "none in pool empty; start a rollout" in fields["error"]
 
 

@@ -9,10 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from onbeat.config import FileData, JobConfig, ReasoningGymData
+from onbeat.config import EvaluationConfig, FileData, JobConfig, ReasoningGymData
 from services.broker.datasets import DatasetError, DatasetSpec, open_dataset
 from services.broker.datasets.files import epoch_order
-from services.broker.tasks import build_tasks, task_seed
+from services.broker.tasks import build_evaluation_tasks, build_tasks, task_seed
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
 
@@ -238,12 +238,43 @@ def test_tasks_are_a_pure_function_of_job_and_iteration() -> None:
 
 def test_task_carries_all_that_a_stateless_rollout_needs() -> None:
     task = tasks_of(job(), 1)[3]
-    assert (task.iteration, task.policy_version, task.group_id) == (1, 1, "1-3")
+    assert (task.iteration, task.group_id, task.is_evaluation) == (1, "1-3", False)
     assert (task.num_samples, task.max_response_tokens, task.temperature, task.deadline_s) == (6, 7, 1.0, 300.0)
     assert [message.role for message in task.messages] == ["system", "user"]
     assert (task.reward.name, json.loads(task.reward.options_json)) == ("reasoning_gym", {"answer_pattern": "x"})
     assert (task.reward.timeout_s, task.reward.memory_limit_mb) == (3.0, 2048)
     assert {"question", "answer", "metadata", "task", "options"} <= json.loads(task.reward_context_json).keys()
+
+
+def held_out_tasks(config: JobConfig, evaluation: int) -> list[Any]:
+    assert config.evaluation is not None
+    dataset = open_dataset(DatasetSpec.of_evaluation(config.evaluation, config.seed), Path())
+    return build_evaluation_tasks(config, evaluation, [dataset.item(i) for i in range(config.evaluation.num_prompts)])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+def test_held_out_prompts_are_the_same_each_time_and_none_of_trainings(seed: int) -> None:
+    data = {"type": "reasoning_gym", "task": "chain_sum", "options": {"min_digits": 6, "max_digits": 6}}
+    section = {"data": data, "num_prompts": 12, "num_samples_per_prompt": 3, "temperature": 0.5}
+    config = job(seed=seed, data=data, evaluation=section)
+    first, later = held_out_tasks(config, 0), held_out_tasks(config, 4)
+    assert [task.group_id for task in later[:2]] == ["eval-4-0", "eval-4-1"]
+    for one, other in zip(first, later, strict=True):
+        assert (one.messages, one.seed, one.reward_context_json) == (
+            (other.messages, other.seed, other.reward_context_json)
+        )
+    assert all(task.is_evaluation and task.iteration == 4 for task in later)
+    assert (first[0].num_samples, first[0].temperature, first[0].max_response_tokens) == (3, 0.5, 7)
+    trained = {task.messages[-1].content for iteration in range(5) for task in tasks_of(config, iteration)}
+    assert trained.isdisjoint(task.messages[-1].content for task in first)
+
+
+def test_held_out_file_is_read_in_its_own_order(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"say {i}", "answer": "x"}) for i in range(50)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows))
+    section = EvaluationConfig.model_validate({"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3})
+    dataset = open_dataset(DatasetSpec.of_evaluation(section, 7), tmp_path)
+    assert [dataset.item(i).messages[0].content for i in range(3)] == ["say 0", "say 1", "say 2"]
 
 
 def test_seeds_differ_and_fit_31_bits() -> None:

@@ -10,8 +10,16 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.logging import configure
+from onbeat.streams.codec import Response, RolloutGroup
 from services.broker.api.fields import explain_error
-from services.broker.records import IterationSources, group_order, iteration_record, metric_series
+from services.broker.evaluations import due_evaluation, score
+from services.broker.records import (
+    IterationSources,
+    following_evaluation,
+    group_order,
+    iteration_record,
+    metric_series,
+)
 
 COMMITTED = {
     "iteration": "3",
@@ -33,6 +41,7 @@ COMMITTED = {
 
 def record_of(fields: dict[str, str], **sources: Any) -> Any:
     defaults: dict[str, Any] = {"busy_s": {"a": 4.0, "b": 6.0}, "engine_ready_at": 101.0, "previous_commit_at": 100.0}
+    defaults["published_at"] = 100.0
     return iteration_record(IterationSources(fields=fields, **(defaults | sources)))
 
 
@@ -47,6 +56,12 @@ def test_committed_iteration_has_every_number() -> None:
     assert (record.num_stale, record.num_responses, record.staleness_max, record.mismatch_mean) == (2, 64, 0, 0.01)
     assert record.metrics == {"train/loss": 1.5}
     assert record.mismatch_max is None  # not finite is not known
+
+
+def test_weight_sync_counts_from_the_commit_that_published_the_version() -> None:
+    record = record_of(COMMITTED | {"policy_version": "1"}, published_at=98.5)  # two iterations before
+    assert (record.weight_sync_s, record.wall_s) == (2.5, 10.0)
+    assert record_of(COMMITTED, published_at=None).weight_sync_s is None
 
 
 def test_shares_stay_between_zero_and_one() -> None:
@@ -78,6 +93,68 @@ def test_groups_sort_by_number() -> None:
     assert sorted(["2-10", "2-9", "10-0"], key=group_order) == ["2-9", "2-10", "10-0"]
 
 
+# ---- evaluations -------------------------------------------------------------------------------------------------
+
+
+def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
+    """One response of 3 tokens for each reward; a reward of 0 was cut short. No rewards: a failed group."""
+    return [
+        RolloutGroup(
+            responses=[
+                Response(token_ids=[1, 2, 3], reward=reward, finish_reason="stop" if reward else "length")
+                for reward in of_group
+            ]
+        )
+        for of_group in rewards
+    ]
+
+
+def test_score_by_hand() -> None:
+    assert score(groups_of((1.0, 0.0), (0.0, 0.0), ())) == {
+        "reward_mean": 0.25,
+        "reward_std": pytest.approx(0.1875**0.5),  # of 1, 0, 0, 0
+        "response_tokens_mean": 3.0,
+        "truncated_frac": 0.75,
+        "pass_at_k": 0.5,  # one of two prompts; the failed one is not scored
+    }
+    assert "pass_at_k" not in score(groups_of((1.0,), (0.0,)))
+    assert score(groups_of((), ())) == {}
+
+
+@pytest.mark.parametrize(
+    ("next_evaluation", "num_opened", "next_iteration", "due"),
+    [
+        (0, 0, 0, None),  # training's prompts go first
+        (0, 1, 0, 0),
+        (4, 4, 4, None),
+        (4, 5, 4, 4),
+        (4, 7, 3, None),  # bounded: iterations are open ahead of version 4
+        (10, 10, 9, None),
+        (10, 10, 10, 10),  # the end has no iteration of its own
+        (11, 10, 10, None),
+    ],
+)
+def test_evaluation_is_due_once_its_version_is_there_and_training_has_its_prompts(
+    next_evaluation: int, num_opened: int, next_iteration: int, due: int | None
+) -> None:
+    fields = {"next_evaluation": next_evaluation, "num_opened": num_opened, "next_iteration": next_iteration}
+    assert due_evaluation({name: str(value) for name, value in fields.items()}, num_iterations=10) == due
+
+
+@pytest.mark.parametrize(
+    ("every", "num_iterations", "numbers"),
+    [(4, 10, [0, 4, 8, 10]), (4, 8, [0, 4, 8]), (10, 5, [0, 5]), (1, 2, [0, 1, 2])],
+)
+def test_evaluations_are_every_so_many_iterations_and_at_the_end(
+    every: int, num_iterations: int, numbers: list[int]
+) -> None:
+    found, evaluation = [], 0
+    while evaluation <= num_iterations:
+        found.append(evaluation)
+        evaluation = following_evaluation(evaluation, every, num_iterations)
+    assert found == numbers
+
+
 # ---- validation errors -------------------------------------------------------------------------------------------
 
 GOOD: dict[str, Any] = {
@@ -103,7 +180,17 @@ GOOD: dict[str, Any] = {
         ("rollout", {"num_samples_per_prompt": 0}, "rollout.num_samples_per_prompt", "got 0 (responses in one group"),
         ("rollout", {"max_response_tokens": "many"}, "rollout.max_response_tokens", "got 'many'"),
         ("optimizer", {"betas": [0.9, 2]}, "optimizer.betas.1", "got 2"),
-        ("schedule", {"mode": "fast"}, "schedule.mode", "'periodic' or 'sync'"),
+        ("schedule", {"mode": "fast"}, "schedule", "'periodic', 'sync', 'bounded'; set schedule.mode to one of them"),
+        ("schedule", {"num_iterations": 0}, "schedule.num_iterations", "got 0"),
+        ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to another mode of schedule"),
+        ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (optimizer iterations"),
+        ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "set data.type to one of them"),
+        (
+            "evaluation",
+            {"data": {"task": 1}},
+            "evaluation.data",
+            "set data.type to one of: jsonl, parquet, ",
+        ),
     ],
 )
 def test_validation_error_names_field_value_and_remedy(

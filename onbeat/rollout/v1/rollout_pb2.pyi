@@ -36,9 +36,11 @@ class PromptTask(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     REWARD_CONTEXT_JSON_FIELD_NUMBER: _builtins.int
+    IS_EVALUATION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """unique in the job: "<iteration>-<index>" """
+    """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
+    """or the number of the evaluation"""
     policy_version: _builtins.int
     """the only version whose tokens will be accepted"""
     text: _builtins.str
@@ -52,6 +54,8 @@ class PromptTask(_message.Message):
     """for generating and scoring the group, from its claim"""
     reward_context_json: _builtins.str
     """what the reward needs to know of this prompt: {"question","answer","metadata"}"""
+    is_evaluation: _builtins.bool
+    """scored for people; never trained"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """chat prompt; empty when `text` is set"""
@@ -73,10 +77,11 @@ class PromptTask(_message.Message):
         deadline_s: _builtins.float = ...,
         reward: Global___Reward | None = ...,
         reward_context_json: _builtins.str = ...,
+        is_evaluation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "group_id", b"group_id", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,7 +143,7 @@ Global___Reward: _TypeAlias = Reward  # noqa: Y015
 
 @_typing.final
 class RolloutGroup(_message.Message):
-    """One entry of a job's `rollouts` stream: a prompt and its G responses."""
+    """One entry of a job's `rollouts` stream, or of an evaluation's stream of results: a prompt and its G responses."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -151,11 +156,13 @@ class RolloutGroup(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    IS_EVALUATION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
     prompt_text: _builtins.str
     worker_id: _builtins.str
+    is_evaluation: _builtins.bool
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[Lp]"""
@@ -182,10 +189,11 @@ class RolloutGroup(_message.Message):
         failure: Global___GroupFailure | None = ...,
         timings: Global___Timings | None = ...,
         worker_id: _builtins.str = ...,
+        is_evaluation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "group_id", b"group_id", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,7 +299,7 @@ class GroupFailure(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"prompt_too_long" | "reward_failed" | "generation_failed" """
+    """"prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" """
     message: _builtins.str
     def __init__(
         self,

@@ -24,3 +24,18 @@ end
 local function num_unclaimed(stream, group)
   return redis.call('XLEN', stream) - redis.call('XPENDING', stream, group)[1]
 end
+
+-- Writes a unit's record and puts its prompts on the stream. The arguments from `first` on are group id / PromptTask
+-- pairs. `kind` is iteration | evaluation.
+local function dispatch(kind, number, version, unit, groups, prompts, first)
+  local num_groups = (#ARGV - first + 1) / 2
+  redis.call('HSET', unit, kind, number, 'state', 'OPEN', 'policy_version', version, 'num_groups', num_groups,
+    'num_accepted', 0, 'opened_at', now())
+  for i = first, #ARGV, 2 do
+    redis.call('HSET', groups, ARGV[i], 'waiting')
+    redis.call('XADD', prompts, '*', kind, number, 'group_id', ARGV[i], 'task', ARGV[i + 1])
+  end
+  redis.call('HSET', job, 'progress_at', now())
+  emit(kind .. '.opened', kind .. ' ' .. number .. ' on policy version ' .. version,
+    {[kind] = tonumber(number), policy_version = tonumber(version), num_groups = num_groups})
+end

@@ -1,22 +1,24 @@
--- KEYS: job, events, iteration, groups, busy, prompts, rollouts.
--- ARGV: entry id, worker, consumer group, iteration, group id, RolloutGroup, versions of its spans ('3' or '3,4', '' if
---       the group failed), failure kind ('' if none), worker busy seconds.
--- The one place where a group enters training. Returns accepted | stale | duplicate | closed.
+-- KEYS: job, events, iteration, groups, busy, prompts, rollouts; or an evaluation with its groups and its results.
+-- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
+--       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
+--       iteration | evaluation.
+-- The one place where a group is accepted. Returns accepted | stale | duplicate | closed.
 local state = field('state')
 if state ~= 'RUNNING' and state ~= 'PAUSED' then return 'closed' end
+local kind = ARGV[10]
 local ledger = redis.call('HGET', KEYS[4], ARGV[5])
-local iteration_state = redis.call('HGET', KEYS[3], 'state')
-if not ledger or not iteration_state then return 'closed' end
+local unit_state = redis.call('HGET', KEYS[3], 'state')
+if not ledger or not unit_state then return 'closed' end
 if ledger ~= 'waiting' then
   redis.call('HINCRBY', KEYS[3], 'num_duplicate', 1)
   redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
   return 'duplicate'
 end
 local version = redis.call('HGET', KEYS[3], 'policy_version')
-if iteration_state ~= 'OPEN' or (ARGV[8] == '' and ARGV[7] ~= version) then
+if unit_state ~= 'OPEN' or (ARGV[8] == '' and ARGV[7] ~= version) then
   redis.call('HINCRBY', KEYS[3], 'num_stale', 1)
   emit('group.stale', ARGV[2] .. ' submitted ' .. ARGV[5] .. ' with versions [' .. ARGV[7] .. '], wanted ' .. version,
-    {iteration = tonumber(ARGV[4]), group_id = ARGV[5], worker_id = ARGV[2]})
+    {[kind] = tonumber(ARGV[4]), group_id = ARGV[5], worker_id = ARGV[2]})
   local pending = redis.call('XPENDING', KEYS[6], ARGV[3], ARGV[1], ARGV[1], 1)
   if pending[1] and pending[1][2] == ARGV[2] and pending[1][3] < 86400000 then -- handed back, once: not an attempt
     local attempts = math.max(0, pending[1][4] - 1)
@@ -25,7 +27,7 @@ if iteration_state ~= 'OPEN' or (ARGV[8] == '' and ARGV[7] ~= version) then
   return 'stale'
 end
 local time = now()
-local entry = redis.call('XADD', KEYS[7], '*', 'iteration', ARGV[4], 'group_id', ARGV[5], 'group', ARGV[6])
+local entry = redis.call('XADD', KEYS[7], '*', kind, ARGV[4], 'group_id', ARGV[5], 'group', ARGV[6])
 redis.call('HSET', KEYS[4], ARGV[5], 'accepted:' .. entry)
 redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
 redis.call('XDEL', KEYS[6], ARGV[1])
@@ -35,10 +37,10 @@ redis.call('HSETNX', KEYS[3], 'first_accepted_at', time)
 if ARGV[8] ~= '' then
   redis.call('HINCRBY', KEYS[3], 'num_failed_groups', 1)
   emit('group.failed', ARGV[5] .. ': ' .. ARGV[8],
-    {iteration = tonumber(ARGV[4]), group_id = ARGV[5], kind = ARGV[8], worker_id = ARGV[2]})
+    {[kind] = tonumber(ARGV[4]), group_id = ARGV[5], kind = ARGV[8], worker_id = ARGV[2]})
 end
 if redis.call('HINCRBY', KEYS[3], 'num_accepted', 1) == tonumber(redis.call('HGET', KEYS[3], 'num_groups')) then
   redis.call('HSET', KEYS[3], 'state', 'DRAINED', 'drained_at', time)
-  emit('iteration.drained', 'iteration ' .. ARGV[4], {iteration = tonumber(ARGV[4])})
+  emit(kind .. '.drained', kind .. ' ' .. ARGV[4], {[kind] = tonumber(ARGV[4])})
 end
 return 'accepted'

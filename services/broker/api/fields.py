@@ -29,7 +29,7 @@ def explain_error(error: Any, body: Any) -> tuple[str, str]:
 
 
 def without_tags(location: list[Any], body: Any) -> list[str]:
-    """Pydantic puts the `type` of a tagged union into the location; users did not write it.
+    """Pydantic puts the tag of a union (`type`, `mode`) into the location; users did not write it there.
 
     >>> without_tags(["data", "jsonl", "path"], {"data": {"type": "jsonl"}})
     ['data', 'path']
@@ -38,28 +38,30 @@ def without_tags(location: list[Any], body: Any) -> list[str]:
     here = body
     for step in location:
         is_mapping = isinstance(here, dict)
-        if is_mapping and step not in here and step in (here.get("type"), *default_tags(path)):
+        if is_mapping and step not in here and step in tags_at(path):
             continue
         path.append(str(step))
         here = here.get(step) if is_mapping else None
     return path
 
 
-def default_tags(path: list[str]) -> list[str]:
-    """The tags of the sections that may stand at this place."""
-    return [tag for section in sections_at(path) for tag in get_args(section_tag(section))]
+def tag_name(path: list[str]) -> str | None:
+    """The key that tells which section of a union stands at this place: `schedule` -> `mode`."""
+    field = fields_at(path[:-1]).get(path[-1]) if path else None
+    return field.discriminator if field and isinstance(field.discriminator, str) else None
 
 
-def section_tag(section: type[BaseModel]) -> Any:
-    field = section.model_fields.get("type")
-    return field.annotation if field else None
+def tags_at(path: list[str]) -> set[str]:
+    """What may stand there."""
+    name = tag_name(path)
+    return {tag for section in sections_at(path) if name for tag in get_args(section.model_fields[name].annotation)}
 
 
 def explain_value(error: Any, path: list[str]) -> str:
     known = fields_at(path[:-1])
     if error["type"] == "extra_forbidden":
         if path[-1] in known:
-            return f"belongs to another type of {path[-2]}; leave it out, or change {path[-2]}.type"
+            return f"belongs to another {tag_name(path[:-1])} of {path[-2]}; leave it out, or change that"
         close = difflib.get_close_matches(path[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
         return f"is no key of a job; {hint}"
@@ -67,8 +69,10 @@ def explain_value(error: Any, path: list[str]) -> str:
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
         return f"is required{meaning}"
-    if error["type"].startswith("union_tag"):
-        return f"{error['msg']}; set {path[-1]}.type to one of them"
+    if error["type"] == "union_tag_not_found":
+        return f"is not complete; set {path[-1]}.{tag_name(path)} to one of: {', '.join(sorted(tags_at(path)))}"
+    if error["type"] == "union_tag_invalid":
+        return f"{error['msg']}; set {path[-1]}.{tag_name(path)} to one of them"
     return f"{error['msg']}, got {show(error.get('input'))}{meaning}"
 
 

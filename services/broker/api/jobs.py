@@ -13,10 +13,17 @@ from starlette.exceptions import HTTPException
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.ledger import Ledger
-from onbeat.types import Event, IterationRecord, JobRecord, JobState, Sample, WorkerRecord
+from onbeat.types import EvaluationRecord, Event, IterationRecord, JobRecord, JobState, Sample, WorkerRecord
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
-from services.broker.records import job_record, metric_series, read_iterations, read_samples
+from services.broker.records import (
+    evaluation_series,
+    job_record,
+    metric_series,
+    read_evaluations,
+    read_iterations,
+    read_samples,
+)
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
@@ -33,6 +40,10 @@ class JobList(BaseModel):
 
 class IterationList(BaseModel):
     iterations: list[IterationRecord]
+
+
+class EvaluationList(BaseModel):
+    evaluations: list[EvaluationRecord]
 
 
 class MetricSeries(BaseModel):
@@ -169,11 +180,26 @@ async def list_iterations(
     return IterationList(iterations=await read_iterations(broker.ledger, job_id, after, limit))
 
 
+@router.get("/jobs/{job_id}/evaluations", responses=documented(404))
+async def list_evaluations(job_id: JobId, broker: Broker, after: Annotated[int, Query(ge=-1)] = -1) -> EvaluationList:
+    """Evaluations with a number above `after`, in order; the last ones may still be open."""
+    return EvaluationList(evaluations=await read_evaluations(broker.ledger, job_id, after))
+
+
+@router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))
+async def list_evaluation_samples(job_id: JobId, broker: Broker, evaluation: Annotated[int, Path(ge=0)]) -> SampleList:
+    """A few responses of an evaluation that is done; none of any other."""
+    await broker.ledger.job_state(job_id)  # raises JobNotFound
+    fields = await broker.ledger.evaluations.fields(job_id, evaluation)
+    return SampleList(samples=json.loads(fields.get("samples", "[]")))
+
+
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))
 async def get_metrics(job_id: JobId, broker: Broker) -> MetricSeries:
-    """`area/name` -> [[iteration, value], ...]."""
+    """`area/name` -> [[iteration, value], ...]; `eval/name` by the number of the evaluation."""
     records = await read_iterations(broker.ledger, job_id, after=-1, limit=MAX_ITERATIONS)
-    return MetricSeries(metrics=metric_series(records))
+    evaluations = await read_evaluations(broker.ledger, job_id)
+    return MetricSeries(metrics=metric_series(records) | evaluation_series(evaluations))
 
 
 @router.get("/jobs/{job_id}/samples", responses=documented(404))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from onbeat.config import DataConfig, FileData, JobConfig
+from onbeat.config import DataConfig, EvaluationConfig, FileData, JobConfig
 from onbeat.errors import OnbeatError
 
 
@@ -47,6 +47,15 @@ class DatasetSpec(BaseModel):
     def of_job(cls, config: JobConfig) -> "DatasetSpec":
         num_items = config.schedule.num_iterations * config.rollout.num_prompts_per_iteration
         return cls(data=config.data, seed=config.seed, num_items=num_items)
+
+    @classmethod
+    def of_evaluation(cls, evaluation: EvaluationConfig, job_seed: int) -> "DatasetSpec":
+        """A file is read in its own order. Procedural items come from seeds that training never reaches: item i of a
+        dataset is made from seed + i, and a job has fewer than 2**31 prompts."""
+        data = evaluation.data
+        if isinstance(data, FileData):
+            data = data.model_copy(update={"shuffle": False})
+        return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=evaluation.num_prompts)
 
 
 class PromptDataset(Protocol):

@@ -1,0 +1,113 @@
+"""Evaluations of one job: opens those that are due, scores those that are drained, gives up those that are stuck.
+
+Evaluation e is due when version e is published and iteration e is open: training's prompts go first. e is 0, every
+`every_iterations`, and the number of iterations: the end.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.ledger import Ledger
+from onbeat.types import EvaluationState
+from services.broker.datasets import DatasetError, PromptItem
+from services.broker.datasets.process import DatasetProcess
+from services.broker.records import following_evaluation, sample_groups
+from services.broker.tasks import build_evaluation_tasks, read_held_out
+
+logger = logging.getLogger(__name__)
+
+NUM_SAMPLES = 16  # responses of an evaluation that are kept for people
+
+Fields = dict[str, str]
+
+
+def due_evaluation(fields: Fields, num_iterations: int) -> int | None:
+    """By the fields of the job; None when nothing is due yet."""
+    evaluation = int(fields.get("next_evaluation", "0"))
+    has_opened = int(fields["num_opened"]) > evaluation or evaluation == num_iterations
+    has_version = int(fields["next_iteration"]) >= evaluation
+    return evaluation if evaluation <= num_iterations and has_opened and has_version else None
+
+
+class Evaluator:
+    """Holds nothing that must survive: the prompts are read again by whoever needs them."""
+
+    def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
+        self._ledger, self._process, self._job_id = ledger, process, job_id
+        self._reading: asyncio.Task[list[PromptItem]] | None = None
+
+    def prepare(self, config: JobConfig) -> None:
+        """Read the prompts ahead of time."""
+        if config.evaluation is not None and self._reading is None:
+            work = read_held_out(config.evaluation, config.seed, self._process, config.evaluation.num_prompts)
+            self._reading = asyncio.create_task(work, name=f"held-out prompts {self._job_id}")
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def step(self, config: JobConfig, fields: Fields) -> None:
+        if config.evaluation is None:
+            return
+        self.prepare(config)
+        evaluation = due_evaluation(fields, config.schedule.num_iterations)
+        if evaluation is not None and self._reading is not None and self._reading.done():
+            await self._open(config, evaluation, int(fields["policy_version"]), self._reading)
+        for open_one in await self._ledger.evaluations.open_ones(self._job_id):
+            if await self._ledger.evaluation_state(self._job_id, open_one) is EvaluationState.DRAINED:
+                await self._finish(open_one)
+
+    async def _open(
+        self, config: JobConfig, evaluation: int, version: int, reading: asyncio.Task[list[PromptItem]]
+    ) -> None:
+        assert config.evaluation is not None
+        following = following_evaluation(evaluation, config.evaluation.every_iterations, config.schedule.num_iterations)
+        try:
+            tasks = build_evaluation_tasks(config, evaluation, reading.result())
+        except DatasetError as error:
+            self._reading = None  # the next evaluation tries again
+            await self._ledger.evaluations.fail(self._job_id, evaluation, following, f"no prompts: {error}")
+            return
+        reason = await self._ledger.evaluations.open(self._job_id, evaluation, version, following, tasks)
+        logger.info("job %s: evaluation %d: %s", self._job_id, evaluation, reason or f"open on version {version}")
+
+    async def _finish(self, evaluation: int) -> None:
+        groups = await self._ledger.evaluations.groups(self._job_id, evaluation)
+        scores = score(groups)
+        reward = f"reward {scores['reward_mean']:.3f}" if scores else "no group could be scored"
+        samples = sample_groups(groups, NUM_SAMPLES)
+        if await self._ledger.evaluations.finish(self._job_id, evaluation, reward, scores, samples):
+            logger.info("job %s: evaluation %d: %s", self._job_id, evaluation, reward)
+
+    async def give_up(self, silent_s: float) -> bool:
+        """End what is open, so that training need not wait for it. False when nothing is."""
+        open_ones = await self._ledger.evaluations.open_ones(self._job_id)
+        for evaluation in open_ones:
+            fields = await self._ledger.evaluations.fields(self._job_id, evaluation)
+            done = f"{fields['num_accepted']} of {fields['num_groups']} groups accepted"
+            message = f"given up, no progress for {silent_s:.0f} s: {done}"
+            await self._ledger.evaluations.fail(self._job_id, evaluation, evaluation, message)
+        return bool(open_ones)
+
+
+def score(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Means over all responses; `pass_at_k` over prompts with several. Empty when every group failed."""
+    scored = [group.responses for group in groups if group.responses]
+    responses = [response for of_group in scored for response in of_group]
+    if not responses:
+        return {}
+    rewards = [response.reward for response in responses]
+    scores = {
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "response_tokens_mean": fmean(len(response.token_ids) for response in responses),
+        "truncated_frac": fmean(response.finish_reason == "length" for response in responses),
+    }
+    if len(responses) > len(scored):
+        scores["pass_at_k"] = fmean(any(response.reward > 0 for response in of_group) for of_group in scored)
+    return scores
