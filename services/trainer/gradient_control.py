@@ -1,20 +1,27 @@
 """GAC on the accumulated gradient: keeps the last one, measures the cosine, projects or skips (`algorithm/gac`)."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from onbeat.config import GacConfig
 from services.trainer.algorithm.gac import GacAction, GacDecision, decide
+from services.trainer.distributed import World
+
+Gradients = dict[str, torch.Tensor]
 
 
 class GradientControl:
-    """Acts between the rescale and the clip, on the fully reduced gradient. Its history is part of a checkpoint."""
+    """Acts between the rescale and the clip, on the fully reduced gradient. Its history is part of a checkpoint.
 
-    def __init__(self, config: GacConfig) -> None:
-        self._config = config
-        self._history: dict[str, torch.Tensor] = {}
+    Sharded gradients (DTensors) are projected shard by shard; only three scalars are summed over the world's ranks.
+    """
+
+    def __init__(self, config: GacConfig, world: World | None = None) -> None:
+        self._config, self._world = config, world or World()
+        self._history: Gradients = {}
 
     @torch.no_grad()
-    def apply(self, gradients: dict[str, torch.Tensor]) -> GacDecision:
+    def apply(self, gradients: Gradients) -> GacDecision:
         """Change `gradients` in place as decided; on SKIP the caller leaves out the step. Mode `metric` never acts."""
         if self._config.mode == "off":
             return GacDecision(GacAction.NONE, None)
@@ -26,30 +33,48 @@ class GradientControl:
         self._remember(raw or gradients)
         return decision
 
-    def _decide(self, gradients: dict[str, torch.Tensor]) -> GacDecision:
+    def _decide(self, gradients: Gradients) -> GacDecision:
         if self._history.keys() != gradients.keys():
             return GacDecision(GacAction.NONE, None)
-        dot = sum(torch.dot(g.flatten(), self._history[name].flatten()).item() for name, g in gradients.items())
-        norm_g = torch.nn.utils.get_total_norm(gradients.values()).item()
-        norm_h = torch.nn.utils.get_total_norm(self._history.values()).item()
+        dot, square_g, square_h = inner_products(gradients, self._history, self._world)
         config = self._config
-        return decide(dot, norm_g, norm_h, config.c_low, config.c_high, config.is_full_removal)
+        return decide(dot, square_g**0.5, square_h**0.5, config.c_low, config.c_high, config.is_full_removal)
 
     def _is_raw(self, decision: GacDecision) -> bool:
         acts = self._config.mode == "control" and decision.action is GacAction.PROJECT
         return acts and self._config.history == "raw"
 
-    def _remember(self, gradients: dict[str, torch.Tensor]) -> None:
+    def _remember(self, gradients: Gradients) -> None:
         for name, gradient in gradients.items():
             if name in self._history:
                 self._history[name].copy_(gradient)
             else:
                 self._history[name] = gradient.clone()
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
+    def state_tensors(self) -> Gradients:
         return {f"gac.{name}": tensor for name, tensor in self._history.items()}
 
-    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_state_tensors(self, tensors: Gradients) -> None:
         self._history = {
             name.removeprefix("gac."): tensor.clone() for name, tensor in tensors.items() if name.startswith("gac.")
         }
+
+
+def inner_products(g: Gradients, h: Gradients, world: World) -> list[float]:
+    """<g, h>, |g|^2, |h|^2 over all parameters and ranks, added up in float64.
+
+    A rank counts its own rows of sharded parameters. Replicated parameters are the same on every rank and are counted
+    by rank 0 alone, so that each element counts once.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for name, gradient in g.items():
+        if isinstance(gradient, DTensor) or world.is_main:
+            ours, before = local_part(gradient), local_part(h[name])
+            norms = [torch.linalg.vector_norm(part).double() ** 2 for part in (ours, before)]
+            sums += torch.stack([torch.dot(ours, before).double(), *norms]).cpu()
+    return world.sum_scalars(sums.tolist())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """[elements on this rank]."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).flatten()

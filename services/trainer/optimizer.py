@@ -1,36 +1,49 @@
-"""AdamW on float32 master weights beside parameters in the compute dtype.
+"""AdamW on float32 master weights, whatever dtype the model computes in.
 
-    parameters (bf16) --backward--> gradient (bf16), added to the master's (float32) after each micro-batch
+    one process, DDP   parameters (bf16) --backward--> gradient (bf16), added to the master's (float32) after each
+                       micro-batch; DDP sums the masters' gradients over ranks at the barrier
+    FSDP2              the sharded parameters are float32 and are the masters themselves; FSDP sums the gradients
+
     barrier: rescale, clip, AdamW on the masters, masters -> parameters
 
 So the weights that compute, the weights that are published and the weights that rollouts sample with are the same bits,
-and small updates are not lost in bf16.
+and small updates are not lost in bf16. Only parameters that require a gradient take part.
 """
 
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from onbeat.config import OptimizerConfig
 from onbeat.errors import JobFailed
+from services.trainer.device import has_fused_adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
+    """Before the barrier gradients add up; `rescale`, `clip`, `step` are called once each, in this order."""
+
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
         self.config = config
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(self._accumulate_into(self.masters[name]))
+        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
         self._adamw = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=True,
+            fused=has_fused_adamw(next(iter(self.masters.values())).device),
         )
         self.num_steps = 0
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The float32 tensor that AdamW moves for this parameter, and that its gradients arrive in."""
+        master = parameter.detach().float().clone()
+        parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
+        return master
 
     @staticmethod
     def _accumulate_into(master: torch.Tensor) -> Any:
@@ -43,25 +56,32 @@ class MasterAdamW:
 
         return hook
 
-    def rescale(self, denominator: float) -> dict[str, torch.Tensor]:
-        """Divide the accumulated gradient, once. Returns it by name, [shape of the parameter] float32.
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The accumulated sums by name, [shape of the parameter] float32, to be summed over replicas in place.
 
-        A parameter without gradient gets zeros: momentum moves on in an iteration without signal.
+        A parameter without gradient gets zeros: every replica has the same tensors to add, and momentum moves on in an
+        iteration without signal.
         """
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        gradients = {name: master.grad for name, master in self.masters.items()}
+        return {name: master.grad for name, master in self.masters.items()}
+
+    @torch.no_grad()
+    def rescale(self, denominator: float) -> dict[str, torch.Tensor]:
+        """Divide the accumulated gradient, once. Returns it by name, as `gradients`."""
+        gradients = self.gradients()
         torch._foreach_mul_(list(gradients.values()), 1.0 / denominator)
         return gradients
 
     def clip(self) -> float:
-        """Clip the global norm; returns the norm before clipping.
+        """Clip the global norm; returns the norm before clipping, over all ranks when sharded.
 
         Raises JobFailed when it is not finite: such a gradient never reaches the weights.
         """
-        gradients = [master.grad for master in self.masters.values()]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm([master.grad for master in self.masters.values()])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         if not torch.isfinite(norm):
             raise JobFailed(f"the accumulated gradient is not finite (norm {norm.item()}); no step was taken")
         torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.max_grad_norm, norm)
@@ -75,7 +95,7 @@ class MasterAdamW:
         learning_rate = self.config.learning_rate * min(1.0, self.num_steps / (warmup + 1))
         self._adamw.param_groups[0]["lr"] = learning_rate
         self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self.drop_gradients()
         self.write_parameters()
         return learning_rate
 
@@ -89,28 +109,40 @@ class MasterAdamW:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters and both moments by name, for a checkpoint; no copies."""
-        tensors = {f"master.{name}": master for name, master in self.masters.items()}
+        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             state = self._adamw.state.get(master, {})
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment in state:
-                    tensors[f"{moment}.{name}"] = state[moment]
+            tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """Raises ValueError naming the first tensor that is missing or of another shape."""
         for name, master in self.masters.items():
-            stored = tensors.get(f"master.{name}")
-            if stored is None or stored.shape != master.shape:
-                found = "nothing" if stored is None else f"shape {tuple(stored.shape)}"
-                raise ValueError(f"the checkpoint is of another model: {name} needs {tuple(master.shape)}, has {found}")
-            master.copy_(stored)
+            master.copy_(state_tensor(tensors, f"master.{name}", master))
             if num_steps > 0:
-                self._adamw.state[master] = {
-                    "step": torch.tensor(float(num_steps)),
-                    "exp_avg": tensors[f"exp_avg.{name}"].to(master.device, copy=True),
-                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
-                }
+                moments = {moment: state_tensor(tensors, f"{moment}.{name}", master) for moment in MOMENTS}
+                step = torch.tensor(float(num_steps), device=master.device)
+                copies = {moment: tensor.to(master.device, copy=True) for moment, tensor in moments.items()}
+                self._adamw.state[master] = {"step": step, **copies}
         self.num_steps = num_steps
         self.write_parameters()
+
+
+class ShardedAdamW(MasterAdamW):
+    """For a model that `sharding.shard` has been through: each rank moves its share; nothing is kept twice."""
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
+        assert isinstance(parameter, DTensor), "shard the model first"
+        return parameter
+
+    def write_parameters(self) -> None:
+        pass
+
+
+def state_tensor(tensors: dict[str, torch.Tensor], key: str, master: torch.Tensor) -> torch.Tensor:
+    stored = tensors.get(key)
+    if stored is None or stored.shape != master.shape:
+        found = "nothing" if stored is None else f"shape {tuple(stored.shape)}"
+        raise ValueError(f"the checkpoint is of another model: {key} needs {tuple(master.shape)}, has {found}")
+    return stored

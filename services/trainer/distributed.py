@@ -1,0 +1,152 @@
+"""The ranks of one job, as torchrun started them: sums of gradients and statistics, small messages. No pickle.
+
+Tensors travel over the device's own backend (gloo, nccl, hccl). Messages and numbers live on the host and travel over
+gloo, so that an accelerator is not waited for. In a world of one everything here is the identity.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from onbeat.errors import OnbeatError
+from services.trainer.device import backend_of, device_of_rank
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 64 << 20  # gradients are summed in pieces of about this size: few messages, little extra memory
+
+
+class PeerLost(OnbeatError):
+    """Another rank is gone or does not answer. The job is intact: it goes on from its checkpoint when all are back."""
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the ranks on this machine
+    local_size: int = 1
+    device: torch.device = CPU
+    timeout_s: float = 0.0  # of every wait for the others
+    _group: dist.ProcessGroup | None = None  # None: the default one
+
+    @classmethod
+    def from_environment(cls, device: torch.device, timeout_s: float) -> "World":
+        """A world of one unless torchrun's variables say otherwise; then waits for all ranks.
+
+        `timeout_s` bounds every later wait for another rank, so it must exceed the longest that ranks may be apart.
+        Raises PeerLost when they do not come, ValueError when a rank has no device.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls(device=device)
+        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        own = device_of_rank(device, local_rank)
+        world = cls(int(os.environ["RANK"]), size, local_rank, local_size, own, timeout_s)
+        with world._waiting("the start of all ranks"):
+            dist.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout_s))
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def side_channel(self) -> "World":
+        """The same ranks on messages of their own (host tensors only), for one other thread. All ranks must call it."""
+        if self.size == 1:
+            return self
+        with self._waiting("a second channel"):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return replace(self, device=CPU, _group=group)
+
+    # ---- sums --------------------------------------------------------------------------------------------------------
+
+    def sum_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add up over ranks in place, in the tensors' dtype (float32 gradients); all ranks get the same bits.
+
+        The order of additions depends on shapes, size and backend only, so that a replay repeats it.
+        """
+        if self.size == 1:
+            return
+        with self._waiting("the sum of gradients"), torch.no_grad():
+            for bucket in buckets(tensors, BUCKET_BYTES):
+                flat = torch.cat([tensor.flatten() for tensor in bucket])
+                dist.all_reduce(flat, group=self._group)
+                pieces = flat.split([tensor.numel() for tensor in bucket])
+                for tensor, piece in zip(bucket, pieces, strict=True):
+                    tensor.copy_(piece.view_as(tensor))
+
+    def sum_scalars(self, values: Sequence[float]) -> list[float]:
+        """Sums over ranks, in float64."""
+        totals = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            with self._waiting("the sum of statistics"):
+                dist.all_reduce(totals, group=self._group)
+        return totals.tolist()
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def broadcast_bytes(self, content: bytes | None) -> bytes:
+        """Rank 0's content, on every rank; what the others pass does not count."""
+        if self.size == 1 or self.is_main:
+            assert content is not None, "rank 0 has the content"
+        if self.size == 1:
+            return content or b""
+        with self._waiting("a message from rank 0"):
+            length = torch.tensor([len(content) if self.is_main and content else 0])
+            dist.broadcast(length, 0, group=self._group)
+            buffer = host_buffer(content or b"") if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(buffer, 0, group=self._group)
+            return buffer.numpy().tobytes()
+
+    def all_gather_bytes(self, content: bytes) -> list[bytes]:
+        """Every rank's content, by rank."""
+        if self.size == 1:
+            return [content]
+        with self._waiting("messages from all ranks"):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(content)]), group=self._group)
+            longest = max(int(length) for length in lengths)
+            received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(received, host_buffer(content.ljust(longest, b"\0")), group=self._group)
+            return [buffer[: int(length)].numpy().tobytes() for buffer, length in zip(received, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Returns when every rank is here."""
+        self.sum_scalars([0.0])
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError; ValueError: bad addresses
+            raise PeerLost(
+                f"rank {self.rank} of {self.size} waited for {what} (at most {self.timeout_s:.0f} s): {error}; look "
+                "for the first error in the other ranks' logs, then start all ranks again: the job resumes by itself"
+            ) from error
+
+
+def host_buffer(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors of one dtype, together at most `max_bytes` (or one larger tensor alone)."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > max_bytes or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

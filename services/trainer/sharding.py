@@ -1,0 +1,99 @@
+"""FSDP2: every rank holds a share of each parameter, and all ranks go through the model in lockstep.
+
+    sharded float32 parameter --all-gather in the compute dtype--> layer computes --> gradient
+    gradient --reduce-scatter in float32, summed--> the share's gradient, added up over micro-batches
+
+Gradients are sums over ranks, not means: the loss is divided once, at the barrier. The float32 shares are the masters
+that the optimizer moves, and what is published is their rounded value: the bits that the layers compute with.
+
+All ranks must run the same number of passes. `deal` gives each rank groups of about equally many tokens; a rank whose
+share is empty (or shorter than another's) passes a placeholder through, with the loss `(logprobs * 0).sum()`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from services.trainer.distributed import World
+
+T = TypeVar("T")
+
+
+def shard(model: Any, world: World, compute_dtype: torch.dtype) -> None:
+    """Shard a transformers decoder in place, by layer; the root holds embeddings, norm and head (tied ones stay tied).
+
+    Before: the same full weights on every rank, adapters and checkpointing already in place. After: trainable
+    parameters are float32, frozen ones stay in their dtype. Frozen relatives (reference, old policy) are copied before,
+    and sharded by a call of their own. Raises ValueError for a model without a list of layers.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use ONBEAT_PARALLELISM=ddp")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    precision = MixedPrecisionPolicy(compute_dtype, sum_dtype(compute_dtype), cast_forward_inputs=False)
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+        module.set_gradient_divide_factor(1.0)  # the sum: by default FSDP divides by the number of ranks
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    model.call_unsharded = lambda function, *args, **kwargs: function(model, *args, **kwargs)
+    register_fsdp_forward_method(model, "call_unsharded")
+
+
+def sum_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """What gradients are summed in: float32 (float64 for a float64 model)."""
+    return torch.promote_types(compute_dtype, torch.float32)
+
+
+def call(function: Callable[..., T], model: Any, *args: Any, **kwargs: Any) -> T:
+    """`function(model, ...)` as if it were the model's forward.
+
+    A function that uses parts of a sharded model by itself (its decoder, the weight of its head) must go through here:
+    the root's parameters are whole only inside, and their gradients are reduced only after what comes out of here.
+    """
+    run = getattr(model, "call_unsharded", None)
+    return function(model, *args, **kwargs) if run is None else run(function, *args, **kwargs)
+
+
+@torch.no_grad()
+def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole of a sharded parameter, in `dtype`, on every rank: all must call it, for one parameter after another.
+
+    A parameter that is not sharded is returned as it is, in `dtype`.
+    """
+    part = parameter.detach()
+    part = part if dtype is None else part.to(dtype)
+    return part.full_tensor() if isinstance(part, DTensor) else part
+
+
+@torch.no_grad()
+def load_full(parameter: torch.Tensor, whole: torch.Tensor | None) -> None:
+    """Overwrite a sharded parameter with rank 0's `whole` [its shape]; the other ranks pass None. All must call it."""
+    assert isinstance(parameter, DTensor), "a replicated parameter is copied, not sent"
+    if whole is None:
+        sent = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    else:
+        sent = whole.to(parameter.device, parameter.dtype)
+    parameter.copy_(distribute_tensor(sent, parameter.device_mesh, parameter.placements))
+
+
+def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Share out groups by their tokens: indices for each rank, ascending. The longest goes first, to the lightest rank.
+
+    >>> deal([5, 9, 4, 1], 2)
+    [[1, 3], [0, 2]]
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(index)
+        loads[lightest] += costs[index]
+    return [sorted(share) for share in shares]

@@ -1,0 +1,77 @@
+"""Named tensors in safetensors files: whole ones, or the rows that each rank holds, in a file per rank.
+
+The files are those of torch.distributed.checkpoint's Hugging Face storage (a row offset per tensor in the header), and
+are read by it: each reader takes the rows that it needs out of all files, so any number of ranks can read what any
+other number wrote. They are not written by it: `dcp.save` sends pickled plans between the ranks.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HostShards:
+    """A rank's part of some tensors, copied to the host: nobody changes it while it is written."""
+
+    tensors: Tensors
+    offsets: dict[str, list[int]]  # of the part's first element in the whole tensor, by dimension
+
+    @classmethod
+    def copy_of(cls, tensors: Mapping[str, torch.Tensor], is_main: bool) -> "HostShards":
+        """Sharded tensors: this rank's rows. Replicated ones: all on the main rank, nothing elsewhere."""
+        parts, offsets = {}, {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                part, start = tensor.to_local(), shard_offset(tensor)
+            elif is_main:
+                part, start = tensor, [0] * tensor.dim()
+            else:
+                continue
+            if part.numel() > 0:
+                parts[name], offsets[name] = part.detach().to("cpu", copy=True).contiguous(), start
+        return cls(parts, offsets)
+
+    def write(self, path: Path) -> None:
+        info = {name: {"saved_offsets": offset} for name, offset in self.offsets.items()}
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+        save_file(self.tensors, path, metadata=metadata)
+
+
+def shard_offset(tensor: DTensor) -> list[int]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
+    """All tensors of the folder's files; those named KIND.NAME with NAME in `sharded` come sharded like that one.
+
+    Raises ValueError for a sharded tensor of another shape; whole ones are the caller's to check.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    targets: Tensors = {}
+    for key, stored in reader.read_metadata().state_dict_metadata.items():
+        like = sharded.get(key.partition(".")[2])
+        if like is None:
+            targets[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        elif like.shape != stored.size:
+            found, wanted = tuple(stored.size), tuple(like.shape)
+            raise ValueError(f"the checkpoint is of another model: {key} needs {wanted}, has shape {found}")
+        else:
+            targets[key] = torch.empty_like(like, dtype=stored.properties.dtype)
+    try:
+        dcp.load(dict(targets), storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # not an Exception: it would pass every handler
+        raise ValueError(f"{folder} cannot be read: {error}") from error
+    return targets
