@@ -21,7 +21,7 @@ from onbeat.types import Verdict
 from services.rollout import meters
 from services.rollout.engine import Engine, VersionMismatch
 from services.rollout.engines import EngineBroken
-from services.rollout.inflight import Flight, FlightTable, Stage, num_claimable
+from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
 from services.rollout.puller import WeightsPuller
 from services.rollout.settings import Settings
@@ -78,7 +78,8 @@ class ClaimLoop:
         try:
             while not self._ending.is_set():
                 await self._settle()
-                self._launch(await self._claim())
+                while claims := await self._claim():
+                    self._launch(claims)
                 await self._wait_for_change(ending)
         finally:
             ending.cancel()
@@ -139,9 +140,7 @@ class ClaimLoop:
     def _num_claimable(self) -> int:
         if time.monotonic() < self._resume_at or self._is_version_missing():
             return 0
-        rollout = self._config.rollout
-        num_samples, num_prompts = rollout.num_samples_per_prompt, rollout.num_prompts_per_iteration
-        return num_claimable(self.flights, self._engine.capacity(), num_samples, num_prompts, self.num_workers)
+        return num_claimable(self.flights, self._engine.capacity(), *loads_of(self._config), self.num_workers)
 
     def _is_version_missing(self) -> bool:
         """Groups wait for a version that a restarted trainer does not have yet: claiming them would be in vain."""
@@ -228,6 +227,15 @@ class ClaimLoop:
             entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
             worker = self._settings.worker_id
             await self._ledger.release_groups(self._job_id, worker, entry_ids, is_attempt=is_attempt)
+
+
+def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
+    """Of training and of evaluation."""
+    rollout, evaluation = config.rollout, config.evaluation
+    training = Load(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
+    if evaluation is None:
+        return training, None
+    return training, Load(evaluation.num_prompts, evaluation.num_samples_per_prompt)
 
 
 def is_groups_fault(flight: Flight) -> bool:

@@ -4,7 +4,8 @@
     group pinned to another version      -> holds the entrance: pull it, wait until nothing is in flight, load, enter
     everybody behind it                  -> waits in line; whoever wants the same version finds it loaded
 
-The line is first in, first out, so a new version cannot be starved by groups of the old one.
+The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
+of the new: a dead worker's group may ask for a version that everybody else has left.
 """
 
 import asyncio
@@ -42,19 +43,24 @@ class VersionGate:
 
     @asynccontextmanager
     async def pinned(self, version: int) -> AsyncIterator[None]:
-        """Inside, the engine serves `version`. Raises WeightsError (it cannot be had) or EngineBroken."""
+        """Inside, the engine serves `version`. Raises WeightsError (it cannot be had; VersionGone: not for
+        a long time) or EngineBroken."""
         arrived_at = time.monotonic()
-        async with self._entrance:
-            self._repeat_failure(version, arrived_at)
-            await self._reach(version)
-            self._num_inside += 1
-            self._is_empty.clear()
+        with self._puller.needing(version):
+            await self._enter(version, arrived_at)
         try:
             yield
         finally:
             self._num_inside -= 1
             if not self._num_inside:
                 self._is_empty.set()
+
+    async def _enter(self, version: int, arrived_at: float) -> None:
+        async with self._entrance:
+            self._repeat_failure(version, arrived_at)
+            await self._reach(version)
+            self._num_inside += 1
+            self._is_empty.clear()
 
     async def advance(self, version: int) -> None:
         """Load a newer version although nobody has asked for it yet; nothing happens if it is not newer."""

@@ -1,10 +1,11 @@
 """The groups that this rollout has claimed and not yet submitted, and the leases that keep them its own."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 
 
@@ -49,9 +50,9 @@ class FlightTable:
     def remove(self, flight: Flight) -> None:
         del self._flights[flight.claim.entry_id]
 
-    def num_before_scoring(self) -> int:
-        """Groups that use the engine or are about to."""
-        return sum(flight.stage in (Stage.WAITING, Stage.GENERATING) for flight in self)
+    def before_scoring(self) -> list[Flight]:
+        """Groups that use the engine or are about to, in the order of their claims."""
+        return [flight for flight in self if flight.stage in (Stage.WAITING, Stage.GENERATING)]
 
     def tasks(self) -> set[asyncio.Task[None]]:
         return {flight.task for flight in self}
@@ -63,16 +64,44 @@ class FlightTable:
         return list(self._flights)
 
 
-def num_claimable(flights: FlightTable, capacity: int, num_samples: int, num_prompts: int, num_workers: int) -> int:
-    """How many more groups to claim.
+@dataclass(frozen=True)
+class Load:
+    """How a kind of prompts comes: an iteration's, or an evaluation's."""
 
-    `capacity` responses fit into the engine; a group of `num_samples` (G) takes G, and one group more waits inside the
-    engine: a place is refilled when its response ends, not when its whole group does. Of an iteration's `num_prompts`
-    groups a worker generates at most its share at a time, or the first one to ask would leave nothing to the others: 8
-    prompts and 2 workers are 4 at a time each, and who is faster comes back sooner. Groups that are being scored hold
-    no place in the engine, but no more than twice its capacity may pile up.
+    num_prompts: int  # that are put out together
+    num_samples: int  # responses of one prompt (G)
+
+
+def num_claimable(
+    flights: FlightTable, capacity: int, training: Load, evaluation: Load | None, num_workers: int
+) -> int:
+    """How many more groups to claim now. What comes next is not known: each claim is as careful as the larger group and
+    the smaller share demand, and the next one corrects it.
+
+    `capacity` responses fit into the engine, and one group more waits inside it: a place is refilled when its response
+    ends, not when its whole group does. Of an iteration's groups a worker generates at most its share at a time, or the
+    first one to ask would leave nothing to the others: 8 prompts and 2 workers are 4 at a time each, and who is faster
+    comes back sooner. What is left of the iteration before does not count: the engine stays full. Groups that are being
+    scored hold no place in the engine, but no more than twice its capacity may pile up.
     """
-    num_generating = flights.num_before_scoring()
-    slots = capacity // num_samples + 1
-    share = -(-num_prompts // num_workers)
-    return max(0, min(slots, share, 2 * slots - len(flights) + num_generating) - num_generating)
+    loads = {False: training, True: evaluation or training}
+    largest = max(load.num_samples for load in loads.values())
+    shares = {kind: -(-load.num_prompts // num_workers) for kind, load in loads.items()}
+    generating = flights.before_scoring()
+    num_free = (capacity + largest - num_responses(generating)) // largest
+    num_tolerable = (2 * (capacity // largest + 1) * largest - num_responses(flights)) // largest
+    share_left = min(shares.values())
+    if generating:
+        newest = generating[-1].claim.task
+        num_newest = sum(is_together(flight.claim.task, newest) for flight in generating)
+        share_left = min(share_left, shares[newest.is_evaluation] - num_newest)
+    return max(0, min(num_free, num_tolerable, share_left))
+
+
+def num_responses(flights: Iterable[Flight]) -> int:
+    return sum(flight.claim.task.num_samples for flight in flights)
+
+
+def is_together(one: PromptTask, other: PromptTask) -> bool:
+    """Of the same iteration, or of the same evaluation."""
+    return (one.is_evaluation, one.iteration) == (other.is_evaluation, other.iteration)

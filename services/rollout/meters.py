@@ -23,43 +23,43 @@ MAX_ITERATIONS = 16  # newest ones whose busy time is kept
 
 
 class BusyMeter:
-    """Seconds with at least one response in flight, per iteration. Overlapping groups count once.
+    """Seconds with at least one response in flight, per iteration. Overlapping groups count once, and for the oldest
+    iteration among them: over all iterations no second counts twice.
 
-    A group from second 0 to 4 and another from 3 to 5: 5 seconds.
+    A group of iteration 0 from second 0 to 4 and one of iteration 1 from 3 to 5: 4 seconds and 1.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._finished_s: dict[int, float] = {}
         self._num_running: dict[int, int] = {}
-        self._since: dict[int, float] = {}
+        self._since = clock()
 
     @contextmanager
     def running(self, iteration: int) -> Iterator[None]:
-        self._start(iteration)
+        self._advance()
+        self._num_running[iteration] = self._num_running.get(iteration, 0) + 1
         try:
             yield
         finally:
-            self._stop(iteration)
-
-    def _start(self, iteration: int) -> None:
-        if not self._num_running.get(iteration):
-            self._since[iteration] = self._clock()
-        self._num_running[iteration] = self._num_running.get(iteration, 0) + 1
-        self._finished_s.setdefault(iteration, 0.0)
-        for old in sorted(self._finished_s)[:-MAX_ITERATIONS]:
-            if old not in self._num_running:
-                del self._finished_s[old]
-
-    def _stop(self, iteration: int) -> None:
-        self._num_running[iteration] -= 1
-        if not self._num_running[iteration]:
-            del self._num_running[iteration]
-            self._finished_s[iteration] += self._clock() - self._since.pop(iteration)
+            self._advance()
+            self._num_running[iteration] -= 1
+            if not self._num_running[iteration]:
+                del self._num_running[iteration]
 
     def seconds(self, iteration: int) -> float:
-        running_s = self._clock() - self._since[iteration] if iteration in self._since else 0.0
-        return self._finished_s.get(iteration, 0.0) + running_s
+        self._advance()
+        return self._finished_s.get(iteration, 0.0)
+
+    def _advance(self) -> None:
+        """Credit the time since the last change."""
+        now = self._clock()
+        if self._num_running:
+            oldest = min(self._num_running)
+            self._finished_s[oldest] = self._finished_s.get(oldest, 0.0) + now - self._since
+            for old in sorted(self._finished_s)[:-MAX_ITERATIONS]:
+                del self._finished_s[old]
+        self._since = now
 
 
 class TokenRate:

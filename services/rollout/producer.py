@@ -20,6 +20,7 @@ from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight, Stage
 from services.rollout.meters import BusyMeter, TokenRate
 from services.rollout.prompts import GroupFailed, PromptEncoder, prompt_text
+from services.rollout.puller import VersionGone
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.process import RewardError, RewardRequest, Score
 
@@ -101,6 +102,16 @@ class GroupProducer:
             )
 
     async def _generate(self, flight: Flight, prompt_token_ids: list[int], timings: Timings) -> list[GeneratedResponse]:
+        try:
+            return await self._generate_pinned(flight, prompt_token_ids, timings)
+        except VersionGone as error:
+            if not flight.claim.task.is_evaluation:  # training waits for a trainer that replays
+                raise
+            raise GroupFailed("version_gone", f"training has moved on: {error}") from error
+
+    async def _generate_pinned(
+        self, flight: Flight, prompt_token_ids: list[int], timings: Timings
+    ) -> list[GeneratedResponse]:
         task = flight.claim.task
         sampling = Sampling(task.max_response_tokens, task.temperature, task.seed)
         async with self._gate.pinned(task.policy_version):

@@ -6,7 +6,9 @@ The trainer's address is in the job; it is read again before every try, because 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,11 +18,15 @@ from onbeat.weights.client import ModelDescription, PullStats
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES = 2  # the newest version, and the one before until it is loaded
+MAX_FILES = 2  # the newest versions; besides them those that somebody waits for
 FIRST_ANSWER_S = 10.0  # a server that accepts a watch answers at once with its current version
 ADDRESS_CHECK_S = 2.0
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
 PULL_DEADLINE_S = 20.0  # no new try after that
+
+
+class VersionGone(WeightsError):
+    """The server that is followed has told of a newer version, and cannot give this one: it may never again."""
 
 
 class WeightsSource(Protocol):
@@ -57,7 +63,7 @@ class WeightsPuller:
         self._staging_dir = staging_dir
         self._pulls: dict[int, asyncio.Task[PulledWeights]] = {}  # running or finished
         self._newest = -1  # that was ever staged
-        self._wanted = -1  # the last one that somebody asked for: not to be dropped under his hands
+        self._needed: Counter[int] = Counter()  # how many wait for a version: not to be dropped under their hands
         self._is_following: bool | None = None
         self._announced: int | None = None
         self._staged = asyncio.Event()
@@ -70,15 +76,27 @@ class WeightsPuller:
         finally:
             await source.close()
 
+    @contextmanager
+    def needing(self, version: int) -> Iterator[None]:
+        """Inside, the file of this version is not dropped for newer ones."""
+        self._needed[version] += 1
+        try:
+            yield
+        finally:
+            self._needed[version] -= 1
+
     async def fetch(self, version: int, deadline_s: float = PULL_DEADLINE_S) -> PulledWeights:
-        """The version on local disk, pulled before or now. Raises WeightsError after tries for `deadline_s`."""
-        self._wanted = version
+        """The version on local disk, pulled before or now. Raises VersionGone, or WeightsError after tries for
+        `deadline_s`."""
         deadline = time.monotonic() + deadline_s
         delay_s = FIRST_RETRY_S
         while True:
             try:
-                return await asyncio.shield(self._start_pull(version))
-            except WeightsError:
+                with self.needing(version):
+                    return await asyncio.shield(self._start_pull(version))
+            except WeightsError as error:
+                if self.is_announced(version + 1):
+                    raise VersionGone(str(error)) from error
                 if time.monotonic() + delay_s > deadline:
                     raise
             await asyncio.sleep(delay_s)
@@ -185,7 +203,7 @@ class WeightsPuller:
             self._newest = max(self._newest, version)
             self._staged.set()
             for old in sorted(self._pulls)[:-MAX_FILES]:
-                if old != self._wanted:
+                if not self._needed[old]:
                     self.discard(old)
             return
         del self._pulls[version]  # the next announcement tries again

@@ -14,8 +14,9 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
+from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger, connect
-from onbeat.types import JobState, Verdict
+from onbeat.types import EvaluationState, JobState, Verdict
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
@@ -38,7 +39,8 @@ def model_files(tmp_path_factory) -> dict[str, bytes]:
     return {**files, "config.json": json.dumps(config).encode()}
 
 
-def job_config(pool: str, num_prompts: int, max_group_attempts: int) -> dict:
+def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int) -> dict:
+    bound = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
     config = {
         "pool": pool,
         "model": {"path": "fake"},
@@ -50,7 +52,7 @@ def job_config(pool: str, num_prompts: int, max_group_attempts: int) -> dict:
             "max_response_tokens": 16,
             "max_group_attempts": max_group_attempts,
         },
-        "schedule": {"num_iterations": 10},
+        "schedule": {"num_iterations": 10, **bound},
     }
     return JobConfig.model_validate(config).model_dump(mode="json")
 
@@ -67,24 +69,54 @@ class Rig:
         self.engines: list[FakeEngine] = []
         self.running: list[tuple[Worker, asyncio.Task[None]]] = []
 
-    async def start_job(self, num_prompts: int = 4, max_group_attempts: int = 3) -> None:
+    async def start_job(self, num_prompts: int = 4, max_group_attempts: int = 3, max_staleness: int = 0) -> None:
         self.job_id = uuid.uuid4().hex
-        await self.ledger.create_job(self.job_id, job_config(self.pool, num_prompts, max_group_attempts), 10, 0)
+        config = job_config(self.pool, num_prompts, max_group_attempts, max_staleness)
+        await self.ledger.create_job(self.job_id, config, 10, max_staleness)
         epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
         assert epoch
         self.epoch = epoch
         await self.announce()
 
-    async def replace_job(self, max_group_attempts: int) -> None:
+    async def replace_job(self, **changes: int) -> None:
         await self.ledger.move_job(self.job_id, JobState.SUCCEEDED)
-        await self.start_job(max_group_attempts=max_group_attempts)
+        await self.start_job(**changes)
 
     async def announce(self) -> None:
         newest, address = self.trainer.newest, self.trainer.address
         await self.ledger.announce_version(self.job_id, self.epoch, newest, address, "digest")
 
-    async def open(self, iteration: int, *tasks: PromptTask) -> None:
-        assert await self.ledger.open_iteration(self.job_id, iteration, iteration, list(tasks)) == ""
+    async def open(self, iteration: int, *tasks: PromptTask, version: int | None = None) -> None:
+        version = iteration if version is None else version
+        assert await self.ledger.open_iteration(self.job_id, iteration, version, list(tasks)) == ""
+
+    async def evaluate(self, evaluation: int, num_prompts: int) -> None:
+        """Open an evaluation on the version of the same number."""
+        fields = {"is_evaluation": True, "num_samples": 1}
+        names = [f"eval-{evaluation}-{index}" for index in range(num_prompts)]
+        tasks = [self.task(evaluation, index, group_id=name, **fields) for index, name in enumerate(names)]
+        reason = await self.ledger.evaluations.open(self.job_id, evaluation, evaluation, evaluation + 1, tasks)
+        assert reason == ""
+
+    async def evaluated(self, evaluation: int) -> list[RolloutGroup]:
+        async def is_drained() -> bool:
+            return await self.ledger.evaluation_state(self.job_id, evaluation) is EvaluationState.DRAINED
+
+        await self.until(is_drained)
+        return await self.ledger.evaluations.groups(self.job_id, evaluation)
+
+    async def skip(self, iteration: int) -> None:
+        """Its one group has failed and it is committed."""
+        await self.open(iteration, self.task(iteration, 0))
+        await self.fail_and_commit(iteration)
+
+    async def fail_and_commit(self, iteration: int) -> None:
+        (claim,) = await self.ledger.claim_groups(self.job_id, "before", 1, lease_s=30.0)
+        failure = GroupFailure(kind="generation_failed", message="not of interest")
+        version = claim.task.policy_version
+        group = RolloutGroup(group_id=claim.task.group_id, iteration=iteration, policy_version=version, failure=failure)
+        assert await self.ledger.submit_group(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
+        await self.commit(iteration)
 
     def task(self, iteration: int, index: int, **fields) -> PromptTask:
         defaults = {
@@ -110,15 +142,7 @@ class Rig:
     async def restart_trainer_behind(self, num_iterations: int) -> None:
         """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""
         for iteration in range(num_iterations):
-            await self.open(iteration, self.task(iteration, 0))
-            (claim,) = await self.ledger.claim_groups(self.job_id, "before", 1, lease_s=30.0)
-            failure = GroupFailure(kind="generation_failed", message="not of interest")
-            task = claim.task
-            group = RolloutGroup(
-                group_id=task.group_id, iteration=iteration, policy_version=task.policy_version, failure=failure
-            )
-            assert await self.ledger.submit_group(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
-            await self.commit(iteration)
+            await self.skip(iteration)
         self.trainer.newest = 0
 
     def start_worker(self, engine: FakeEngine | None = None, **settings) -> Worker:
@@ -271,11 +295,75 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker_for_the_next(r
     await rig.drained(0)
     await rig.ledger.move_job(rig.job_id, JobState.SUCCEEDED)
     await rig.until(lambda: rig.engines[0].stopped)
-    assert await rig.event_messages("worker.joined") == await rig.event_messages("worker.left") == ["w0"]
+
+    async def has_left() -> bool:
+        return await rig.event_messages("worker.left") == ["w0"]
+
+    await rig.until(has_left)
+    assert await rig.event_messages("worker.joined") == ["w0"]
     rig.engines[0].stopped = False
     await rig.start_job()
     await rig.open(0, rig.task(0, 0))
     assert len(await rig.drained(0)) == 1
+
+
+# ---- several versions at once --------------------------------------------------------------------------------------
+
+
+async def test_iteration_opened_ahead_is_generated_beside_the_stragglers_of_the_one_before(rig):
+    await rig.replace_job(max_staleness=1)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
+    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    await rig.open(1, rig.task(1, 0), rig.task(1, 1), version=0)
+    await rig.until(lambda: engine.num_in_flight() == 4 * G)
+    engine.may_finish.set()
+    for iteration in (0, 1):
+        assert {group.policy_version for group in await rig.drained(iteration)} == {0}
+
+
+async def test_group_of_a_dead_worker_is_generated_on_its_own_version_after_others_moved_on(rig):
+    await rig.replace_job(max_staleness=2)
+    await rig.skip(0)
+    await rig.open(1, rig.task(1, 0), rig.task(1, 1))
+    await rig.ledger.claim_groups(rig.job_id, "dead", 1, lease_s=1.0)
+    rig.start_worker(lease_s=1.0)
+    await rig.until(lambda: len(rig.engines[0].requests) == 1)  # 1-1: the other one is still the dead worker's
+    await rig.open(2, rig.task(2, 0), version=1)
+    await rig.drained(2)
+    await rig.trainer.publish(2)
+    await rig.until(lambda: rig.engines[0].version() == 2)  # idle, and ahead
+    groups = await rig.drained(1)
+    assert [list(r.token_ids) for group in groups for r in group.responses] == [[1] * 3] * (2 * G)
+    assert [version for version, _, _ in rig.engines[0].requests] == [1, 1, 1]
+    assert rig.engines[0].loads == [2, 1]
+
+
+async def test_evaluation_goes_the_way_of_training_and_ends_beside_it(rig):
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.evaluate(0, num_prompts=5)
+    groups = await rig.evaluated(0)
+    assert sorted(group.group_id for group in groups) == [f"eval-0-{index}" for index in range(5)]
+    assert all(group.is_evaluation and group.policy_version == 0 for group in groups)
+    assert {response.reward for group in groups for response in group.responses} == {1.0}
+    assert [group.group_id for group in await rig.drained(0)] == ["0-0"]
+    assert [group.group_id for group in await rig.ledger.take_groups(rig.job_id, "rank-0", 100, 0.01)] == ["0-0"]
+
+
+async def test_evaluation_of_a_version_that_is_gone_is_recorded_and_training_goes_on(rig):
+    await rig.open(0, rig.task(0, 0))
+    await rig.evaluate(0, num_prompts=2)
+    await rig.fail_and_commit(0)
+    rig.trainer.refused = {0}  # the trainer holds version 1 alone
+    await rig.open(1, rig.task(1, 0))
+    started = time.monotonic()
+    rig.start_worker()
+    assert len((await rig.drained(1))[0].responses) == G
+    assert {group.failure.kind for group in await rig.evaluated(0)} == {"version_gone"}
+    assert time.monotonic() - started < 5  # the deadline of one pull is 20 s
 
 
 # ---- failures that belong to one group -----------------------------------------------------------------------------
@@ -624,7 +712,7 @@ async def served_rig(redis_url, tmp_path):
     from safetensors.torch import load_file
 
     from services.trainer.weight_server import WeightServer
-    from services.trainer.weight_store import WeightStore
+    from services.trainer.weight_store import WeightStore, take_snapshot
     from tests.integration.tiny_models import write_perturbed_weights, write_tied_model
 
     model_dir = write_tied_model(tmp_path / "model")
@@ -632,11 +720,11 @@ async def served_rig(redis_url, tmp_path):
     redis = connect(redis_url, retry_s=5)
     rig = Rig(Ledger(redis), files)
     store = WeightStore()
-    store.publish(0, load_file(model_dir / "model.safetensors").items())
+    store.add(take_snapshot(0, load_file(model_dir / "model.safetensors").items()))
 
     async def publish(version: int) -> None:
         weights = write_perturbed_weights(model_dir, tmp_path / "next.safetensors", seed=version)
-        store.publish(version, load_file(weights).items())
+        store.add(take_snapshot(version, load_file(weights).items()))
         await server.announce()
 
     await rig.start_job()
@@ -677,6 +765,31 @@ async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_c
         for process in filter(None, (doomed, heir)):
             process.kill()
             process.communicate()
+
+
+async def test_engine_that_goes_back_to_an_older_version_samples_the_same_tokens_again(served_rig, redis_url):
+    rig = served_rig
+    await rig.ledger.redis.hset(JobKeys(rig.job_id).job, "max_staleness", 1)
+    same = {"messages": [Message(role="user", content="1+1=")], "seed": 7}
+    process = Process(redis_url, rig.pool, "w").process
+    try:
+        await rig.open(0, rig.task(0, 0, **same))
+        (first,) = await rig.drained(0, timeout_s=60)
+        process.send_signal(signal.SIGSTOP)  # so that it does not claim 1-0
+        await rig.open(1, rig.task(1, 0, **same), version=0)
+        await rig.ledger.claim_groups(rig.job_id, "dead", 1, lease_s=1.5)
+        await rig.commit(0)
+        await rig.open(2, rig.task(2, 0, **same), version=1)
+        process.send_signal(signal.SIGCONT)
+        (other,) = await rig.drained(2)
+        (again,) = await rig.drained(1)  # 1.5 s after the dead one's claim
+        assert (first.policy_version, other.policy_version, again.policy_version) == (0, 1, 0)
+        assert [r.token_ids for r in again.responses] == [r.token_ids for r in first.responses]
+        assert [r.rollout_logprobs for r in again.responses] == [r.rollout_logprobs for r in first.responses]
+        assert [r.rollout_logprobs for r in other.responses] != [r.rollout_logprobs for r in first.responses]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_unreachable_redis_ends_the_process_with_a_clear_message():

@@ -10,7 +10,7 @@ from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling
 from services.rollout.engines import EngineBroken
 from services.rollout.gate import VersionGate
-from services.rollout.puller import WeightsPuller
+from services.rollout.puller import VersionGone, WeightsPuller
 from tests.rollout_fakes import FakeEngine, FakeTrainer
 
 SAMPLING = Sampling(max_response_tokens=4, temperature=1.0, seed=0)
@@ -125,6 +125,54 @@ async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):
     impatient.cancel()
     assert await rig.generate(1) == [1, 1, 1]
     assert rig.engine.loads == [1]
+
+
+async def test_group_of_an_older_version_goes_back_and_the_newer_ones_after_it_forward_again(rig):
+    rig.trainer.newest = 2
+    follow = asyncio.create_task(rig.puller.follow())
+    assert await rig.generate(2) == [2, 2, 2]
+    rig.engine.may_finish.clear()
+    running = rig.generate(2)
+    await settle()
+    behind, ahead = rig.generate(1), rig.generate(2)  # a dead worker's group, taken over by one that has moved on
+    await settle()
+    assert rig.engine.loads == [2]  # not under the running one
+    rig.engine.may_finish.set()
+    assert await asyncio.gather(running, behind, ahead) == [[2] * 3, [1] * 3, [2] * 3]
+    assert rig.engine.loads == [2, 1, 2]
+    assert rig.files() == []
+    follow.cancel()
+
+
+async def test_newer_versions_displace_no_file_that_somebody_waits_for(rig):
+    follow = asyncio.create_task(rig.puller.follow())
+    rig.engine.may_finish.clear()
+    running = rig.generate(0)
+    await settle()
+    waiting = []
+    for version in (1, 2, 3, 4, 5):
+        await rig.trainer.publish(version)
+        await settle()
+        if version in (1, 2):
+            waiting.append(rig.generate(version))  # behind the running one
+            await settle()
+    assert rig.files() == [f"policy-{version}.safetensors" for version in (1, 2, 4, 5)]
+    rig.engine.may_finish.set()
+    assert await asyncio.gather(running, *waiting) == [[0] * 3, [1] * 3, [2] * 3]
+    assert sorted(rig.trainer.pulls) == [0, 1, 2, 3, 4, 5]  # each once
+    follow.cancel()
+
+
+async def test_version_that_the_trainer_has_left_behind_holds_nobody_up(rig):
+    rig.trainer.newest, rig.trainer.refused = 3, {1}
+    follow = asyncio.create_task(rig.puller.follow())
+    await settle()
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(VersionGone, match="version 1 is not held"):
+        await rig.generate(1)
+    assert asyncio.get_running_loop().time() - started < 0.5  # not the deadline of a pull
+    assert await rig.generate(3) == [3, 3, 3]
+    follow.cancel()
 
 
 async def test_idle_advance_never_goes_back(rig):

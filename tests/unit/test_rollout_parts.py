@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from onbeat.streams.codec import PromptTask
+from onbeat.streams.ledger import Claim
 from services.rollout import engines
 from services.rollout.engines import create_engine
-from services.rollout.inflight import Flight, FlightTable, Stage, num_claimable
+from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate
 from services.rollout.session import write_model_files
 
@@ -58,6 +60,20 @@ def test_iterations_have_separate_busy_times_and_old_ones_are_forgotten():
     assert len(busy._finished_s) == MAX_ITERATIONS
 
 
+def test_overlapping_iterations_share_no_second():
+    clock = Clock()
+    busy = BusyMeter(clock)
+    straggler, newer = busy.running(0), busy.running(1)
+    straggler.__enter__()
+    clock.now = 3.0
+    newer.__enter__()
+    clock.now = 4.0
+    straggler.__exit__(None, None, None)
+    clock.now = 5.0
+    newer.__exit__(None, None, None)
+    assert (busy.seconds(0), busy.seconds(1)) == (4.0, 1.0)
+
+
 def test_a_failed_generation_ends_its_busy_time():
     clock = Clock()
     busy = BusyMeter(clock)
@@ -84,37 +100,67 @@ def test_token_rate_is_of_the_last_ten_seconds():
     assert rate.per_second() == 5.0
 
 
-def flights_of(*stages: Stage) -> FlightTable:
+def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_evaluation: bool = False) -> FlightTable:
     table = FlightTable()
-    for index, stage in enumerate(stages):
-        table.add(Flight(SimpleNamespace(entry_id=str(index)), stage))  # type: ignore[arg-type]
+    add_flights(table, *stages, num_samples=num_samples, iteration=iteration, is_evaluation=is_evaluation)
     return table
 
 
+def add_flights(table: FlightTable, *stages: Stage, **task) -> None:
+    for stage in stages:
+        table.add(Flight(Claim(str(len(table)), 1, PromptTask(**task)), stage))
+
+
 WAITING, GENERATING, SCORING = Stage.WAITING, Stage.GENERATING, Stage.SCORING
+TRAINING = Load(num_prompts=8, num_samples=8)
 
 
 @pytest.mark.parametrize(
-    ("stages", "capacity", "num_samples", "num_workers", "expected"),
+    ("stages", "capacity", "num_workers", "expected"),
     [
-        ((), 64, 8, 1, 8),  # all 8 prompts fit
-        ((GENERATING,) * 3, 64, 8, 1, 5),
-        ((WAITING,) * 8, 64, 8, 1, 0),
-        ((), 64, 8, 2, 4),  # half of them with two workers
-        ((), 64, 8, 3, 3),
-        ((GENERATING,) * 2, 64, 8, 2, 2),
-        ((SCORING,) * 4, 64, 8, 2, 4),  # scoring holds no place
-        ((), 20, 8, 1, 3),  # two fit, one more waits for the first free place
-        ((), 4, 8, 1, 1),  # a group larger than the capacity is taken alone
-        ((GENERATING,), 4, 8, 1, 0),
-        ((SCORING,) * 6, 16, 8, 1, 0),  # but scoring may not pile up
-        ((SCORING,) * 5, 16, 8, 1, 1),
+        ((), 64, 1, 8),  # all 8 prompts fit
+        ((GENERATING,) * 3, 64, 1, 5),
+        ((WAITING,) * 8, 64, 1, 0),
+        ((), 64, 2, 4),  # half of them with two workers
+        ((), 64, 3, 3),
+        ((GENERATING,) * 2, 64, 2, 2),
+        ((SCORING,) * 4, 64, 2, 4),  # scoring holds no place
+        ((), 20, 1, 3),  # two fit, one more waits for the first free place
+        ((), 4, 1, 1),  # a group larger than the capacity is taken alone
+        ((GENERATING,), 4, 1, 0),
+        ((SCORING,) * 6, 16, 1, 0),  # but scoring may not pile up
+        ((SCORING,) * 5, 16, 1, 1),
     ],
 )
-def test_claims_fill_free_capacity_and_leave_the_others_their_share(
-    stages, capacity, num_samples, num_workers, expected
-):
-    assert num_claimable(flights_of(*stages), capacity, num_samples, 8, num_workers) == expected
+def test_claims_fill_free_capacity_and_leave_the_others_their_share(stages, capacity, num_workers, expected):
+    assert num_claimable(flights_of(*stages), capacity, TRAINING, None, num_workers) == expected
+
+
+def test_stragglers_of_an_iteration_do_not_count_against_the_next_one():
+    flights = flights_of(GENERATING, GENERATING, iteration=4)
+    assert num_claimable(flights, 128, TRAINING, None, 2) == 2  # of whichever iteration
+    add_flights(flights, WAITING, WAITING, num_samples=8, iteration=5)
+    assert num_claimable(flights, 128, TRAINING, None, 2) == 2  # 5 has begun: its share is 4
+    add_flights(flights, WAITING, WAITING, num_samples=8, iteration=5)
+    assert num_claimable(flights, 128, TRAINING, None, 2) == 0
+
+
+def claims_until_full(flights: FlightTable, capacity: int, evaluation: Load, num_workers: int, **task) -> int:
+    """Groups of this kind that a worker claims one claim after the other."""
+    before = len(flights)
+    while count := num_claimable(flights, capacity, TRAINING, evaluation, num_workers):
+        add_flights(flights, *[GENERATING] * count, **task)
+    return len(flights) - before
+
+
+def test_evaluation_of_single_samples_fills_the_engine_as_well():
+    evaluation = Load(num_prompts=100, num_samples=1)
+    single = {"num_samples": 1, "is_evaluation": True}
+    assert claims_until_full(flights_of(), 64, evaluation, 1, **single) == 65  # full, and something waits
+    assert claims_until_full(flights_of(), 64, evaluation, 2, **single) == 50  # its share
+    assert claims_until_full(flights_of(*[GENERATING] * 3), 64, evaluation, 1, **single) == 41  # 24 + 41 responses
+    flights = flights_of(GENERATING, num_samples=1, is_evaluation=True)
+    assert claims_until_full(flights, 64, evaluation, 2, num_samples=8) == 4  # training's share is training's
 
 
 def test_engine_gets_the_options_that_it_knows(monkeypatch):
