@@ -74,30 +74,43 @@ def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> to
     return torch.tensor([response.reward for response in group.responses], dtype=torch.float32, device=device)
 
 
-def split(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
-    """What is packed into one row at a time: all groups together, or a single group that exceeds the budget in parts.
+def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
+    """What is packed into one row at a time, under the token budget, in order; groups without a gradient are left out.
 
-    Each part repeats the prompt. A preference pair or a KL term in the reward ties responses together: never split.
+    A group larger than the budget is split, and each part repeats the prompt. A preference pair or a KL term in the
+    reward ties responses together: such a group is never split, and may exceed the budget.
     """
-    if not groups:
-        return []
     budget = config.training.max_tokens_per_micro_batch
+    packed: list[list[Part]] = []
+    room = 0
+    for group in groups:
+        if not is_informative(group, config):
+            continue
+        for part in parts_of(group, config):
+            places = num_places(group, part.members)
+            if not packed or places > room:
+                packed.append([])
+                room = budget
+            packed[-1].append(part)
+            room -= places
+    return packed
+
+
+def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
+    """The group's trained responses in as few parts as fit the budget, at least one response each."""
+    members = trained_members(group, config)
     objective = config.objective
     has_kl_reward = objective.kl.coef > 0 and objective.kl.placement == "reward"
-    is_tied = has_kl_reward or isinstance(objective, OnlineDpoObjective)
-    if len(groups) != 1 or cost(groups[0], config) <= budget or is_tied:
-        return [[Part(group, trained_members(group, config)) for group in groups]]
-    group = groups[0]
-    rows: list[list[int]] = []
-    room = 0
-    for member in trained_members(group, config):
-        places = len(group.responses[member].token_ids) - 1
-        if not rows or places > room:
-            rows.append([])
-            room = budget - len(group.prompt_token_ids)
-        rows[-1].append(member)
-        room -= places
-    return [[Part(group, tuple(row))] for row in rows]
+    if has_kl_reward or isinstance(objective, OnlineDpoObjective):
+        return [Part(group, members)]
+    parts: list[tuple[int, ...]] = []
+    for member in members:
+        longer = (*parts[-1], member) if parts else (member,)
+        if parts and num_places(group, longer) <= config.training.max_tokens_per_micro_batch:
+            parts[-1] = longer
+        else:
+            parts.append((member,))
+    return [Part(group, part) for part in parts]
 
 
 def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:

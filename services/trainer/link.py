@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -179,8 +180,20 @@ class JobLink:
 
     def wait_for_evaluation(self) -> None:
         """The last version is evaluated while this trainer still serves it. Gives up, loudly, after a deadline."""
-        if self.config.evaluation is None:
-            return
+        last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
+        deadline = time.monotonic() + deadline_s
+        while self.config.evaluation is not None and not self._is_evaluated(last):
+            self.check()
+            if time.monotonic() > deadline:
+                self.emit(
+                    "evaluation.missed", f"the last evaluation did not end within {deadline_s:.0f} s; the job does"
+                )
+                return
+            time.sleep(0.25)
+
+    def _is_evaluated(self, evaluation: int) -> bool:
+        state = self._run(self._ledger.evaluation_state(self.job_id, evaluation))
+        return state is not None and state.is_over
 
     def emit(self, kind: str, message: str) -> None:
         self._run(self._ledger.emit(self.job_id, kind, message))

@@ -25,7 +25,7 @@ from onbeat.streams.codec import RolloutGroup, span_versions
 from onbeat.types import JobState
 from services.trainer.algorithm.gac import GacAction
 from services.trainer.algorithm.reinforce_pp import batch_scale
-from services.trainer.batch import MicroBatch, Part, group_rewards, is_informative, pack, split
+from services.trainer.batch import MicroBatch, Part, group_rewards, pack, rows
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.feed import GroupFeed
 from services.trainer.link import Link
@@ -97,12 +97,11 @@ class TrainLoop:
         for group in groups:
             self._verify(group)
             stats.add_group(group)
-        informative = [group for group in groups if is_informative(group, self._config)]
-        for parts in split(informative, self._config):
-            self.accumulate_row(parts, stats, scale)
+        for row in rows(groups, self._config):
+            self.accumulate_row(row, stats, scale)
 
-    def accumulate_row(self, parts: list[Part], stats: IterationStats, scale: float) -> None:
-        batch = pack(parts, self._device)
+    def accumulate_row(self, row: list[Part], stats: IterationStats, scale: float) -> None:
+        batch = pack(row, self._device)
         loss_sum = self.loss(batch, stats, scale).loss_sum
         if not torch.isfinite(loss_sum):
             raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
