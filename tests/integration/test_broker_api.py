@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, WorkerRecord
+from onbeat.types import EvaluationState, JobState, WorkerRecord
 from tests.integration.broker_fixtures import (
     commit,
     drain,
@@ -140,6 +140,26 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
     ("missing field", {"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
     (
+        "missing held-out file",
+        {"evaluation": {"data": {"type": "jsonl", "path": "gone.jsonl"}}},
+        "evaluation.data.path",
+        "put it there",
+    ),
+    (
+        "held-out data without answers",
+        {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl", "answer_field": None}}},
+        "evaluation.data.answer_field",
+        "name the field that holds it",
+    ),
+    (
+        "huge evaluation",
+        {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 10**6}},
+        "evaluation.num_prompts",
+        "at most 10000",
+    ),
+    ("bound of nothing", {"schedule": {"mode": "bounded", "max_staleness": 0}}, "schedule.max_staleness", "got 0"),
+    ("bound in periodic", {"schedule": {"max_staleness": 1}}, "schedule.max_staleness", "another mode of schedule"),
+    (
         "unknown task",
         {"data": {"type": "reasoning_gym", "task": "chain_summ", "path": None}},
         "data.path",
@@ -245,7 +265,7 @@ async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient,
 
 
 async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
-    for path in ("", "/iterations", "/metrics", "/samples", "/events"):
+    for path in ("", "/iterations", "/evaluations", "/evaluations/0/samples", "/metrics", "/samples", "/events"):
         assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
     for verb in ("cancel", "pause", "resume"):
         problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
@@ -407,11 +427,66 @@ async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) 
         assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in await scrape()
 
 
+async def test_bounded_job_shows_what_is_open_and_what_each_version_cost(
+    broker: httpx.AsyncClient, ledger: Ledger
+) -> None:
+    job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 1})
+    epoch = await start_training(ledger, job_id)
+    for iteration in (0, 1):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+    await ledger.engine_ready(job_id, 0, "w1", 0.1, 0.1, 1000)
+    await commit(ledger, job_id, epoch, 0, staleness_max=0)
+    await commit(ledger, job_id, epoch, 1, staleness_max=1)
+    await wait_open(ledger, job_id, 2)
+    await asyncio.sleep(0.1)
+    await ledger.engine_ready(job_id, 2, "w1", 0.1, 0.1, 1000)
+    records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
+    assert [(record["iteration"], record["policy_version"], record["staleness_max"]) for record in records] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 2, None),
+    ]
+    first, second, third = (record["weight_sync_s"] for record in records)
+    assert first == second  # the same version
+    assert 0.1 < third < 1.0  # since its commit
+    job = (await broker.get(f"/v1/jobs/{job_id}")).json()
+    assert (job["num_opened"], job["next_iteration"]) == (3, 2)
+    assert [sample["iteration"] for sample in (await broker.get(f"/v1/jobs/{job_id}/samples")).json()["samples"]] == [
+        1
+    ] * 4
+    assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 4.0' in (await broker.get("/metrics")).text
+
+
+async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
+    job_id = await submit(broker, evaluation=held_out)
+    await start_training(ledger, job_id)
+
+    async def is_done() -> bool:
+        await drain(ledger, job_id)
+        return await ledger.evaluation_state(job_id, 0) is EvaluationState.DONE
+
+    await eventually("evaluation 0 is done", is_done)
+    (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
+    assert (record["evaluation"], record["policy_version"], record["state"]) == (0, 0, "DONE")
+    assert (record["reward_mean"], record["reward_std"], record["pass_at_k"]) == (0.5, 0.5, 1.0)
+    assert (record["response_tokens_mean"], record["truncated_frac"], record["num_accepted"]) == (2.0, 0.0, 2)
+    assert (await broker.get(f"/v1/jobs/{job_id}/evaluations?after=0")).json() == {"evaluations": []}
+    samples = (await broker.get(f"/v1/jobs/{job_id}/evaluations/0/samples")).json()["samples"]
+    assert [sample["group_id"] for sample in samples] == ["eval-0-0", "eval-0-1"] * 2
+    assert (await broker.get(f"/v1/jobs/{job_id}/evaluations/9/samples")).json() == {"samples": []}
+    series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
+    assert series["eval/reward_mean"] == [[0, 0.5]]
+    assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 2.0' in (await broker.get("/metrics")).text
+
+
 async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
     spec = (await broker.get("/openapi.json")).json()
     listed = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
     job = "/v1/jobs/{job_id}"
-    reads = ("/v1/jobs", job, f"{job}/iterations", f"{job}/metrics", f"{job}/samples", f"{job}/events", "/v1/workers")
+    parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "metrics", "samples", "events")
+    reads = ("/v1/jobs", job, *(f"{job}/{part}" for part in parts), "/v1/workers")
     moves = ("/v1/jobs", f"{job}:cancel", f"{job}:pause", f"{job}:resume")
     assert {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {
         ("POST", p) for p in moves
