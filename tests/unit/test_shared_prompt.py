@@ -94,7 +94,7 @@ def test_structured_attention_equals_the_dense_mask(groups):
     shape = (1, 4, layout.num_places, 8)
     query = torch.randn(shape, dtype=torch.float64, generator=generator)
     key, value = (torch.randn((1, 2, *shape[2:]), dtype=torch.float64, generator=generator) for _ in range(2))
-    structured = sdpa_attention(query, key, value, plan_sdpa(layout, torch.float64), scale=0.3)
+    structured = sdpa_attention(query, key, value, plan_sdpa(layout), scale=0.3)
     dense = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=dense_mask(layout), scale=0.3, enable_gqa=True
     )

@@ -11,7 +11,7 @@ __all__ = ["PackedLayout", "build_layout", "no_mask", "packed_attention", "plan_
 
 
 def plan_attention(layout: PackedLayout, dtype: torch.dtype) -> SdpaPlan:
-    return plan_sdpa(layout, dtype)
+    return plan_sdpa(layout)
 
 
 def packed_attention(
