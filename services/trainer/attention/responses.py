@@ -1,0 +1,121 @@
+"""The responses of a group over [prompt | own] keys, in two calls that need no mask and no copy of the prompt's keys:
+
+    all response tokens over the prompt      one batch row; query heads that share a key head are more rows of it
+    each response over itself, causally      a batch of G rows, padded at the end, where causality hides the padding
+
+The softmax over both follows from their log-sum-exps a and b: out = out_a exp(a - c) + out_b exp(b - c) with
+c = log(exp a + exp b). The gradient follows too: the kernel's backward pass, given a part of the keys and the whole's
+output and log-sum-exp, is that part's share (FlashAttention does the same over blocks of keys, arXiv 2205.14135).
+
+Legend: H query heads, K key/value heads, D head size, P prompt length, N places of all responses, G responses, R the
+longest of them. Log-sum-exps (`lse`) are float32, or float64 for float64.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SHORT_KEYS = 256
+# As private as they are, these are the CPU kernels behind the public function, which keeps the log-sum-exp to itself.
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Between the N places of a group's responses and G rows of R."""
+
+    place_GR: torch.Tensor  # which of the N; 0 where padded
+    is_padded_GR: torch.Tensor
+    real_N: torch.Tensor  # which of the G * R
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Padding":
+        lengths_G1 = torch.tensor(lengths, device=device)[:, None]
+        steps_1R = torch.arange(max(lengths), device=device)[None]
+        is_padded_GR = steps_1R >= lengths_G1
+        place_GR = (lengths_G1.cumsum(0) - lengths_G1 + steps_1R).masked_fill_(is_padded_GR, 0)
+        return cls(place_GR, is_padded_GR, (~is_padded_GR).flatten().nonzero().squeeze(1))
+
+    def pad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[H, N, ...] -> [G, H, R, ...]"""
+        rows = tensor.index_select(1, self.place_GR.flatten())
+        return rows.unflatten(1, self.place_GR.shape).transpose(0, 1)
+
+    def unpad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[G, H, R, ...] -> [H, N, ...]"""
+        return tensor.transpose(0, 1).flatten(1, 2).index_select(1, self.real_N)
+
+
+class ResponseAttention(torch.autograd.Function):
+    """(query [H, N, D], own key and value [K, N, D], the prompt's [K, P, D], padding, scale) -> [H, N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        *tensors, padding, scale = arguments
+        query_HND = tensors[0]
+        over_prompt, over_own = split_keys(*tensors, padding)
+        prompt_out, prompt_lse = flash(*over_prompt, 0.0, False, scale=scale)
+        own_out, own_lse = flash(*over_own, 0.0, True, scale=scale)
+        prompt_lse, own_lse = prompt_lse.reshape(query_HND.shape[:2]), padding.unpad(own_lse)
+        lse_HN = torch.logaddexp(prompt_lse, own_lse)
+        prompt_out = prompt_out.reshape(query_HND.shape) * (prompt_lse - lse_HN).exp_()[..., None]
+        own_out = padding.unpad(own_out) * (own_lse - lse_HN).exp_()[..., None]
+        out_HND = prompt_out.add_(own_out).to(query_HND.dtype)
+        ctx.save_for_backward(*tensors, out_HND, lse_HN)
+        ctx.padding, ctx.scale = padding, scale
+        return out_HND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        *tensors, out_HND, lse_HN = ctx.saved_tensors
+        query_HND, own_key_KND, _, prompt_key_KPD, _ = tensors
+        over_prompt, over_own = split_keys(*tensors, ctx.padding)
+        num_keys, dtype = len(own_key_KND), query_HND.dtype
+
+        grad, out = (as_rows(tensor.to(over_prompt[0].dtype), num_keys) for tensor in (grads[0], out_HND))
+        lse = as_rows(lse_HN, num_keys)
+        from_prompt = flash_backward(grad, *over_prompt, out, lse, 0.0, False, scale=ctx.scale)
+
+        grad, out = (ctx.padding.pad(tensor.to(over_own[0].dtype)) for tensor in (grads[0], out_HND))
+        # Infinity makes a padded row's probabilities, and with them all that it passes on, zero.
+        lse = ctx.padding.pad(lse_HN).masked_fill_(ctx.padding.is_padded_GR[:, None], float("inf"))
+        from_own = flash_backward(grad, *over_own, out, lse, 0.0, True, scale=ctx.scale)
+
+        grad_query, *grad_own = (ctx.padding.unpad(tensor) for tensor in from_own)
+        grad_query = from_prompt[0].reshape(query_HND.shape) + grad_query
+        grad_own = [tensor.unflatten(0, (num_keys, -1)).sum(1).to(dtype) for tensor in grad_own]
+        return grad_query.to(dtype), *grad_own, *(tensor[0].to(dtype) for tensor in from_prompt[1:]), None, None
+
+
+def split_keys(
+    query_HND: torch.Tensor,
+    own_key_KND: torch.Tensor,
+    own_value_KND: torch.Tensor,
+    prompt_key_KPD: torch.Tensor,
+    prompt_value_KPD: torch.Tensor,
+    padding: Padding,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The kernel's query, key and value over the prompt, [1, K, *, D], and over the own tokens, [G, H, R, D]."""
+    dtype = kernel_dtype(query_HND.dtype, prompt_key_KPD.shape[1])
+    over_prompt = [as_rows(query_HND.to(dtype), len(prompt_key_KPD))]
+    over_prompt += [tensor.to(dtype)[None] for tensor in (prompt_key_KPD, prompt_value_KPD)]
+    dtype = kernel_dtype(query_HND.dtype, padding.place_GR.shape[1])
+    own = (query_HND, *(for_query_heads(tensor, len(query_HND)) for tensor in (own_key_KND, own_value_KND)))
+    return over_prompt, [padding.pad(tensor.to(dtype)) for tensor in own]
+
+
+def as_rows(tensor: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """[H, N, ...] -> [1, K, H / K * N, ...]: query heads that share a key head become rows of it."""
+    return tensor.unflatten(0, (num_keys, -1)).flatten(1, 2)[None]
+
+
+def for_query_heads(tensor_KND: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[H, N, D]: each key head repeated for the query heads that share it."""
+    return tensor_KND.repeat_interleave(num_heads // len(tensor_KND), dim=0)
+
+
+def kernel_dtype(dtype: torch.dtype, num_keys: int) -> torch.dtype:
+    """On few keys the CPU kernel is two to five times as fast in float32 as in bfloat16, on many slower."""
+    return torch.float32 if dtype == torch.bfloat16 and num_keys <= SHORT_KEYS else dtype
