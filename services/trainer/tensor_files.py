@@ -6,6 +6,7 @@ other number wrote. They are not written by it: `dcp.save` sends pickled plans b
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,9 @@ def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
         else:
             targets[key] = torch.empty_like(like, dtype=stored.properties.dtype)
     try:
-        dcp.load(dict(targets), storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():  # it warns that it reads as a single process, which is what was asked for
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(dict(targets), storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # not an Exception: it would pass every handler
         raise ValueError(f"{folder} cannot be read: {error}") from error
     return targets

@@ -1,0 +1,197 @@
+"""Checkpoints: written behind training's back, durable before they count, refused by name when they are not whole."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from onbeat.errors import JobFailed
+from services.trainer import checkpoint_next as checkpoint
+from services.trainer.checkpoint_next import CheckpointStore, TrainState
+from services.trainer.weight_store import take_snapshot
+from tests.unit.trainer_fixtures import tiny_config, tiny_model
+
+STATE = TrainState("job", next_iteration=3, policy_version=3, published_version=2, num_steps=2, model_path="tiny")
+
+
+def tensors(value=1.0):
+    return {"master.w": torch.full((2, 3), value), "exp_avg.w": torch.full((2, 3), -value), "gac.b": torch.ones(1)}
+
+
+def store_with(folder, *iterations, keep=2):
+    store = CheckpointStore(folder, keep)
+    for iteration in iterations:
+        state = replace(STATE, next_iteration=iteration)
+        store.save(state, [("w", torch.ones(2, 3))], tensors(iteration), {"config.json": b"{}"})
+    store.wait()
+    return store
+
+
+def restore(store, **options):
+    """(state, tensors), or None."""
+    loaded = {}
+    state = store.restore("job", "tiny", lambda found, num_steps: loaded.update(found, num_steps=num_steps), **options)
+    return state and (state, loaded)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writers wait before their first byte until the gate is set."""
+    gate, write = threading.Event(), checkpoint.write_content
+
+    def wait_and_write(*arguments):
+        assert gate.wait(10)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_content", wait_and_write)
+    yield gate
+    gate.set()
+
+
+def test_training_goes_on_while_the_checkpoint_of_before_is_written(tmp_path, gate):
+    store, live = CheckpointStore(tmp_path, keep=2), tensors(1.0)
+    store.save(STATE, [], live, {})
+    assert (store.finished(), store.complete()) == ([], [])
+    live["master.w"].fill_(99.0)  # the next step
+    with pytest.raises(TimeoutError, match=r"iteration-000003 is still not on disk"):
+        store.wait(timeout_s=0.05)
+    gate.set()
+    store.wait()
+    assert store.finished() == [(3, tmp_path / "iteration-000003")]
+    assert store.finished() == []
+    state, loaded = restore(store)
+    assert (state, loaded["num_steps"]) == (STATE, 2)
+    assert loaded.keys() == {*tensors(), "num_steps"}
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(1.0).items())
+
+
+def test_one_save_at_a_time_and_none_is_forgotten(tmp_path, gate):
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(STATE, [], tensors(), {})
+    second = threading.Thread(target=store.save, args=(replace(STATE, next_iteration=4), [], tensors(), {}))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive(), "the second save must wait for the first"
+    gate.set()
+    second.join(10)
+    store.wait()
+    assert [next_iteration for next_iteration, _ in store.finished()] == [3, 4]
+
+
+@pytest.mark.parametrize("notice", ["wait", "finished", "save"])
+def test_a_failed_write_reaches_training_with_its_cause(tmp_path, notice):
+    store = store_with(tmp_path / "checkpoints", 1)
+    store.finished()
+    (tmp_path / "checkpoints" / ".iteration-000003.partial").write_text("a file in the way")
+    store.save(STATE, [], tensors(), {})
+    calls = {"wait": store.wait, "finished": store.finished, "save": lambda: store.save(STATE, [], tensors(), {})}
+    store._in_flight[1].exception(10)  # it is over, and nobody has looked
+    with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*File exists") as failure:
+        calls[notice]()
+    assert isinstance(failure.value.__cause__, OSError)
+    assert restore(store)[0].next_iteration == 1
+
+
+def test_the_newest_are_kept_and_a_failure_costs_none(tmp_path, monkeypatch):
+    store = store_with(tmp_path, 1, 2, 3, keep=2)
+    assert [folder.name for folder in store.complete()] == ["iteration-000002", "iteration-000003"]
+    monkeypatch.setattr(checkpoint, "write_content", lambda *_: {"missing": 1})
+    with pytest.raises(JobFailed, match="missing is missing"):
+        store_with(tmp_path, 4, keep=1)
+    assert [folder.name for folder in store.complete()] == ["iteration-000002", "iteration-000003"]
+    assert restore(store)[0].next_iteration == 3
+
+
+def test_a_save_over_a_complete_one_replaces_it(tmp_path):
+    store_with(tmp_path, 3)
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(STATE, [], tensors(7.0), {})
+    store.wait()
+    assert restore(store)[1]["master.w"].unique() == 7.0
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-000003"]
+
+
+def test_before_chooses_one_without_the_iteration(tmp_path):
+    store = store_with(tmp_path, 2, 4, keep=5)
+    assert [restore(store, before=iteration)[0].next_iteration for iteration in (2, 3, 4, 9)] == [2, 2, 4, 4]
+    assert restore(store, before=1) is None
+    assert restore(CheckpointStore(tmp_path / "nothing", keep=1)) is None
+
+
+def test_frozen_policies_come_back_by_version(tmp_path):
+    snapshots = {v: take_snapshot(v, [("w", torch.full((2, 3), v, dtype=torch.bfloat16))]) for v in (2, 11)}
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(STATE, [], tensors(), {}, {version: s.tensors() for version, s in snapshots.items()})
+    store.wait()
+    found = {version: list(named) for version, named in store.policies(3).items()}
+    assert found.keys() == {2, 11}
+    for version, named in found.items():
+        assert take_snapshot(version, named).manifest == snapshots[version].manifest
+
+
+def test_the_folder_loads_as_an_ordinary_model(tmp_path):
+    config = tiny_config()
+    model = tiny_model(config, torch.bfloat16)
+    store = CheckpointStore(tmp_path, keep=1)
+    snapshot = take_snapshot(3, model.named_parameters())
+    store.save(STATE, snapshot.tensors(), tensors(), {"config.json": config.to_json_string(use_diff=False).encode()})
+    store.wait()
+    loaded = AutoModelForCausalLM.from_pretrained(store.path(3), dtype=torch.bfloat16)
+    expected = dict(model.named_parameters())
+    assert {name for name, _ in loaded.named_parameters()} == expected.keys()
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
+
+def cut(name, size):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def change_state(**values):
+    def change(folder):
+        record = json.loads((folder / "state.json").read_text())
+        record["state"] |= values
+        (folder / "state.json").write_text(json.dumps(record))
+
+    return change
+
+
+SHARD = "optimizer/rank-00000-of-00001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut("model.safetensors", 60), r"model.safetensors is torn: 60 bytes instead of \d+"),
+        (cut(SHARD, 100), f"{SHARD} is torn: 100 bytes"),
+        (remove(SHARD), f"{SHARD} is missing"),
+        (remove("config.json"), "config.json is missing"),
+        (cut("state.json", 20), "state.json is torn"),
+        (change_state(job_id="other"), "it belongs to job other on tiny"),
+        (change_state(model_path="llama"), "it belongs to job job on llama"),
+        (change_state(color="blue"), "state.json is torn or of another version.*color"),
+    ],
+)
+def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path, damage, message):
+    store = store_with(tmp_path, 3)
+    damage(store.path(3))
+    with pytest.raises(ValueError, match=rf"iteration-000003 cannot be used: .*{message}.*submit the job again"):
+        restore(store)
+
+
+def test_a_half_written_folder_does_not_count(tmp_path):
+    store = store_with(tmp_path, 2)
+    (tmp_path / ".iteration-000003.partial").mkdir()
+    (tmp_path / ".iteration-000003.partial" / "state.json").write_text("{}")
+    (tmp_path / "iteration-000004").mkdir()  # without state.json
+    assert restore(store)[0].next_iteration == 2
+    store.save(STATE, [], tensors(), {})  # and is no hindrance
+    store.wait()
+    assert restore(store)[0].next_iteration == 3
