@@ -17,7 +17,7 @@ import httpx
 
 from onbeat.config import JobConfig
 from onbeat.errors import ApiError, OnbeatError
-from onbeat.types import Event, IterationRecord, JobRecord, JobState, Record, Sample, WorkerRecord
+from onbeat.types import EvaluationRecord, Event, IterationRecord, JobRecord, JobState, Record, Sample, WorkerRecord
 
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
@@ -29,6 +29,7 @@ RecordT = TypeVar("RecordT", bound=Record)
 # Named here because `list` is a method inside AsyncJobs and Jobs.
 JobRecords = list[JobRecord]
 Iterations = list[IterationRecord]
+Evaluations = list[EvaluationRecord]
 Samples = list[Sample]
 Events = list[Event]
 Series = dict[str, list[tuple[int, float]]]
@@ -82,8 +83,18 @@ class AsyncJobs:
         answer = await self._client.get(f"{job_path(job_id)}/iterations", after=after)
         return parse_list(IterationRecord, "iterations", answer)
 
+    async def evaluations(self, job_id: str, after: int = -1) -> Evaluations:
+        """Evaluations with a number above `after`, in order."""
+        answer = await self._client.get(f"{job_path(job_id)}/evaluations", after=after)
+        return parse_list(EvaluationRecord, "evaluations", answer)
+
+    async def evaluation_samples(self, job_id: str, evaluation: int) -> Samples:
+        """A few responses of an evaluation that is done."""
+        answer = await self._client.get(f"{job_path(job_id)}/evaluations/{evaluation}/samples")
+        return parse_list(Sample, "samples", answer)
+
     async def metrics(self, job_id: str) -> Series:
-        """`area/name` -> [(iteration, value), ...]."""
+        """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation."""
         answer = await self._client.get(f"{job_path(job_id)}/metrics")
         return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
 
@@ -250,6 +261,8 @@ class Jobs:
     pause = jobs_face(AsyncJobs.pause)
     resume = jobs_face(AsyncJobs.resume)
     iterations = jobs_face(AsyncJobs.iterations)
+    evaluations = jobs_face(AsyncJobs.evaluations)
+    evaluation_samples = jobs_face(AsyncJobs.evaluation_samples)
     metrics = jobs_face(AsyncJobs.metrics)
     samples = jobs_face(AsyncJobs.samples)
     events = jobs_face(AsyncJobs.events)

@@ -15,7 +15,16 @@ from rich.text import Text
 
 from onbeat.client import AsyncClient, BrokerUnreachable
 from onbeat.report import num_tokens
-from onbeat.types import Event, IterationRecord, IterationState, JobRecord, JobState, WorkerRecord
+from onbeat.types import (
+    EvaluationRecord,
+    EvaluationState,
+    Event,
+    IterationRecord,
+    IterationState,
+    JobRecord,
+    JobState,
+    WorkerRecord,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 POLL_S = 1.0
@@ -23,6 +32,7 @@ UNREACHABLE_DEADLINE_S = 60.0  # a broker that restarts is no reason to stop wat
 MAX_NOTICES_OF_A_KIND = 5
 NOTICE_KINDS = frozenset(
     {"group.failed", "group.stale", "job.taken_over", "worker.lost", "worker.left", "job.state", "job.warning"}
+    | {"evaluation.failed"}
 )
 
 
@@ -32,6 +42,7 @@ class JobProgress:
     def __init__(self, job: JobRecord) -> None:
         self.job = job
         self.iterations: dict[int, IterationRecord] = {}
+        self.evaluations: dict[int, EvaluationRecord] = {}
         self.workers: list[WorkerRecord] = []
         self.trainer = "not started"
         self._cursor = "0"
@@ -42,8 +53,13 @@ class JobProgress:
 
     @property
     def current(self) -> IterationRecord | None:
+        """The oldest one that is being generated, or else trained: several may be open at once."""
         records = [record for record in self.iterations.values() if record.state != IterationState.COMMITTED]
-        return min(records, key=lambda record: record.iteration) if records else None
+        return min(records, key=lambda one: (one.state != IterationState.OPEN, one.iteration), default=None)
+
+    @property
+    def scored(self) -> list[EvaluationRecord]:
+        return [record for _, record in sorted(self.evaluations.items()) if record.state == EvaluationState.DONE]
 
     async def update(self, client: AsyncClient, wait_s: float = 0.0) -> list[Event]:
         """Wait up to `wait_s` for something to happen; returns the new events."""
@@ -54,10 +70,18 @@ class JobProgress:
             client.jobs.get(self.job.id), client.jobs.iterations(self.job.id, newest), client.workers(self.job.pool)
         )
         self.iterations.update({record.iteration: record for record in records})
+        if self.job.config.get("evaluation"):
+            await self._update_evaluations(client)
         for event in events:
             self._cursor = event.id
             self.trainer = trainer_activity(event) or self.trainer
         return events
+
+    async def _update_evaluations(self, client: AsyncClient) -> None:
+        unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
+        after = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
+        records = await client.jobs.evaluations(self.job.id, after)
+        self.evaluations.update({record.evaluation: record for record in records})
 
     def time_left_s(self) -> float | None:
         """By the mean of the last five iterations."""
@@ -82,7 +106,7 @@ def trainer_activity(event: Event) -> str | None:
             return event.data.get("state", event.message).lower()
         case "weights.published":
             return f"published policy version {event.data.get('policy_version')}"
-        case "iteration.opened":
+        case "iteration.opened" if event.data.get("policy_version") == iteration:  # else it is opened ahead
             return f"training on groups of iteration {iteration} as they arrive"
         case "iteration.drained":
             return f"last groups and optimizer step of iteration {iteration}"
@@ -100,7 +124,7 @@ async def follow(
     progress = JobProgress(await client.jobs.get(job_id))
     is_live = console.is_terminal and not console.is_dumb_terminal
     notices = Notices(console)
-    num_shown = 0
+    num_shown, evaluations_shown = 0, set[int]()
     with live_view(progress, console) if is_live else plain_view():
         while True:
             started = time.monotonic()
@@ -109,6 +133,10 @@ async def follow(
             for record in progress.committed[num_shown:] if not is_live else []:
                 console.print(plain_line(record, progress), soft_wrap=True)
                 num_shown += 1
+            for scored in progress.scored if not is_live else []:
+                if scored.evaluation not in evaluations_shown:
+                    console.print(evaluation_line(scored), soft_wrap=True)
+                    evaluations_shown.add(scored.evaluation)
             if progress.job.state.is_final:
                 return progress
             await asyncio.sleep(max(0.0, POLL_S - (time.monotonic() - started)))
@@ -189,6 +217,10 @@ def rows(progress: JobProgress) -> Iterator[tuple[str, str]]:
     rewards = [record.reward_mean for record in progress.committed if record.reward_mean is not None]
     if rewards:
         yield "reward", f"{rewards[-1]:.3f}  {sparkline(rewards)}  best {max(rewards):.3f}"
+    scored = progress.scored
+    if scored:
+        line = sparkline([record.reward_mean for record in scored if record.reward_mean is not None])
+        yield "held out", f"{number(scored[-1].reward_mean, '.3f')}  {line}  version {scored[-1].policy_version}"
     tokens_per_s = progress.tokens_per_s()
     if tokens_per_s is not None:
         yield "tokens/s", f"{tokens_per_s:.0f}"
@@ -226,8 +258,26 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> Text:
         f"rollouts idle {number(record.rollout_idle_frac, '.0%')}",
         f"trainer idle {number(record.trainer_idle_frac, '.0%')}",
     ]
+    if record.staleness_max:
+        parts.insert(2, f"staleness {record.staleness_max}")
     if left_s is not None:
         parts.append(f"about {duration(left_s)} left")
+    return Text("  ".join(parts))
+
+
+def evaluation_line(record: EvaluationRecord) -> Text:
+    """One evaluation without any control code."""
+    parts = [
+        f"evaluation {record.evaluation}",
+        f"version {record.policy_version}",
+        f"reward {number(record.reward_mean, '.3f')}",
+        f"{number(record.response_tokens_mean, '.0f')} tokens",
+        f"{number(record.truncated_frac, '.0%')} truncated",
+    ]
+    if record.pass_at_k is not None:
+        parts.insert(3, f"solved {record.pass_at_k:.0%}")
+    if record.num_failed_groups:
+        parts.append(f"{record.num_failed_groups} of {record.num_groups} prompts failed")
     return Text("  ".join(parts))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.types import IterationRecord, IterationState, JobRecord
+from onbeat.types import EvaluationRecord, EvaluationState, IterationRecord, IterationState, JobRecord
 
 ITERATION_FIELDS = (
     "iteration",
@@ -31,15 +31,28 @@ ITERATION_FIELDS = (
     "first_group_s",
     "metrics",
 )
+EVALUATION_FIELDS = (
+    "evaluation",
+    "policy_version",
+    "num_groups",
+    "num_failed_groups",
+    "reward_mean",
+    "reward_std",
+    "pass_at_k",
+    "response_tokens_mean",
+    "truncated_frac",
+)
 
 
 async def build_report(client: AsyncClient, job_id: str) -> dict[str, Any]:
     job = await client.jobs.get(job_id)
-    return make_report(job, await client.jobs.iterations(job_id))
+    return make_report(job, await client.jobs.iterations(job_id), await client.jobs.evaluations(job_id))
 
 
-def make_report(job: JobRecord, iterations: Sequence[IterationRecord]) -> dict[str, Any]:
-    """Only committed iterations: what is unfinished has no numbers yet."""
+def make_report(
+    job: JobRecord, iterations: Sequence[IterationRecord], evaluations: Sequence[EvaluationRecord] = ()
+) -> dict[str, Any]:
+    """Only committed iterations and scored evaluations: what is unfinished has no numbers yet."""
     committed = [record for record in iterations if record.state == IterationState.COMMITTED]
     return {
         "job_id": job.id,
@@ -49,6 +62,11 @@ def make_report(job: JobRecord, iterations: Sequence[IterationRecord]) -> dict[s
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed),
         "iterations": [{name: getattr(record, name) for name in ITERATION_FIELDS} for record in committed],
+        "evaluations": [
+            {name: getattr(record, name) for name in EVALUATION_FIELDS}
+            for record in evaluations
+            if record.state == EvaluationState.DONE
+        ],
     }
 
 
@@ -66,6 +84,7 @@ def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[st
         "reward_mean_first5": mean_reward(committed[:5]),
         "reward_mean_last5": mean_reward(committed[-5:]),
         "tpspd": total_tpspd(committed),
+        "staleness_max": max((r.staleness_max for r in committed if r.staleness_max is not None), default=None),
         "num_stale": sum(record.num_stale for record in committed),
         "num_duplicate": sum(record.num_duplicate for record in committed),
         "num_failed_groups": sum(record.num_failed_groups for record in committed),

@@ -18,7 +18,7 @@ NUM_EXAMPLES = 3
 
 async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:
     job, committed = progress.job, progress.committed
-    report = make_report(job, committed)
+    report = make_report(job, committed, progress.scored)
     table = Table.grid(padding=(0, 2))
     table.add_row("state", Text(job.state, style=state_style(job.state)))
     for label, text in total_rows(report):
@@ -48,6 +48,11 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     rewards = [record["reward_mean"] for record in report["iterations"] if record["reward_mean"] is not None]
     first5, last5 = number(totals["reward_mean_first5"], ".3f"), number(totals["reward_mean_last5"], ".3f")
     yield "reward", f"{first5} (first 5) -> {last5} (last 5)  {sparkline(rewards)}".rstrip()
+    held_out = [record["reward_mean"] for record in report["evaluations"] if record["reward_mean"] is not None]
+    if held_out:
+        yield "held out", f"{held_out[0]:.3f} (first) -> {held_out[-1]:.3f} (last)  {sparkline(held_out)}"
+    if totals["staleness_max"]:
+        yield "staleness", f"at most {totals['staleness_max']} iterations"
     yield "time", duration(totals["job_s"] if totals["job_s"] is not None else totals["wall_s"])
     yield "tokens", f"{totals['tokens']} ({totals['response_tokens']} generated)"
     yield "TPSPD", f"{number(totals['tpspd'], '.1f')} tokens per second per device"

@@ -1,7 +1,8 @@
 """The `onbeat` command. Modules import what they need inside the commands: `onbeat --help` stays instant."""
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
@@ -62,13 +63,26 @@ def describe_value_error(error: ValueError) -> str:
     """One line per wrong field of a job, named as in the file."""
     from pydantic import ValidationError
 
+    from onbeat.config import JobConfig
+
     if not isinstance(error, ValidationError):
         return str(error)
+    tags = set(union_tags(JobConfig.model_json_schema()))
     lines = [f"{error.title} is not valid:"]
     for problem in error.errors(include_url=False):
-        field = ".".join(str(part) for part in problem["loc"]) or "job"
+        path = [str(part) for part in problem["loc"]]  # a union's tag is in it where the file has none
+        field = ".".join(part for part in path if part not in tags) or "job"
         lines.append(f"  {field}: {problem['msg'].removeprefix('Value error, ')}")
     return "\n".join(lines)
+
+
+def union_tags(schema: Any) -> Iterator[str]:
+    """The values of `type` and `mode` anywhere in a JSON schema."""
+    children = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    if isinstance(schema, dict) and isinstance(schema.get("discriminator"), dict):
+        yield from schema["discriminator"]["mapping"]
+    for child in children:
+        yield from union_tags(child)
 
 
 def fail(message: str, exit_code: int) -> None:

@@ -127,6 +127,7 @@ def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir:
 def samples(
     job_id: JobId,
     iteration: Annotated[int | None, typer.Option(min=0, help="Default: the newest.")] = None,
+    evaluation: Annotated[int | None, typer.Option(min=0, help="A few of this evaluation instead.")] = None,
     limit: Annotated[int, typer.Option(min=1)] = 10,
     as_json: AsJson = False,
     url: Url = None,
@@ -139,6 +140,8 @@ def samples(
 
     async def call() -> list[Sample]:
         async with connect(url, api_key, data_dir) as client:
+            if evaluation is not None:
+                return (await client.jobs.evaluation_samples(job_id, evaluation))[:limit]
             return await client.jobs.samples(job_id, iteration=iteration, limit=limit)
 
     found = asyncio.run(call())
@@ -147,7 +150,41 @@ def samples(
     elif not found:
         typer.echo("no samples yet")
     else:
-        print_examples(make_console(), f"iteration {found[0].iteration}", found)
+        kind = "iteration" if evaluation is None else "evaluation"
+        print_examples(make_console(), f"{kind} {found[0].iteration}", found)
+
+
+@app.command()
+def evaluations(
+    job_id: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
+) -> None:
+    """Scores on the held-out set."""
+    from onbeat.progress import number
+    from onbeat.types import EvaluationRecord
+
+    async def call() -> list[EvaluationRecord]:
+        async with connect(url, api_key, data_dir) as client:
+            return await client.jobs.evaluations(job_id)
+
+    found = asyncio.run(call())
+    if as_json:
+        print_json(found)
+        return
+    columns = ["evaluation", "version", "state", "reward", "solved", "tokens", "truncated", "failed"]
+    rows = [
+        (
+            str(record.evaluation),
+            number(record.policy_version, "d"),
+            record.state.value,
+            number(record.reward_mean, ".3f"),
+            number(record.pass_at_k, ".0%"),
+            number(record.response_tokens_mean, ".1f"),
+            number(record.truncated_frac, ".0%"),
+            f"{record.num_failed_groups}/{record.num_groups}",
+        )
+        for record in found
+    ]
+    print_table(columns, rows)
 
 
 @app.command()

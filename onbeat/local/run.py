@@ -148,12 +148,20 @@ def is_same(job: JobRecord, config: JobConfig) -> bool:
 
 
 def stage_data(config: JobConfig, job_folder: Path, data_dir: Path) -> JobConfig:
-    """Copy the job's data file to where the broker may read it: paths in a local job are relative to the job file."""
-    if not isinstance(config.data, FileData):
-        return config
-    source = (job_folder / config.data.path).resolve()
+    """Copy the job's data files to where the broker may read them: paths in a local job are relative to its file."""
+    if isinstance(config.data, FileData):
+        config = config.model_copy(update={"data": stage_file(config.data, "data", job_folder, data_dir)})
+    evaluation = config.evaluation
+    if evaluation is not None and isinstance(evaluation.data, FileData):
+        staged = stage_file(evaluation.data, "evaluation.data", job_folder, data_dir)
+        config = config.model_copy(update={"evaluation": evaluation.model_copy(update={"data": staged})})
+    return config
+
+
+def stage_file(data: FileData, field: str, job_folder: Path, data_dir: Path) -> FileData:
+    source = (job_folder / data.path).resolve()
     if not source.is_file():
-        raise ValueError(f"data.path: there is no file {source}; a path is relative to the job file")
+        raise ValueError(f"{field}.path: there is no file {source}; a path is relative to the job file")
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     target = data_dir / "datasets" / f"{source.stem}-{digest}{source.suffix}"
@@ -162,4 +170,4 @@ def stage_data(config: JobConfig, job_folder: Path, data_dir: Path) -> JobConfig
         draft = target.with_name(f"{target.name}.new")
         shutil.copyfile(source, draft)
         draft.replace(target)
-    return config.model_copy(update={"data": config.data.model_copy(update={"path": str(target)})})
+    return data.model_copy(update={"path": str(target)})

@@ -67,6 +67,26 @@ class FakeJobs:
         opened = self.num_committed(job_id) + (self.record(job_id)["state"] == "RUNNING")
         return [iteration_json(i, i < self.num_committed(job_id)) for i in range(opened)]
 
+    def evaluations(self, job_id: str) -> list[dict[str, Any]]:
+        """Before the first iteration, and at the end."""
+        num_iterations = self.jobs[job_id]["config"]["schedule"]["num_iterations"]
+        if not self.jobs[job_id]["config"].get("evaluation"):
+            return []
+        done = self.num_committed(job_id) == num_iterations
+        return [evaluation_json(0), evaluation_json(num_iterations, "DONE" if done else "OPEN")]
+
+
+def evaluation_json(evaluation: int, state: str = "DONE") -> dict[str, Any]:
+    record: dict[str, Any] = {"evaluation": evaluation, "state": state, "policy_version": evaluation, "num_groups": 4}
+    if state == "DONE":
+        record |= {
+            "reward_mean": evaluation / 10,
+            "pass_at_k": 0.5,
+            "response_tokens_mean": 7.0,
+            "truncated_frac": 0.25,
+        }
+    return record
+
 
 def iteration_json(iteration: int, is_committed: bool = True) -> dict[str, Any]:
     record: dict[str, Any] = {
@@ -125,6 +145,14 @@ def make_app(fake: FakeJobs) -> FastAPI:
     @app.get("/v1/jobs/{job_id}/iterations")
     async def iterations(job_id: str, after: int = -1) -> Any:
         return {"iterations": [record for record in fake.iterations(job_id) if record["iteration"] > after]}
+
+    @app.get("/v1/jobs/{job_id}/evaluations")
+    async def evaluations(job_id: str, after: int = -1) -> Any:
+        return {"evaluations": [record for record in fake.evaluations(job_id) if record["evaluation"] > after]}
+
+    @app.get("/v1/jobs/{job_id}/evaluations/{evaluation}/samples")
+    async def evaluation_samples(job_id: str, evaluation: int) -> Any:
+        return await samples(job_id, evaluation, 1)
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(job_id: str) -> Any:

@@ -85,6 +85,36 @@ def test_samples_workers_and_report(
 
 
 @pytest.mark.usefixtures("url")
+def test_evaluations_are_listed_watched_and_summarised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = ["--set", "evaluation.data.task=chain_sum", "--set", "evaluation.data.type=reasoning_gym"]
+    short = ["--set", "schedule.num_iterations=4"]
+    assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), *held_out, *short, "--watch") == 0
+    out = capsys.readouterr().out
+    assert out.count("evaluation 0  version 0  reward 0.000") == out.count("evaluation 4  version 4  reward 0.400") == 1
+    assert "0.000 (first) -> 0.400 (last)  ▁█" in out
+    assert onbeat(monkeypatch, "jobs", "evaluations", "job-1") == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["4", "4", "DONE", "0.400", "50%", "7.0", "25%", "0/4"]
+    assert onbeat(monkeypatch, "jobs", "samples", "job-1", "--evaluation", "4") == 0
+    assert "evaluation 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("schedule.num_iterations=0", "  schedule.num_iterations: Input should be greater"),
+        ("evaluation.data.type=jsonl", "  evaluation.data.path: Field required"),
+    ],
+)
+def test_wrong_field_is_named_as_in_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, line: str
+) -> None:
+    assert onbeat(monkeypatch, "run", str(QUICKSTART), "--set", override, "--data-dir", str(tmp_path / "data")) == 2
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("url")
 def test_422_is_shown_field_by_field(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "model.path=no-such-model") == 2
     error = capsys.readouterr().err

@@ -3,9 +3,19 @@ import io
 import pytest
 from rich.console import Console
 
-from onbeat.progress import JobProgress, Notices, duration, printable, render_progress, sparkline, trainer_activity
-from onbeat.types import Event, IterationRecord, JobState, WorkerRecord
-from tests.unit.fake_broker import iteration_json
+from onbeat.progress import (
+    JobProgress,
+    Notices,
+    duration,
+    evaluation_line,
+    plain_line,
+    printable,
+    render_progress,
+    sparkline,
+    trainer_activity,
+)
+from onbeat.types import EvaluationRecord, Event, IterationRecord, IterationState, JobState, WorkerRecord
+from tests.unit.fake_broker import evaluation_json, iteration_json
 from tests.unit.test_report import JOB
 
 
@@ -31,6 +41,22 @@ def test_live_view_tells_what_everyone_does() -> None:
         assert part in text
     assert "updating, version 4" in text
     assert [line.split()[0] for line in text.splitlines()][2:4] == ["reward", "tokens/s"]
+
+
+def test_views_of_a_bounded_job_with_evaluations() -> None:
+    progress = progress_of(4)
+    progress.iterations[4].state = IterationState.DRAINED
+    progress.iterations[5] = IterationRecord.model_validate(iteration_json(5, False) | {"policy_version": 4})
+    for evaluation, state in ((0, "DONE"), (2, "DONE"), (4, "OPEN")):
+        record = EvaluationRecord.model_validate(evaluation_json(evaluation, state))
+        progress.evaluations[evaluation] = record
+    text = text_of(progress)
+    assert "1 of 2 groups of iteration 5 on policy version 4" in text  # generated while 4 is trained
+    assert "0.200  ▁█  version 2" in text
+    line = "evaluation 2  version 2  reward 0.200  solved 50%  7 tokens  25% truncated"
+    assert evaluation_line(progress.scored[-1]).plain == line
+    stale = progress.iterations[3].model_copy(update={"staleness_max": 1})
+    assert plain_line(stale, progress).plain.startswith("iteration 4/12  version 3  staleness 1  reward 0.300")
 
 
 def test_live_view_before_anything_happened() -> None:
@@ -62,6 +88,7 @@ def test_events_become_words() -> None:
 
     assert said("job.state", state="RUNNING") == "loading the model"
     assert said("weights.published", policy_version=3) == "published policy version 3"
+    assert said("iteration.opened", iteration=5, policy_version=4) is None  # ahead of the trainer
     assert "iteration 2" in (said("iteration.drained", iteration=2) or "")
     assert said("worker.updated") is None
 

@@ -6,8 +6,8 @@ import pytest
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
 from onbeat.report import build_report, check_report_path, make_report, write_report
-from onbeat.types import IterationRecord, JobRecord
-from tests.unit.fake_broker import FakeJobs, iteration_json, serve
+from onbeat.types import EvaluationRecord, IterationRecord, JobRecord
+from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve
 
 PROMISED = """iteration policy_version reward_mean num_groups num_responses prompt_tokens response_tokens wall_s
 generate_s train_s weight_sync_s rollout_idle_frac trainer_idle_frac staleness_max mismatch_mean mismatch_max tpspd"""
@@ -55,6 +55,18 @@ def test_tpspd_weighs_iterations_by_their_device_seconds() -> None:
     # 100 tokens at 25 on 2 devices for 2 s, then 100 at 10 on 2 devices for 5 s: 200 tokens in 14 device-seconds
     mixed = records(1) + records(1, wall_s=5.0, tpspd=10.0)
     assert make_report(JOB, mixed)["totals"]["tpspd"] == pytest.approx(200 / 14)
+
+
+def test_report_holds_scored_evaluations_and_the_largest_staleness() -> None:
+    evaluations = [
+        EvaluationRecord.model_validate(evaluation_json(e, state)) for e, state in ((0, "DONE"), (9, "OPEN"))
+    ]
+    stale = records(2)
+    stale[1].staleness_max = 2
+    report = make_report(JOB, stale, evaluations)
+    assert [(record["evaluation"], record["pass_at_k"]) for record in report["evaluations"]] == [(0, 0.5)]
+    assert report["totals"]["staleness_max"] == 2
+    assert make_report(JOB, records(1))["totals"]["staleness_max"] is None
 
 
 def test_unfinished_iteration_is_left_out() -> None:
