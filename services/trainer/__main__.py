@@ -1,5 +1,9 @@
-"""`python -m services.trainer`: claim the pool's next job by lease, train it, repeat."""
+"""`python -m services.trainer`: claim the pool's next job by lease, train it, repeat.
 
+Under torchrun all ranks train the same job: rank 0 claims it and tells the others.
+"""
+
+import json
 import logging
 import signal
 import sys
@@ -15,10 +19,18 @@ from onbeat.logging import configure
 from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
 from services.trainer.background import Background
+from services.trainer.device import choose_device
+from services.trainer.distributed import PeerLost, World
 from services.trainer.link import JobCancelled, JobLink, Stopped
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+RESTART_CODE = 75  # EX_TEMPFAIL: whoever started the ranks (torchrun --max-restarts) is to start them again
+
+
+class RanksMustRestart(Exception):
+    """A job ended early on this rank while others may wait for it in the middle of a sum."""
 
 
 def main() -> int:
@@ -31,11 +43,19 @@ def main() -> int:
     ledger = background.run(create_ledger(settings))
     try:
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
-        serve(settings, background, ledger, stop)
+        world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
+        serve(settings, background, ledger, stop, world)
+        world.close()
     except (RedisError, TimeoutError) as error:
         logger.error(
             "Redis at %s cannot be reached: %s; the job goes on when a trainer is back", settings.redis_url, error
         )
+        return 1
+    except RanksMustRestart as reason:
+        logger.warning("%s", reason)
+        return RESTART_CODE
+    except (PeerLost, ValueError) as error:
+        logger.error("%s", error)
         return 1
     return 0
 
@@ -44,24 +64,31 @@ async def create_ledger(settings: Settings) -> Ledger:
     return Ledger(connect(settings.redis_url, settings.redis_retry_s))
 
 
-def serve(settings: Settings, background: Background, ledger: Ledger, stop: threading.Event) -> None:
-    logger.info("%s waits for jobs of pool %s", settings.trainer_id, settings.pool)
+def serve(settings: Settings, background: Background, ledger: Ledger, stop: threading.Event, world: World) -> None:
+    """Jobs, one after another, until `stop`. Raises RanksMustRestart when one of several ranks left a job early."""
+    if world.is_main:
+        logger.info("%s waits for jobs of pool %s", settings.trainer_id, settings.pool)
     while not stop.wait(0.2):
-        claimed = background.run(claim_next(settings, ledger))
-        if claimed is None:
+        claimed = background.run(claim_next(settings, ledger)) if world.is_main else None
+        message = world.broadcast_bytes(json.dumps(claimed).encode())
+        if (claimed := json.loads(message)) is None:
             continue
-        job_id, epoch, config = claimed
-        link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop)
+        job_id, epoch, fields = claimed
+        config = JobConfig.model_validate_json(fields)
+        num_replicas = world.size if settings.parallelism == "ddp" else 1
+        link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, world.rank, num_replicas)
         try:
-            outcome, error = train(settings, link, config)
+            outcome, error = train(settings, link, config, world)
         finally:
             link.close()
-        if outcome is not None:
+        if outcome is not None and (world.is_main or outcome is JobState.FAILED):
             finish(background, ledger, job_id, outcome, error)
+        if world.size > 1 and outcome is not JobState.SUCCEEDED:
+            raise RanksMustRestart(f"job {job_id} ended early ({outcome or 'left'}); all ranks start again")
 
 
-async def claim_next(settings: Settings, ledger: Ledger) -> tuple[str, str, JobConfig] | None:
-    """The oldest job of the pool that is pending or whose trainer died."""
+async def claim_next(settings: Settings, ledger: Ledger) -> tuple[str, str, str] | None:
+    """Id, epoch and configuration (JSON) of the oldest job of the pool that is pending or whose trainer died."""
     for job_id in await ledger.job_ids(active_only=True):
         try:
             fields = await ledger.job_fields(job_id)
@@ -73,26 +100,27 @@ async def claim_next(settings: Settings, ledger: Ledger) -> tuple[str, str, JobC
         if epoch is None:
             continue
         try:
-            return job_id, epoch, JobConfig.model_validate_json(fields["config"])
+            JobConfig.model_validate_json(fields["config"])
+            return job_id, epoch, fields["config"]
         except ValidationError as error:
             await ledger.move_job(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
     return None
 
 
-def train(settings: Settings, link: JobLink, config: JobConfig) -> tuple[JobState | None, str]:
+def train(settings: Settings, link: JobLink, config: JobConfig, world: World) -> tuple[JobState | None, str]:
     """Run the job; returns the final state and reason, or None when the job goes on with another trainer."""
     from services.trainer.session import run_job
 
     try:
-        run_job(settings, link, config)
+        run_job(settings, link, config, world)
         return JobState.SUCCEEDED, ""
     except JobCancelled:
         return JobState.CANCELLED, ""
     except (LeaseLost, Stopped) as reason:
         logger.warning("job %s is left to another trainer: %s", link.job_id, reason or "asked to stop")
         return None, ""
-    except (RedisError, TimeoutError):
-        raise  # the job is intact in Redis; this process is not
+    except (RedisError, TimeoutError, PeerLost):
+        raise  # the job is intact in Redis; this process, or one that it needs, is not
     except (JobFailed, ValueError) as error:
         return JobState.FAILED, str(error)
     except Exception as error:  # noqa: BLE001  the supervisor: an unknown defect ends the job, loudly

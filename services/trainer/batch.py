@@ -113,6 +113,12 @@ def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     return [Part(group, part) for part in parts]
 
 
+def idle_batch(device: torch.device) -> MicroBatch:
+    """One prompt token and one response token: the cheapest pass there is."""
+    response = Response(token_ids=[0], rollout_logprobs=[0.0])
+    return pack([RolloutGroup(group_id="idle", prompt_token_ids=[0], responses=[response])], device)
+
+
 def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
     """The responses that have a gradient: all, or the pair of online DPO."""
     if isinstance(config.objective, OnlineDpoObjective):

@@ -115,6 +115,14 @@ class World:
             dist.all_gather(received, host_buffer(content.ljust(longest, b"\0")), group=self._group)
             return [buffer[: int(length)].numpy().tobytes() for buffer, length in zip(received, lengths, strict=True)]
 
+    def others(self, content: bytes) -> list[bytes]:
+        """What the other ranks pass here."""
+        return [message for rank, message in enumerate(self.all_gather_bytes(content)) if rank != self.rank]
+
+    def largest(self, value: int) -> int:
+        """The greatest of all ranks' values."""
+        return max(map(int, self.all_gather_bytes(str(value).encode())))
+
     def barrier(self) -> None:
         """Returns when every rank is here."""
         self.sum_scalars([0.0])
@@ -132,6 +140,9 @@ class World:
                 f"rank {self.rank} of {self.size} waited for {what} (at most {self.timeout_s:.0f} s): {error}; look "
                 "for the first error in the other ranks' logs, then start all ranks again: the job resumes by itself"
             ) from error
+
+
+ALONE = World()
 
 
 def host_buffer(content: bytes) -> torch.Tensor:

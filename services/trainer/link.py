@@ -40,6 +40,7 @@ class Link(Protocol):
     def check(self) -> JobState: ...
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]: ...
     def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]: ...
+    def iteration_version(self, iteration: int) -> int: ...
     def is_drained(self, iteration: int) -> bool: ...
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]: ...
     def taken_groups(self, iteration: int) -> set[str]: ...
@@ -88,10 +89,19 @@ class JobLink:
         """Renew in time, and notice a cancel within a second. A failure ends it: `check` raises it while training."""
         try:
             while True:
-                self._state = await self._ledger.renew_job(self.job_id, self._epoch, self._lease_s)
+                self._state = await self._renew()
                 await asyncio.sleep(min(0.25, self._lease_s / 3))
         except (OnbeatError, RedisError) as error:
             self._lost = error
+
+    async def _renew(self) -> JobState:
+        """Rank 0 keeps the lease; the other ranks only look whether it is still theirs."""
+        if self._rank == 0:
+            return await self._ledger.renew_job(self.job_id, self._epoch, self._lease_s)
+        fields = await self._ledger.job_fields(self.job_id)
+        if fields["epoch"] != self._epoch:
+            raise LeaseLost(f"job {self.job_id} has another trainer now")
+        return JobState(fields["state"])
 
     def check(self) -> JobState:
         """The job's state; raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
@@ -144,6 +154,12 @@ class JobLink:
             return groups
 
         return self._run(collect())
+
+    def iteration_version(self, iteration: int) -> int:
+        """The one policy version of an open iteration."""
+        version = self._run(self._ledger.iteration_version(self.job_id, iteration))
+        assert version is not None, f"iteration {iteration} is not open"
+        return version
 
     def is_drained(self, iteration: int) -> bool:
         """Whether every group of the iteration is accepted."""
@@ -203,7 +219,7 @@ class JobLink:
         self._background.cancel(self._heartbeat)
         if self._server is not None:
             self._background.run(self._server.stop())
-        if self._lost is None:
+        if self._lost is None and self._rank == 0:
             try:
                 self._background.run(self._ledger.renew_job(self.job_id, self._epoch, 0.0), timeout_s=5)
             except (LeaseLost, RedisError, TimeoutError):

@@ -14,6 +14,7 @@ from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.logprobs import TargetLogprobs
 from services.trainer.lora import adapted_layers, published_tensors, without_adapters
+from services.trainer.sharding import call
 
 PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -157,6 +158,13 @@ def target_logprobs(
     model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `response_logprobs`, on inputs at hand. Logits exist only where a response token is predicted."""
+    return call(whole_model_logprobs, model, prepared, batch, temperature)
+
+
+def whole_model_logprobs(
+    model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The computation itself, where the head's weight is at hand (`sharding.call`)."""
     inputs, select = prepared
     if has_plain_head(model):
         hidden = select(model.get_decoder()(**inputs).last_hidden_state)

@@ -7,6 +7,7 @@
 Each is left out where the algebra makes it redundant: old while it equals the policy, reference without a KL term.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 from onbeat.config import JobConfig, OnlineDpoObjective
 from services.trainer.batch import MicroBatch
+from services.trainer.distributed import ALONE, World
 from services.trainer.gradient_control import GradientControl
-from services.trainer.lora import add_adapters
+from services.trainer.lora import add_adapters, published_tensors
 from services.trainer.model import (
     DTYPES,
     enable_gradient_checkpointing,
@@ -26,30 +28,34 @@ from services.trainer.model import (
     tri_model_logprobs,
 )
 from services.trainer.objective import Logprobs, needs_reference
-from services.trainer.optimizer import MasterAdamW
+from services.trainer.optimizer import MasterAdamW, ShardedAdamW
 from services.trainer.packing import choose_attention
+from services.trainer.sharding import gather_full, load_shards, shard
 from services.trainer.weight_store import Snapshot
 
 
 class OldPolicy:
     """One frozen model that takes on the weights of any version that is held."""
 
-    def __init__(self) -> None:
-        self.snapshots: dict[int, Snapshot] = {}  # by policy version
-        self._model: Any | None = None
+    def __init__(self, model: Any | None, is_sharded: bool) -> None:
+        self.snapshots: dict[int, Snapshot | None] = {}  # by policy version; None: rank 0 holds it for all shards
+        self._model, self._is_sharded = model, is_sharded
         self._loaded: int | None = None
 
-    def hold(self, snapshot: Snapshot, oldest_wanted: int) -> None:
+    def hold(self, version: int, snapshot: Snapshot | None, oldest_wanted: int) -> None:
         """Versions below `oldest_wanted` are dropped."""
-        held = self.snapshots | {snapshot.policy_version: snapshot}
+        held = self.snapshots | {version: snapshot}
         self.snapshots = {version: held[version] for version in sorted(held) if version >= oldest_wanted}
 
-    def at(self, version: int, model: Any) -> Any:
-        """The frozen model at that version; `model` is what it is a copy of."""
-        if self._model is None:
-            self._model = frozen_like(model)
+    def at(self, version: int) -> Any:
+        """The frozen model at that version."""
         if self._loaded != version:
-            load_frozen(self._model, self.snapshots[version].tensors())
+            snapshot = self.snapshots[version]
+            if self._is_sharded:
+                load_shards(self._model, snapshot.tensors() if snapshot else None)
+            else:
+                assert snapshot is not None
+                load_frozen(self._model, snapshot.tensors())
             self._loaded = version
         return self._model
 
@@ -62,16 +68,33 @@ class Policy:
     optimizer: MasterAdamW
     control: GradientControl
 
+    compute_dtype: torch.dtype
+    is_sharded: bool = False
+
     @classmethod
-    def create(cls, model: Any, config: JobConfig) -> "Policy":
+    def create(cls, model: Any, config: JobConfig, world: World = ALONE, is_sharded: bool = False) -> "Policy":
+        """From a loaded model, the same on every rank; `is_sharded`: FSDP2 over the ranks, else whole replicas."""
+        dtype = next(model.parameters()).dtype
+        old = frozen_like(model) if has_old_policies(config) else None
         reference = None
         if needs_reference(config.objective):
             reference = model if config.lora else freeze_copy(model)
-        return cls(model, reference, OldPolicy(), MasterAdamW(model, config.optimizer), GradientControl(config.gac))
+        if is_sharded:
+            for each in (model, old, reference):
+                if each is not None and not (each is reference and reference is model):
+                    shard(each, world, dtype)
+        optimizer = (ShardedAdamW if is_sharded else MasterAdamW)(model, config.optimizer)
+        control = GradientControl(config.gac, world)
+        return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and weights in the compute dtype, one after another; all ranks of a sharded model must go through."""
+        for name, parameter in published_tensors(self.model):
+            yield name, gather_full(parameter, self.compute_dtype) if self.is_sharded else parameter
 
     def logprobs(self, batch: MicroBatch, temperature: float, old_version: int | None) -> tuple[Logprobs, torch.Tensor]:
         """All policies on one packed micro-batch, and the entropy [N]. `old_version` None: old is the policy itself."""
-        old = None if old_version is None else self.old.at(old_version, self.model)
+        old = None if old_version is None else self.old.at(old_version)
         trainer_logprobs, entropy, old_logprobs, ref_logprobs = tri_model_logprobs(
             self.model, old, self.reference, batch, temperature
         )
@@ -88,16 +111,24 @@ class Policy:
         self.control.load_state_tensors(tensors)
 
 
-def load_policy(source: str, config: JobConfig, device: torch.device) -> tuple[Policy, str]:
-    """The job's policy on the device, and why its responses cannot be packed ('' if they can). Raises ValueError."""
-    model = load_model(source, DTYPES[config.model.dtype], device)
+def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) -> tuple[Policy, str]:
+    """The job's policy on the world's device, and why its responses cannot be packed ('' if they can).
+
+    Raises ValueError.
+    """
+    model = load_model(source, DTYPES[config.model.dtype], world.device)
     longest = config.model.max_context_tokens or model.config.max_position_embeddings
     reason = choose_attention(model, longest)
     if config.training.has_gradient_checkpointing:
         enable_gradient_checkpointing(model)
     if config.lora:
         add_adapters(model, config.lora, config.seed)
-    return Policy.create(model, config), reason
+    return Policy.create(model, config, world, is_sharded), reason
+
+
+def has_old_policies(config: JobConfig) -> bool:
+    """Whether the weights that generated may differ from those in training: stale, or moved by an earlier update."""
+    return config.max_staleness > 0 or config.training.num_updates_per_iteration > 1
 
 
 def old_version(config: JobConfig, behaviour_version: int, current_version: int, num_updates_done: int) -> int | None:

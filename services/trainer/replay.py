@@ -21,6 +21,7 @@ from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import IterationState, JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
+from services.trainer.distributed import World
 from services.trainer.loop import TrainLoop
 from services.trainer.model import resolve_model
 from services.trainer.policy import load_policy
@@ -48,6 +49,9 @@ class RecordedLink:
 
     def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         return []
+
+    def iteration_version(self, iteration: int) -> int:
+        return next(group.policy_version for group in self._groups if group.iteration == iteration)
 
     def is_drained(self, iteration: int) -> bool:
         return True
@@ -107,7 +111,8 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)
-    policy, _ = load_policy(resolve_model(config.model.path, settings.cache_dir), config, device)
+    source = resolve_model(config.model.path, settings.cache_dir)
+    policy, _ = load_policy(source, config, World(device=device), is_sharded=False)
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
     start = recorded.restore(job_id, config.model.path, policy.load_state_tensors, before=iteration)
     state = start or TrainState.fresh(job_id, config.model.path)

@@ -6,7 +6,8 @@ import torch
 
 from onbeat.config import JobConfig
 from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.device import choose_device, pin_cores
+from services.trainer.device import pin_cores
+from services.trainer.distributed import World
 from services.trainer.link import JobLink
 from services.trainer.loop import TrainLoop
 from services.trainer.model import model_files, resolve_model
@@ -16,23 +17,43 @@ from services.trainer.settings import Settings
 logger = logging.getLogger(__name__)
 
 
-def run_job(settings: Settings, link: JobLink, config: JobConfig) -> TrainState:
-    """Train to the last iteration. Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, ValueError."""
-    device = choose_device(settings.device)
-    num_cores = pin_cores(settings.cpu_cores) if device.type == "cpu" else 0
+def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) -> TrainState:
+    """Train to the last iteration, together with the world's other ranks.
+
+    Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, PeerLost, ValueError.
+    """
+    if world.size > 1 and config.schedule.iteration_deadline_s >= settings.peer_timeout_s:
+        raise ValueError(
+            f"schedule.iteration_deadline_s is {config.schedule.iteration_deadline_s:.0f}, but this trainer's ranks "
+            f"wait for one another {settings.peer_timeout_s:.0f} s only; lower the first or raise ONBEAT_PEER_TIMEOUT_S"
+        )
+    is_sharded = world.size > 1 and settings.parallelism == "fsdp"
+    is_cpu = world.device.type == "cpu"
+    num_cores = pin_cores(settings.cpu_cores, world.local_rank, world.local_size) if is_cpu else 0
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
-    logger.info("job %s: loading %s on %s%s", link.job_id, source, device, f" ({num_cores} cores)" if num_cores else "")
-    policy, reason = load_policy(source, config, device)
-    if reason:
+    cores = f" ({num_cores} cores)" if num_cores else ""
+    logger.info("job %s: loading %s on %s%s, %s", link.job_id, source, world.device, cores, describe(world, is_sharded))
+    policy, reason = load_policy(source, config, world, is_sharded)
+    if reason and world.is_main:
         message = f"responses are trained one by one, which is slower: {reason}"
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
     checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
     restored = checkpoints.restore(link.job_id, config.model.path, policy.load_state_tensors)
-    if restored is not None:  # whoever wrote it may have died before telling
+    if len(set(world.all_gather_bytes(repr(restored).encode()))) > 1:
+        raise ValueError(
+            f"the ranks found different checkpoints in {settings.data_dir}; give all of them the same, shared data_dir"
+        )
+    if restored is not None and world.is_main:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     state = restored or TrainState.fresh(link.job_id, config.model.path)
     files = model_files(source)
-    link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
-    return TrainLoop(link, config, policy, state, checkpoints, files).run()
+    if world.is_main:
+        link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
+    return TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+
+
+def describe(world: World, is_sharded: bool) -> str:
+    kind = "sharded" if is_sharded else "replicated"
+    return "alone" if world.size == 1 else f"rank {world.rank} of {world.size}, {kind}"

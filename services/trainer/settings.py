@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -19,6 +20,14 @@ class Settings(BaseSettings):
     device: str = Field("auto", description="auto, cpu, cuda or npu")
     cpu_cores: str = Field(
         "", description="cores to train on when the device is the CPU, such as 1 or 0-3,6; all if empty"
+    )
+    parallelism: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="of several ranks (torchrun): ddp, each holds the whole model and trains groups at its own pace; "
+        "fsdp, the model is sharded over them and they move in lockstep",
+    )
+    peer_timeout_s: float = Field(
+        7200.0, gt=0, description="longest wait of a rank for the others; longer than any job's iteration_deadline_s"
     )
     weights_host: str = Field("127.0.0.1", description="interface that the weights service listens on")
     weights_port: int = Field(0, description="0: chosen by the system")

@@ -10,7 +10,7 @@ All ranks must run the same number of passes. `deal` gives each rank groups of a
 share is empty (or shorter than another's) passes a placeholder through, with the loss `(logprobs * 0).sum()`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +82,13 @@ def load_full(parameter: torch.Tensor, whole: torch.Tensor | None) -> None:
     else:
         sent = whole.to(parameter.device, parameter.dtype)
     parameter.copy_(distribute_tensor(sent, parameter.device_mesh, parameter.placements))
+
+
+def load_shards(model: Any, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
+    """Overwrite a sharded model with rank 0's whole weights by name; the other ranks pass None. All must call it."""
+    whole = dict(tensors or ())
+    for name, parameter in model.named_parameters():
+        load_full(parameter, whole.get(name))
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:

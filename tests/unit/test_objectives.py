@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
-from services.trainer.batch import pack
-from services.trainer.loop import iteration_scale
+from services.trainer.algorithm.reinforce_pp import batch_scale
+from services.trainer.batch import group_rewards, pack
 from services.trainer.objective import Logprobs, compute_loss, loss_denominator
 from tests.unit.trainer_fixtures import job_config, make_group
 
@@ -107,7 +107,8 @@ def importance(kind, ratio):
 
 def found_loss(config, groups, trainer, old, ref):
     batch = pack(groups, torch.device("cpu"))
-    loss = compute_loss(config.objective, batch, Logprobs(trainer, old, ref), iteration_scale(groups))
+    scale = batch_scale([group_rewards(group) for group in groups])
+    loss = compute_loss(config.objective, batch, Logprobs(trainer, old, ref), scale)
     num_tokens = len(trainer) - loss.num_rejected_tokens
     return loss.loss_sum / loss_denominator(config, num_tokens, len(batch.response_lengths), loss.num_pairs)
 

@@ -88,7 +88,7 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     loop = TrainLoop.__new__(TrainLoop)
     loop._config, loop._policy, loop._device = config, policy, torch.device("cpu")
     loop._state = type("State", (), {"policy_version": 0})
-    loop._behaviour_version, loop._num_updates_done = None, 0
+    loop._behaviour_version, loop._num_updates_done = 0, 0
     stats = IterationStats(0)
     for group in groups:
         loop.accumulate([group], stats)

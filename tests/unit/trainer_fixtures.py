@@ -89,7 +89,7 @@ class RecordedLink:
 
     def __init__(self, config, groups, arrivals=1, micro_batches=None):
         self.config, self.job_id = config, "job"
-        self._groups, self._arrivals = list(groups), arrivals
+        self._all, self._groups, self._arrivals = list(groups), list(groups), arrivals
         self._micro_batches = micro_batches or {}
         self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
 
@@ -102,6 +102,9 @@ class RecordedLink:
     def take_groups(self, count, timeout_s):
         taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
         return taken
+
+    def iteration_version(self, iteration):
+        return next(group.policy_version for group in self._all if group.iteration == iteration)
 
     def is_drained(self, iteration):
         return False

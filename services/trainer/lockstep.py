@@ -1,0 +1,67 @@
+"""Lockstep for sharded replicas: rank 0 takes groups from the stream and deals them out, balanced by tokens.
+
+Every forward and backward of a sharded model is a collective, so all ranks see the same micro-batches in the same
+order, each its own share of them. A rank with fewer rows than another passes idle ones through.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import RolloutGroup, decode_group
+from services.trainer.batch import cost
+from services.trainer.distributed import World
+from services.trainer.feed import GroupFeed
+from services.trainer.link import Link
+from services.trainer.sharding import deal
+
+
+class Feed(Protocol):
+    def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]: ...
+
+
+def create_feed(link: Link, config: JobConfig, next_iteration: int, world: World, is_sharded: bool) -> Feed:
+    """Whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
+    if not is_sharded:
+        return GroupFeed(link, config, next_iteration, num_replicas=world.size)
+    budget = config.training.max_tokens_per_micro_batch * world.size
+    training = config.training.model_copy(update={"max_tokens_per_micro_batch": budget})
+    for_all = config.model_copy(update={"training": training})
+    return LockstepFeed(world, GroupFeed(link, for_all, next_iteration) if world.is_main else None, config)
+
+
+class LockstepFeed:
+    """`feed` is rank 0's; its micro-batches are for all ranks together."""
+
+    def __init__(self, world: World, feed: GroupFeed | None, config: JobConfig) -> None:
+        assert (feed is not None) == world.is_main
+        self._world, self._feed, self._config = world, feed, config
+
+    def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
+        """This rank's share of each micro-batch, perhaps empty."""
+        if self._feed is not None:
+            for groups in self._feed.micro_batches(iteration, wanted):
+                self._world.broadcast_bytes(join([group.SerializeToString() for group in groups]))
+                yield self._share(groups)
+            self._world.broadcast_bytes(b"")
+            return
+        while message := self._world.broadcast_bytes(None):
+            yield self._share([decode_group(part) for part in cut(message)])
+
+    def _share(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        shares = deal([cost(group, self._config) for group in groups], self._world.size)
+        return [groups[index] for index in shares[self._world.rank]]
+
+
+def join(parts: list[bytes]) -> bytes:
+    """Each part after its length in 8 bytes, big-endian."""
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def cut(message: bytes) -> Iterator[bytes]:
+    """The parts of `join`."""
+    start = 0
+    while start < len(message):
+        end = start + 8 + int.from_bytes(message[start : start + 8], "big")
+        yield message[start + 8 : end]
+        start = end
