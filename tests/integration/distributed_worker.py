@@ -137,6 +137,7 @@ def sharded_steps(world, folder):
         (torch.float32, None, 1e-5),
         (torch.bfloat16, None, 2e-2),
         (torch.float32, LoraConfig(rank=2), 1e-5),
+        (torch.bfloat16, LoraConfig(rank=2), 2e-2),  # frozen bfloat16 beside trained float32
     ]:
         model = tiny_model(tiny_config(), dtype)
         if lora:
