@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, Roll
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import EvaluationState, JobState, Verdict
+from services.broker.conductor import Conductor
+from services.broker.datasets.process import DatasetProcess
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
@@ -39,7 +42,7 @@ def model_files(tmp_path_factory) -> dict[str, bytes]:
     return {**files, "config.json": json.dumps(config).encode()}
 
 
-def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int) -> dict:
+def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int, **sections: dict) -> dict:
     bound = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
     config = {
         "pool": pool,
@@ -54,7 +57,7 @@ def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_stalene
         },
         "schedule": {"num_iterations": 10, **bound},
     }
-    return JobConfig.model_validate(config).model_dump(mode="json")
+    return JobConfig.model_validate(config | sections).model_dump(mode="json")
 
 
 class Rig:
@@ -69,16 +72,18 @@ class Rig:
         self.engines: list[FakeEngine] = []
         self.running: list[tuple[Worker, asyncio.Task[None]]] = []
 
-    async def start_job(self, num_prompts: int = 4, max_group_attempts: int = 3, max_staleness: int = 0) -> None:
+    async def start_job(
+        self, num_prompts: int = 4, max_group_attempts: int = 3, max_staleness: int = 0, **sections: dict
+    ) -> None:
         self.job_id = uuid.uuid4().hex
-        config = job_config(self.pool, num_prompts, max_group_attempts, max_staleness)
+        config = job_config(self.pool, num_prompts, max_group_attempts, max_staleness, **sections)
         await self.ledger.create_job(self.job_id, config, 10, max_staleness)
         epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
         assert epoch
         self.epoch = epoch
         await self.announce()
 
-    async def replace_job(self, **changes: int) -> None:
+    async def replace_job(self, **changes: Any) -> None:
         await self.ledger.move_job(self.job_id, JobState.SUCCEEDED)
         await self.start_job(**changes)
 
@@ -364,6 +369,53 @@ async def test_evaluation_of_a_version_that_is_gone_is_recorded_and_training_goe
     assert len((await rig.drained(1))[0].responses) == G
     assert {group.failure.kind for group in await rig.evaluated(0)} == {"version_gone"}
     assert time.monotonic() - started < 5  # the deadline of one pull is 20 s
+
+
+class VersionSayer(FakeEngine):
+    """Answers with the number of its weights."""
+
+    def _response(self):
+        self.text = str(self._weights)
+        return super()._response()
+
+
+@pytest.fixture
+async def conductor(rig, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text("\n".join([json.dumps({"prompt": "1+1=", "answer": "2"})] * 3))
+    process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
+    running = asyncio.create_task(Conductor(rig.ledger, process, patience_s=10).run())
+    yield
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await process.close()
+
+
+@pytest.mark.usefixtures("conductor")
+async def test_held_out_set_is_scored_by_its_version_over_a_whole_job_and_a_death(rig):
+    evaluation = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3, "every_iterations": 2}
+    await rig.replace_job(num_prompts=2, schedule={"num_iterations": 3}, evaluation=evaluation)
+
+    async def all_are_out() -> bool:
+        return await rig.ledger.num_unclaimed_prompts(rig.job_id) == 5
+
+    async def all_are_scored() -> bool:
+        return await rig.ledger.evaluation_state(rig.job_id, 3) is EvaluationState.DONE
+
+    await rig.until(all_are_out)
+    await rig.ledger.claim_groups(rig.job_id, "dead", 5, lease_s=1.0)
+    for _ in range(2):
+        rig.start_worker(VersionSayer(), lease_s=1.0)
+    for iteration in range(3):
+        await rig.drained(iteration)
+        await rig.commit(iteration)
+    await rig.until(all_are_scored)
+    scores = {
+        evaluation: json.loads((await rig.ledger.evaluations.fields(rig.job_id, evaluation))["scores"])["reward_mean"]
+        for evaluation in (0, 2, 3)
+    }
+    assert scores == {0: 0.0, 2: 1.0, 3: 0.0}  # the answer is 2
+    trained = await rig.ledger.take_groups(rig.job_id, "rank-0", 100, 0.01)
+    assert sorted(group.group_id for group in trained) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
 
 
 # ---- failures that belong to one group -----------------------------------------------------------------------------

@@ -289,3 +289,15 @@ def test_data_file_beside_the_job_is_put_where_the_broker_reads(tmp_path: Path) 
     assert path.read_text() == (EXAMPLES / "arithmetic.jsonl").read_text()
     with pytest.raises(ValueError, match=r"no file .*relative to the job file"):
         stage_data(config, tmp_path, tmp_path)
+
+
+def test_held_out_file_beside_the_job_is_put_there_too(tmp_path: Path) -> None:
+    held_out = ["evaluation.data.type=jsonl", "evaluation.data.path=arithmetic.jsonl"]
+    config = JobConfig.from_file(EXAMPLES / "quickstart.toml", held_out)
+    staged = stage_data(config, EXAMPLES, tmp_path)
+    assert staged.evaluation is not None
+    path = Path(staged.evaluation.data.path)  # type: ignore[union-attr]
+    assert path.read_text() == (EXAMPLES / "arithmetic.jsonl").read_text()
+    assert staged.data == config.data
+    with pytest.raises(ValueError, match=r"evaluation\.data\.path: there is no file"):
+        stage_data(config, tmp_path, tmp_path)
