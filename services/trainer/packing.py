@@ -4,21 +4,25 @@ An attention that needs more than positions and a causal structure (ALiBi, a sof
 sequences) would give wrong numbers on packed rows. Such a model is trained one response at a time instead.
 
 The trial runs on a shrunken random model of the same configuration in float32, where equal means equal: bfloat16 noise
-on a real model would hide a real difference.
+on a real model would hide a real difference. That trial runs on the CPU; another device's attention kernel is compared
+with a dense mask on that device, forward and backward.
 """
 
 import copy
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from onbeat.streams.codec import Response, RolloutGroup
+from services.trainer.attention import build_layout, dense_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch, pack
 from services.trainer.model import PACKED_ATTENTION, register_attention, response_logprobs, use_attention
 
 PROBE_PROMPT, PROBE_RESPONSES = 40, (20, 1, 9)
 PROBE_LAYERS, PROBE_VOCAB, PROBE_GAIN = 2, 256, 8.0
 TOLERANCE = 1e-3  # mean gap of logprobs, in nats
+KERNEL_TOLERANCE = 0.02  # of the mean magnitude; bfloat16 resolves 0.004
 PROBE_ERRORS = (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -28,6 +32,9 @@ def choose_attention(model: Any, longest_tokens: int) -> str:
     is_sdpa_right = True
     if not reason:
         reason, is_sdpa_right = try_architecture(model.config)
+    parameter = next(model.parameters())
+    if not reason and parameter.device.type != "cpu":
+        reason = try_kernel(model.config, parameter.device, parameter.dtype)
     if reason:
         use_attention(model, "sdpa" if is_sdpa_right else "eager")
     return reason
@@ -49,6 +56,30 @@ def try_architecture(config: Any) -> tuple[str, bool]:
         return f"its attention does not take packed rows: {type(error).__name__}: {error}", is_sdpa_right
     wrong = f"packed and one-by-one logprobs of its architecture differ by {gap:.3g} on average"
     return ("" if gap <= TOLERANCE else wrong), is_sdpa_right
+
+
+def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """'' or what is wrong with the device's kernel: its output and gradients against those of a dense mask."""
+    layout = build_layout([(PROBE_PROMPT, list(PROBE_RESPONSES))] * 2, device)
+    num_heads = config.num_attention_heads
+    num_keys = getattr(config, "num_key_value_heads", None) or num_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = inputs = [
+        torch.randn(1, heads, layout.num_places, head_size, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (num_heads, num_keys, num_keys)
+    ]
+    exact_query, exact_key, exact_value = exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    mask = dense_mask(layout).to(device)
+    expected = scaled_dot_product_attention(exact_query, exact_key, exact_value, mask, enable_gqa=True).transpose(1, 2)
+    try:
+        found, _ = packed_attention(None, query, key, value, None, layout_plan=plan_attention(layout, dtype))
+        gradients = torch.autograd.grad(found.float().square().sum(), inputs)
+    except PROBE_ERRORS as error:
+        return f"the attention kernel of {device} fails: {type(error).__name__}: {error}"
+    pairs = zip((found, *gradients), (expected, *torch.autograd.grad(expected.square().sum(), exact)), strict=True)
+    gap = max((mean_gap(left.float(), right) / right.abs().mean()).item() for left, right in pairs)
+    return "" if gap <= KERNEL_TOLERANCE else f"the attention kernel of {device} is off by {gap:.2g} of the mean value"
 
 
 def shrunken(config: Any) -> Any:

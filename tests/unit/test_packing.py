@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import BloomConfig, Gemma2Config, LlamaConfig, MistralConfig
 
+from services.trainer.attention.sdpa import SdpaPlan
 from services.trainer.batch import pack
 from services.trainer.model import response_logprobs, use_attention
-from services.trainer.packing import choose_attention
+from services.trainer.packing import choose_attention, try_kernel
 from tests.unit.test_shared_prompt import gradients, one_by_one_logprobs
 from tests.unit.trainer_fixtures import VOCAB, make_group, tiny_config, tiny_model
 
@@ -37,6 +38,31 @@ def test_a_window_matters_only_to_longer_sequences(longest, is_packed):
     reason = choose_attention(model, longest)
     assert (reason == "") == is_packed
     assert is_packed or "set model.max_context_tokens to 64" in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_right_kernel_passes_its_trial(dtype):
+    assert try_kernel(tiny_config(head_dim=16), torch.device("cpu"), dtype) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "complaint"),
+    [
+        (lambda plan, query, key, value, scale: query.transpose(1, 2) + 0 * (key + value).sum(), "is off by"),
+        (lambda plan, query, key, value, scale: right_output_wrong_gradient(plan, query, key, value), "is off by"),
+        (lambda plan, query, key, value, scale: key.nonsense, "fails: AttributeError"),
+    ],
+)
+def test_a_wrong_kernel_is_noticed(monkeypatch, kernel, complaint):
+    monkeypatch.setattr(SdpaPlan, "attend", kernel)
+    assert complaint in try_kernel(tiny_config(), torch.device("cpu"), torch.float32)
+
+
+attend = SdpaPlan.attend
+
+
+def right_output_wrong_gradient(plan, query, key, value):
+    return attend(plan, query, key, value.detach(), None) + 0 * value.sum()
 
 
 def test_one_by_one_gives_the_reference_numbers():

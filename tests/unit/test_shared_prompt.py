@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from services.trainer.attention.layout import build_layout, dense_mask
-from services.trainer.attention.sdpa import plan_sdpa, sdpa_attention
 from services.trainer.batch import num_places, pack
 from services.trainer.logprobs import TargetLogprobs
 from services.trainer.model import response_logprobs
@@ -84,21 +83,6 @@ def test_packed_logprobs_in_bfloat16_stay_within_its_noise():
     one_by_one = one_by_one_logprobs(tiny_model(tiny_config(), torch.bfloat16), groups, 1.0).float()
     noise = (one_by_one - exact).abs().mean()
     assert (packed - exact).abs().mean() < 2 * noise + 1e-3
-
-
-@settings(max_examples=60, deadline=None)
-@given(LAYOUTS)
-def test_structured_attention_equals_the_dense_mask(groups):
-    layout = build_layout(groups)
-    generator = torch.Generator().manual_seed(layout.num_places)
-    shape = (1, 4, layout.num_places, 8)
-    query = torch.randn(shape, dtype=torch.float64, generator=generator)
-    key, value = (torch.randn((1, 2, *shape[2:]), dtype=torch.float64, generator=generator) for _ in range(2))
-    structured = sdpa_attention(query, key, value, plan_sdpa(layout), scale=0.3)
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=dense_mask(layout), scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(structured, dense.transpose(1, 2), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,28 +1,50 @@
-"""Shared-prompt attention in the signature of transformers' attention interface; `model.py` registers it there."""
+"""Shared-prompt attention in the signature of transformers' attention interface; `model.py` registers it there.
 
-from typing import Any
+`layout` says in integers who sees whom; `sdpa` (CPU), `flex` (CUDA) and `npu` (Ascend) compute it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-from services.trainer.attention.layout import PackedLayout, build_layout
-from services.trainer.attention.sdpa import SdpaPlan, plan_sdpa, sdpa_attention
+from services.trainer.attention.flex import plan_flex
+from services.trainer.attention.layout import PackedLayout, build_layout, dense_mask
+from services.trainer.attention.npu import plan_npu
+from services.trainer.attention.sdpa import plan_sdpa
 
-__all__ = ["PackedLayout", "build_layout", "no_mask", "packed_attention", "plan_attention"]
+__all__ = ["PackedLayout", "build_layout", "dense_mask", "no_mask", "packed_attention", "plan_attention"]
 
 
-def plan_attention(layout: PackedLayout, dtype: torch.dtype) -> SdpaPlan:
-    return plan_sdpa(layout)
+class AttentionPlan(Protocol):
+    """What a kernel prepares once per micro-batch, for every layer to use."""
+
+    def attend(
+        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """B is 1. Returns [B, T, H, D]."""
+
+
+PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_sdpa, "cuda": plan_flex, "npu": plan_npu}
+
+
+def plan_attention(layout: PackedLayout, dtype: torch.dtype | None = None) -> AttentionPlan:
+    """For the device that holds the layout; `dtype` no longer matters. Raises ValueError where there is no kernel."""
+    device = layout.position_ids.device.type
+    if device not in PLANNERS:
+        raise ValueError(f"no packed attention on {device!r}; use one of {', '.join(PLANNERS)}")
+    return PLANNERS[device](layout)
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    layout_plan: SdpaPlan | None = None,
+    layout_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query [B, H, T, D], key and value [B, K, T, D] -> ([B, T, H, D], None)."""
@@ -31,7 +53,7 @@ def packed_attention(
     assert dropout == 0.0, "packed rows take no dropout"
     if kwargs.get("softcap") is not None:
         raise ValueError("attention logits are soft-capped, which packed rows do not do")
-    return sdpa_attention(query, key, value, layout_plan, scaling), None
+    return layout_plan.attend(query, key, value, scaling), None
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ Legend: H query heads, K key/value heads, D head size, P prompt length, N places
 longest of them. Log-sum-exps (`lse`) are float32, or float64 for float64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class ResponseAttention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         *tensors, padding, scale = arguments
         query_HND = tensors[0]
-        over_prompt, over_own = split_keys(*tensors, padding)
+        over_prompt, over_own = split_keys(tensors, padding)
         prompt_out, prompt_lse = flash(*over_prompt, 0.0, False, scale=scale)
         own_out, own_lse = flash(*over_own, 0.0, True, scale=scale)
         prompt_lse, own_lse = prompt_lse.reshape(query_HND.shape[:2]), padding.unpad(own_lse)
@@ -70,8 +71,8 @@ class ResponseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         *tensors, out_HND, lse_HN = ctx.saved_tensors
-        query_HND, own_key_KND, _, prompt_key_KPD, _ = tensors
-        over_prompt, over_own = split_keys(*tensors, ctx.padding)
+        query_HND, own_key_KND = tensors[:2]
+        over_prompt, over_own = split_keys(tensors, ctx.padding)
         num_keys, dtype = len(own_key_KND), query_HND.dtype
 
         grad, out = (as_rows(tensor.to(over_prompt[0].dtype), num_keys) for tensor in (grads[0], out_HND))
@@ -89,15 +90,9 @@ class ResponseAttention(torch.autograd.Function):
         return grad_query.to(dtype), *grad_own, *(tensor[0].to(dtype) for tensor in from_prompt[1:]), None, None
 
 
-def split_keys(
-    query_HND: torch.Tensor,
-    own_key_KND: torch.Tensor,
-    own_value_KND: torch.Tensor,
-    prompt_key_KPD: torch.Tensor,
-    prompt_value_KPD: torch.Tensor,
-    padding: Padding,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def split_keys(tensors: Sequence[torch.Tensor], padding: Padding) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The kernel's query, key and value over the prompt, [1, K, *, D], and over the own tokens, [G, H, R, D]."""
+    query_HND, own_key_KND, own_value_KND, prompt_key_KPD, prompt_value_KPD = tensors
     dtype = kernel_dtype(query_HND.dtype, prompt_key_KPD.shape[1])
     over_prompt = [as_rows(query_HND.to(dtype), len(prompt_key_KPD))]
     over_prompt += [tensor.to(dtype)[None] for tensor in (prompt_key_KPD, prompt_value_KPD)]

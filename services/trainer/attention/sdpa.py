@@ -25,6 +25,21 @@ class GroupPlan:
 class SdpaPlan:
     groups: tuple[GroupPlan, ...]
 
+    def attend(
+        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Returns [B, T, H, D]. B must be 1."""
+        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
+        query, key, value = query_BHTD[0], key_BKTD[0], value_BKTD[0]
+        parts_HXD = []  # in the order of the row
+        for group in self.groups:
+            prompt_key, prompt_value = key[:, group.prompt], value[:, group.prompt]
+            parts_HXD.append(attend_prompt(query[:, group.prompt], prompt_key, prompt_value, scale))
+            if group.padding is not None:
+                own = (tensor[:, group.responses] for tensor in (query, key, value))
+                parts_HXD.append(ResponseAttention.apply(*own, prompt_key, prompt_value, group.padding, scale))
+        return torch.cat(parts_HXD, dim=1).transpose(0, 1)[None]
+
 
 def plan_sdpa(layout: PackedLayout) -> SdpaPlan:
     """Everything that depends on the layout only, once per micro-batch."""
@@ -36,22 +51,6 @@ def plan_group(group: GroupSpan, device: torch.device) -> GroupPlan:
     has_places = group.end > prompt.stop
     padding = Padding.of(group.response_lengths, device) if has_places else None
     return GroupPlan(prompt, slice(prompt.stop, group.end), padding)
-
-
-def sdpa_attention(
-    query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, plan: SdpaPlan, scale: float | None
-) -> torch.Tensor:
-    """Returns [B, T, H, D]. B must be 1."""
-    assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-    query, key, value = query_BHTD[0], key_BKTD[0], value_BKTD[0]
-    parts_HXD = []  # in the order of the row
-    for group in plan.groups:
-        prompt_key, prompt_value = key[:, group.prompt], value[:, group.prompt]
-        parts_HXD.append(attend_prompt(query[:, group.prompt], prompt_key, prompt_value, scale))
-        if group.padding is not None:
-            own_parts = (tensor[:, group.responses] for tensor in (query, key, value))
-            parts_HXD.append(ResponseAttention.apply(*own_parts, prompt_key, prompt_value, group.padding, scale))
-    return torch.cat(parts_HXD, dim=1).transpose(0, 1)[None]
 
 
 def attend_prompt(

@@ -1,0 +1,74 @@
+"""Shared-prompt attention by FlexAttention, for CUDA: one compiled kernel that skips blocks where nothing is visible.
+
+The row is padded to whole blocks. So the kernel meets few lengths, and never the variant for fewer queries than a
+block, which refuses head groups that are no power of two. Padding places see each other only. On the CPU the forward
+pass runs too (no backward pass there), which is how it is tested without a GPU.
+
+Legend: B = 1 row, H query heads, K key/value heads, T places, D head size.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from services.trainer.attention.layout import PackedLayout
+
+BLOCK = 128  # places
+
+
+@dataclass(frozen=True)
+class FlexPlan:
+    block_mask: BlockMask
+    num_padding: int
+
+    def attend(
+        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Returns [B, T, H, D]."""
+        padded = (
+            torch.nn.functional.pad(tensor, (0, 0, 0, self.num_padding))
+            for tensor in (query_BHTD, key_BKTD, value_BKTD)
+        )
+        is_grouped = query_BHTD.shape[1] != key_BKTD.shape[1]
+        attend = compiled_flex_attention() if query_BHTD.is_cuda else flex_attention
+        attended_BHTD = attend(*padded, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
+        return attended_BHTD[:, :, : query_BHTD.shape[2]].transpose(1, 2)
+
+
+def plan_flex(layout: PackedLayout) -> FlexPlan:
+    """The block mask, once per micro-batch."""
+    device = layout.position_ids.device
+    num_padding = -layout.num_places % BLOCK
+    length = layout.num_places + num_padding
+    group_T, segment_T = (ids.to(device) for ids in label_places(layout, num_padding))
+
+    def is_visible(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        on_prompt_or_own = (segment_T[key] == 0) | (segment_T[key] == segment_T[query])
+        return (group_T[query] == group_T[key]) & on_prompt_or_own & (key <= query)
+
+    mask = create_block_mask(is_visible, None, None, length, length, device, BLOCK, _compile=device.type == "cuda")
+    return FlexPlan(mask, num_padding)
+
+
+def label_places(layout: PackedLayout, num_padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each place the group (-1: padding), and the segment in it: 0 the prompt, i its i-th response. Both [T].
+
+    One group with a prompt of 2, responses of 3 and 2 tokens (2 and 1 inputs), and 3 places of padding:
+    groups 0 0 0 0 0 -1 -1 -1, segments 0 0 1 1 2 0 0 0.
+    """
+    runs = [
+        (index, segment, length)
+        for index, group in enumerate(layout.groups)
+        for segment, length in enumerate((group.prompt_length, *group.response_lengths))
+    ]
+    groups, segments, lengths = torch.tensor([*runs, (-1, 0, num_padding)]).T
+    return groups.repeat_interleave(lengths), segments.repeat_interleave(lengths)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention)

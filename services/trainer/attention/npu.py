@@ -1,0 +1,89 @@
+"""Shared-prompt attention by Ascend's fused kernel, in one call for the whole row.
+
+Written against the documentation of `torch_npu.npu_fusion_attention`; it has not run on the hardware yet. (Before a job
+packs rows on a device, `packing.py` compares the device's attention with a dense mask there.)
+
+The row is taken as sequences of unequal length (layout TND). Queries stay where they are; keys are gathered:
+
+    sequence   P       R1       R2      | P' ...
+    queries    P       R1       R2      | P' ...       the row itself
+    keys       P       P R1     P R2    | P' ...       rightDownCausal: the last query sees all keys
+
+Legend: B = 1 row, H query heads, K key/value heads, T places, S gathered keys, D head size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.trainer.attention.layout import PackedLayout
+
+RIGHT_DOWN_CAUSAL = 3  # sparse_mode
+MASK_SIZE = 2048  # of the compressed mask that this mode asks for, whatever the lengths
+MAX_SEQUENCES = 1024
+
+
+@dataclass(frozen=True)
+class NpuPlan:
+    key_index_S: torch.Tensor
+    query_ends: list[int]  # places, cumulative
+    key_ends: list[int]  # gathered keys, cumulative
+    mask: torch.Tensor  # bool, true where hidden
+
+    def attend(
+        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Returns [B, T, H, D]. B must be 1."""
+        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
+        query_THD = query_BHTD[0].transpose(0, 1).contiguous()
+        key_SKD, value_SKD = (
+            tensor[0].transpose(0, 1).index_select(0, self.key_index_S) for tensor in (key_BKTD, value_BKTD)
+        )
+        outputs = load_torch_npu().npu_fusion_attention(
+            query_THD,
+            key_SKD,
+            value_SKD,
+            query_THD.shape[1],
+            "TND",
+            atten_mask=self.mask,
+            scale=query_THD.shape[2] ** -0.5 if scale is None else scale,
+            actual_seq_qlen=self.query_ends,
+            actual_seq_kvlen=self.key_ends,
+            sparse_mode=RIGHT_DOWN_CAUSAL,
+        )
+        return outputs[0][None]
+
+
+def plan_npu(layout: PackedLayout) -> NpuPlan:
+    """Indices and mask, once per micro-batch. Raises ValueError if torch_npu is missing or sequences are too many."""
+    load_torch_npu()
+    device = layout.position_ids.device
+    query_ends, keys = [], []
+    for group in layout.groups:
+        prompt = torch.arange(group.start, group.start + group.prompt_length)
+        query_ends.append(int(prompt[-1]) + 1)
+        keys.append(prompt)
+        for start, length in zip(group.response_starts, group.response_lengths, strict=True):
+            if length > 0:
+                query_ends.append(start + length)
+                keys.append(torch.cat([prompt, torch.arange(start, start + length)]))
+    if len(query_ends) > MAX_SEQUENCES:
+        raise ValueError(
+            f"{len(query_ends)} prompts and responses in a micro-batch, but the fused attention takes "
+            f"{MAX_SEQUENCES}; lower training.max_tokens_per_micro_batch"
+        )
+    key_ends = torch.tensor([len(key) for key in keys]).cumsum(0).tolist()
+    mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
+    return NpuPlan(torch.cat(keys).to(device), query_ends, key_ends, mask)
+
+
+def load_torch_npu() -> Any:
+    try:
+        import torch_npu
+    except ImportError as error:
+        raise ValueError(
+            f"attention on an NPU needs torch_npu, which cannot be imported ({error}); install the torch_npu that "
+            "matches this torch and your CANN, and source CANN's set_env.sh, or set ONBEAT_DEVICE=cpu"
+        ) from error
+    return torch_npu

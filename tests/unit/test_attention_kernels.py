@@ -1,0 +1,161 @@
+"""Every kernel computes what the dense mask of the layout says, for random layouts and grouped heads."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.trainer.attention import PLANNERS, build_layout, dense_mask, packed_attention, plan_attention
+from services.trainer.attention.flex import label_places, plan_flex
+from services.trainer.attention.npu import plan_npu
+from services.trainer.attention.sdpa import plan_sdpa
+
+LAYOUTS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention and the short-row limit of sdpa
+
+
+def random_inputs(layout, heads, dtype=torch.float64, size=8):
+    generator = torch.Generator().manual_seed(layout.num_places)
+    shapes = [(1, num_heads, layout.num_places, size) for num_heads in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+
+
+def by_dense_mask(layout, query, key, value, scale=0.3):
+    mask = dense_mask(layout)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return attended.transpose(1, 2)
+
+
+def outputs_and_gradients(output, inputs):
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)
+    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+def assert_equals_dense_mask(plan, layout, heads):
+    inputs = random_inputs(layout, heads)
+    found = outputs_and_gradients(plan.attend(*inputs, 0.3), inputs)
+    for left, right in zip(found, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, HEADS)
+def test_sdpa_and_its_gradients_equal_the_dense_mask(groups, heads):
+    layout = build_layout(groups)
+    assert_equals_dense_mask(plan_sdpa(layout), layout, heads)
+
+
+def test_sdpa_equals_the_dense_mask_on_long_rows():
+    layout = build_layout([(300, [310, 2, 1]), *LONG])
+    assert_equals_dense_mask(plan_sdpa(layout), layout, (6, 2))
+
+
+@pytest.mark.parametrize("groups", [LONG, [(300, [310, 2, 1])]], ids=["short keys", "long keys"])
+def test_sdpa_in_bfloat16_is_as_near_as_the_dense_mask_in_bfloat16(groups):
+    layout = build_layout(groups)
+    inputs = random_inputs(layout, (6, 2), torch.bfloat16, size=32)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
+    dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
+    found = outputs_and_gradients(plan_sdpa(layout).attend(*inputs, 0.3), inputs)
+    for ours, reference, truth in zip(found, dense, exact, strict=True):
+        assert (ours - truth).abs().mean() <= 1.25 * (reference - truth).abs().mean()
+
+
+@settings(max_examples=15, deadline=None)
+@given(LAYOUTS, HEADS)
+def test_flex_equals_the_dense_mask(groups, heads):
+    assert_flex_equals_dense_mask(groups, heads)
+
+
+def test_flex_equals_the_dense_mask_over_several_blocks():
+    assert_flex_equals_dense_mask(LONG, (6, 2))
+
+
+@torch.no_grad()
+def assert_flex_equals_dense_mask(groups, heads):
+    layout = build_layout(groups)
+    inputs = random_inputs(layout, heads, size=16)
+    found = plan_flex(layout).attend(*inputs, 0.3)
+    torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
+
+
+def test_flex_labels_places():
+    groups, segments = label_places(build_layout([(2, [3, 1, 2]), (1, [2])]), num_padding=2)
+    assert groups.tolist() == [0, 0, 0, 0, 0, 1, 1, -1, -1]
+    assert segments.tolist() == [0, 0, 1, 1, 3, 0, 1, 0, 0]
+
+
+def test_flex_skips_blocks_in_which_nothing_is_visible():
+    plan = plan_flex(build_layout([(128, [129, 129]), (128, [129])]))
+    seen = plan.block_mask.to_dense()[0, 0].tolist()
+    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+
+
+def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, **lengths):
+    """What the documentation says of layout TND and sparse_mode 3, in plain torch."""
+    assert (input_layout, head_num, sparse_mode) == ("TND", query.shape[1], 3)
+    assert torch.equal(atten_mask, torch.ones(2048, 2048).triu(1).bool())
+    outputs, query_start, key_start = [], 0, 0
+    for query_end, key_end in zip(lengths["actual_seq_qlen"], lengths["actual_seq_kvlen"], strict=True):
+        q, k, v = query[query_start:query_end], key[key_start:key_end], value[key_start:key_end]
+        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))  # from the lower right corner
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        outputs.append(attended.transpose(0, 1))
+        query_start, key_start = query_end, key_end
+    assert (query_start, key_start) == (len(query), len(key)), "the lengths cover everything"
+    return torch.cat(outputs), None, None, None, 0, 0, 0
+
+
+@pytest.fixture
+def documented_npu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu_fusion_attention=npu_fusion_attention))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LAYOUTS, HEADS)
+def test_npu_plan_equals_the_dense_mask_by_the_documented_meaning(documented_npu, groups, heads):
+    layout = build_layout(groups)
+    assert_equals_dense_mask(plan_npu(layout), layout, heads)
+
+
+def test_npu_gathers_the_prompt_for_each_response(documented_npu):
+    plan = plan_npu(build_layout([(2, [3, 1, 2])]))
+    assert plan.key_index_S.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
+    assert (plan.query_ends, plan.key_ends) == ([2, 4, 5], [2, 6, 9])
+
+
+def test_npu_refuses_more_sequences_than_the_kernel_takes(documented_npu):
+    with pytest.raises(ValueError, match=r"1025 prompts and responses .* lower training.max_tokens_per_micro_batch"):
+        plan_npu(build_layout([(1, [2] * 1024)]))
+
+
+def test_npu_without_torch_npu_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ValueError, match=r"install the torch_npu that matches .* or set ONBEAT_DEVICE=cpu"):
+        plan_npu(build_layout([(2, [3])]))
+
+
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", "SdpaPlan"), ("cuda", "FlexPlan"), ("npu", "NpuPlan")])
+def test_the_device_chooses_the_kernel(documented_npu, device, kernel):
+    assert type(PLANNERS[device](build_layout([(2, [3])]))).__name__ == kernel
+
+
+def test_a_device_without_a_kernel_is_named():
+    with pytest.raises(ValueError, match="no packed attention on 'meta'; use one of cpu, cuda, npu"):
+        plan_attention(build_layout([(2, [3])], "meta"))
+
+
+def test_soft_capped_logits_are_refused():
+    layout = build_layout([(2, [3])])
+    with pytest.raises(ValueError, match="soft-capped"):
+        packed_attention(None, *random_inputs(layout, (2, 2)), None, softcap=50.0, layout_plan=plan_attention(layout))
