@@ -34,7 +34,7 @@ class FlexPlan:
             for tensor in (query_BHTD, key_BKTD, value_BKTD)
         )
         is_grouped = query_BHTD.shape[1] != key_BKTD.shape[1]
-        attend = compiled_flex_attention() if query_BHTD.is_cuda else flex_attention
+        attend = compiled(flex_attention) if query_BHTD.is_cuda else flex_attention
         attended_BHTD = attend(*padded, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
         return attended_BHTD[:, :, : query_BHTD.shape[2]].transpose(1, 2)
 
@@ -50,7 +50,8 @@ def plan_flex(layout: PackedLayout) -> FlexPlan:
         on_prompt_or_own = (segment_T[key] == 0) | (segment_T[key] == segment_T[query])
         return (group_T[query] == group_T[key]) & on_prompt_or_own & (key <= query)
 
-    mask = create_block_mask(is_visible, None, None, length, length, device, BLOCK, _compile=device.type == "cuda")
+    create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask  # else it fills T x T
+    mask = create(is_visible, None, None, length, length, device, BLOCK)
     return FlexPlan(mask, num_padding)
 
 
@@ -70,5 +71,5 @@ def label_places(layout: PackedLayout, num_padding: int) -> tuple[torch.Tensor, 
 
 
 @functools.cache
-def compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
