@@ -123,8 +123,10 @@ def train(settings: Settings, link: JobLink, config: JobConfig, world: World) ->
         raise  # the job is intact in Redis; this process, or one that it needs, is not
     except (JobFailed, ValueError) as error:
         return JobState.FAILED, str(error)
-    except Exception as error:  # noqa: BLE001  the supervisor: an unknown defect ends the job, loudly
+    except Exception as error:  # the supervisor: an unknown defect ends the job, loudly
         logger.error("job %s broke:\n%s", link.job_id, traceback.format_exc())
+        if world.size > 1 and isinstance(error, RuntimeError):  # what torch raises when another rank has died
+            raise PeerLost(f"rank {world.rank} of {world.size} broke: {error}") from error
         return JobState.FAILED, f"{type(error).__name__}: {error}"
 
 

@@ -2,28 +2,36 @@
 
     checkpoints/iteration-000040/
       model.safetensors config.json tokenizer...   loads anywhere with from_pretrained
-      optimizer.safetensors                        float32 masters, both moments, GAC's previous gradient
-      state.json                                   written last: a folder without it does not count
+      optimizer/rank-00000-of-00002.safetensors    that rank's rows: float32 masters, both moments, GAC's last gradient
+      policies/000038.safetensors                  published versions that open iterations are generated with
+      state.json                                   written last, with the size of every file: without it nothing counts
 
-A folder appears under its name only when it is complete and on disk.
+A folder appears under its name only when it is complete and on disk. It is written in the background, by all ranks
+together on one shared disk, and can be read by another number of ranks.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-Tensors = dict[str, torch.Tensor]
+from onbeat.errors import JobFailed
+from services.trainer.distributed import World
+from services.trainer.tensor_files import HostShards, Tensors, read_tensors
 
 logger = logging.getLogger(__name__)
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Sizes = dict[str, int]  # bytes of each file, by its name in the checkpoint's folder
 
 
 @dataclass(frozen=True)
@@ -42,31 +50,109 @@ class TrainState:
         return cls(job_id, next_iteration=0, policy_version=0, published_version=0, num_steps=0, model_path=model_path)
 
 
-class CheckpointStore:
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
-        self._keep = keep
+@dataclass(frozen=True)
+class Content:
+    """What one rank writes: nothing in it changes any more."""
 
-    def save(self, state: TrainState, model: Any, tensors: Tensors, files: dict[str, bytes]) -> Path:
-        """Write, sync, rename, then drop the oldest. Returns the folder."""
-        target = self.path(state.next_iteration)
+    state: TrainState
+    shards: HostShards
+    weights: Tensors = field(default_factory=dict)  # this and the following: on rank 0 only
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    policies: Mapping[int, Tensors] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """One save at a time is in flight. Every rank creates it and calls `save` and `restore` at the same points."""
+
+    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
+        self._folder, self._keep, self._world = folder, keep, world or World()
+        self._channel = self._world.side_channel()  # for the writing threads, beside what training says meanwhile
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: tuple[int, Future[None]] | None = None
+        self._finished: list[tuple[int, Path]] = []
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: TrainState,
+        weights: NamedTensors,
+        tensors: Tensors,
+        files: Mapping[str, bytes],
+        policies: Mapping[int, NamedTensors] | None = None,
+    ) -> None:
+        """Copy `tensors` to the host and return; writing goes on behind. Waits first for the save before.
+
+        `weights` (in the dtype they are published in) and `policies` (by version) are host tensors that nobody will
+        change, such as a Snapshot's; only rank 0's count. Raises as `wait`.
+        """
+        self.wait()
+        content = Content(state, HostShards.copy_of(tensors, self._world.is_main))
+        if self._world.is_main:
+            frozen = {version: dict(named) for version, named in (policies or {}).items()}
+            content = Content(state, content.shards, dict(weights), files, frozen)
+        self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
+
+    def wait(self, timeout_s: float = 1800.0) -> None:
+        """Returns when nothing is being written. Raises JobFailed with the cause when a write failed, TimeoutError."""
+        if self._in_flight is None:
+            return
+        next_iteration, written = self._in_flight
+        path = self.path(next_iteration)
+        try:
+            written.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"checkpoint {path} is still not on disk after {timeout_s:.0f} s") from None
+        except (OSError, SafetensorError) as error:
+            self._in_flight = None
+            raise JobFailed(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
+        self._in_flight = None
+        self._finished.append((next_iteration, path))
+
+    def finished(self) -> list[tuple[int, Path]]:
+        """(next_iteration, folder) of what became durable since the last call; does not wait. Raises as `wait`."""
+        if self._in_flight is not None and self._in_flight[1].done():
+            self.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _write(self, content: Content) -> None:
+        target = self.path(content.state.next_iteration)
         partial = self._folder / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for name, content in files.items():
-            (partial / name).write_bytes(content)
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        save_file(tensors, partial / "optimizer.safetensors")
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
-        sync_folder(partial)
+        self._together(lambda: prepare(partial) if self._world.is_main else {})
+        files = self._together(lambda: write_content(partial, content, self._world.rank, self._world.size))
+        self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
+
+    def _together(self, step: Callable[[], Sizes]) -> Sizes:
+        """One step on every rank: the files that all of them wrote. Raises OSError everywhere when it failed on any."""
+        report: dict[str, Any] = {"failure": "", "files": {}}
+        try:
+            report["files"] = step()
+        except (OSError, SafetensorError) as error:
+            report["failure"] = f"rank {self._world.rank}: {error}"
+        reports = [json.loads(text) for text in self._channel.all_gather_bytes(json.dumps(report).encode())]
+        if failures := [report["failure"] for report in reports if report["failure"]]:
+            raise OSError("; ".join(failures))
+        return {name: size for report in reports for name, size in report["files"].items()}
+
+    def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> Sizes:
+        """Everything is written: list it, sync, rename, then drop the oldest."""
+        check_files(partial, files)
+        (partial / "state.json").write_text(json.dumps({"state": asdict(state), "files": files}, indent=2))
+        for path in [partial / "state.json", *(path for path in partial.iterdir() if path.is_dir()), partial]:
+            sync_path(path)
+        replaced = self._folder / f".{target.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(replaced)
         partial.rename(target)
         sync_path(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
             shutil.rmtree(old)
-        return target
+        return {}
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def path(self, next_iteration: int) -> Path:
         return self._folder / folder_name(next_iteration)
@@ -76,39 +162,100 @@ class CheckpointStore:
         return sorted(path.parent for path in self._folder.glob("iteration-*/state.json"))
 
     def restore(
-        self, job_id: str, model_path: str, load: Callable[[Tensors, int], None], before: int | None = None
+        self,
+        job_id: str,
+        model_path: str,
+        load: Callable[[Tensors, int], None],
+        before: int | None = None,
+        sharded: Mapping[str, torch.Tensor] | None = None,
     ) -> TrainState | None:
         """Hand the newest checkpoint's tensors and number of steps to `load`; None when there is no checkpoint.
 
-        `before`: only checkpoints that do not contain this iteration. Raises ValueError, naming the folder, when it is
-        torn or belongs to another job or model.
+        `before`: only checkpoints that do not contain this iteration. `sharded`: parameters by name whose state is
+        wanted sharded as they are; all else comes whole. Raises ValueError, naming the folder, when it is torn or
+        belongs to another job or model.
         """
         usable = [folder for folder in self.complete() if before is None or folder.name <= folder_name(before)]
-        if not usable:
+        name = self._world.broadcast_bytes((usable[-1].name if usable else "").encode()).decode()
+        if not name:
             return None
-        folder = usable[-1]
+        folder = self._folder / name
         try:
-            state = TrainState(**json.loads((folder / "state.json").read_text()))
+            state = check(folder)
             if (state.job_id, state.model_path) != (job_id, model_path):
                 raise ValueError(f"it belongs to job {state.job_id} on {state.model_path}")
-            load(load_file(folder / "optimizer.safetensors"), state.num_steps)
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            load(read_tensors(folder / "optimizer", sharded or {}), state.num_steps)
+        except (OSError, KeyError, ValueError, SafetensorError) as error:
             raise ValueError(
                 f"checkpoint {folder} cannot be used: {error}; restore it from a backup, or submit the job again"
             ) from error
         logger.info("resumed from %s: next iteration %d", folder, state.next_iteration)
         return state
 
+    def policies(self, next_iteration: int) -> dict[int, Iterator[tuple[str, torch.Tensor]]]:
+        """The frozen policies of a complete checkpoint by version, each read as it is iterated."""
+        files = sorted((self.path(next_iteration) / "policies").glob("*.safetensors"))
+        return {int(file.stem): read_named(file) for file in files}
+
 
 def folder_name(next_iteration: int) -> str:
     return f"iteration-{next_iteration:06d}"
 
 
-def sync_folder(folder: Path) -> None:
-    for path in folder.iterdir():
-        os.chmod(path, 0o644)
+def check(folder: Path) -> TrainState:
+    """The folder's state. Raises OSError or ValueError, naming the file, when one is missing or torn."""
+    try:
+        record = json.loads((folder / "state.json").read_text())
+        state, files = TrainState(**record["state"]), record["files"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"state.json is torn or of another version of Onbeat ({error})") from error
+    check_files(folder, files)
+    return state
+
+
+def check_files(folder: Path, sizes: Sizes) -> None:
+    """Raises OSError naming the first file that is missing or torn."""
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise OSError(f"{name} is missing (if another rank has it: all ranks need the same disk, ONBEAT_DATA_DIR)")
+        if path.stat().st_size != size:
+            raise OSError(f"{name} is torn: {path.stat().st_size} bytes instead of {size}")
+
+
+def prepare(partial: Path) -> Sizes:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return {}
+
+
+def write_content(partial: Path, content: Content, rank: int, size: int) -> Sizes:
+    """Write and sync this rank's files; their sizes in bytes by name."""
+    paths: list[Path] = []
+
+    def new(name: str) -> Path:
+        paths.append(partial / name)
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        return paths[-1]
+
+    if content.shards.tensors:
+        content.shards.write(new(f"optimizer/rank-{rank:05d}-of-{size:05d}.safetensors"))
+    for name, file in content.files.items():
+        new(name).write_bytes(file)
+    if content.weights:
+        save_file(content.weights, new("model.safetensors"), metadata={"format": "pt"})
+    for version, policy in content.policies.items():
+        save_file(policy, new(f"policies/{version:06d}.safetensors"), metadata={"format": "pt"})
+    for path in paths:
+        path.chmod(0o644)  # safetensors writes for the owner only
         sync_path(path)
-    sync_path(folder)
+    return {str(path.relative_to(partial)): path.stat().st_size for path in paths}
+
+
+def read_named(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(file, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118  not a mapping
+            yield name, stored.get_tensor(name)
 
 
 def sync_path(path: Path) -> None:

@@ -39,7 +39,7 @@ class TargetLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:  # type: ignore[override]
         hidden, weight, targets, normaliser = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         for start in range(0, len(hidden), BLOCK_ROWS):
@@ -48,9 +48,9 @@ class TargetLogprobs(torch.autograd.Function):
                 hidden[block], weight, targets[block], normaliser[block], grads[0][block], ctx.temperature
             )
             torch.mm(grad_logits, weight, out=grad_hidden[block])
-            product = torch.mm(grad_logits.T, hidden[block])
-            grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        assert grad_weight is not None
+            if ctx.needs_input_grad[1]:  # a frozen head (LoRA) has none
+                product = torch.mm(grad_logits.T, hidden[block])
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
         return grad_hidden, grad_weight, None, None
 
 

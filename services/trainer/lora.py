@@ -12,7 +12,7 @@ published, a mean gap of 0.21 where noise is 0.04. Here the gap is 0, and small 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from onbeat.config import LoraConfig
 
 ADAPTER = "default"
+Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
@@ -116,18 +117,20 @@ class MergedLinear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def published_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def published_tensors(model: Any, whole: Whole = lambda parameter: parameter) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of the model as if it had no adapters, merged one at a time; nothing in training is touched.
 
-    Names, order, shapes and dtypes are those of the base model; without adapters this is `named_parameters()`.
+    Names, order and shapes are those of the base model; without adapters this is `named_parameters()`. `whole` puts the
+    shards of a parameter together, in the compute dtype.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         layer_name, _, suffix = name.partition(".base_layer.")
         if suffix == "weight":
-            yield f"{layer_name}.weight", merged_weight(parameter, *adapter(layers[layer_name]))
+            a, b, scale = adapter(layers[layer_name])
+            yield f"{layer_name}.weight", merged_weight(whole(parameter), whole(a), whole(b), scale)
         elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter
+            yield name.replace(".base_layer.", "."), whole(parameter)
 
 
 @contextmanager

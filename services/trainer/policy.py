@@ -89,8 +89,9 @@ class Policy:
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and weights in the compute dtype, one after another; all ranks of a sharded model must go through."""
-        for name, parameter in published_tensors(self.model):
-            yield name, gather_full(parameter, self.compute_dtype) if self.is_sharded else parameter
+        if not self.is_sharded:
+            return published_tensors(self.model)
+        return published_tensors(self.model, lambda parameter: gather_full(parameter, self.compute_dtype))
 
     def logprobs(self, batch: MicroBatch, temperature: float, old_version: int | None) -> tuple[Logprobs, torch.Tensor]:
         """All policies on one packed micro-batch, and the entropy [N]. `old_version` None: old is the policy itself."""

@@ -11,8 +11,9 @@ from services.trainer.distributed import World
 from services.trainer.link import JobLink
 from services.trainer.loop import TrainLoop
 from services.trainer.model import model_files, resolve_model
-from services.trainer.policy import load_policy
+from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
+from services.trainer.weight_store import take_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
         message = f"responses are trained one by one, which is slower: {reason}"
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
-    checkpoints = CheckpointStore(settings.data_dir / "jobs" / link.job_id / "checkpoints", config.checkpoint.keep)
-    restored = checkpoints.restore(link.job_id, config.model.path, policy.load_state_tensors)
+    folder = settings.data_dir / "jobs" / link.job_id / "checkpoints"
+    checkpoints = CheckpointStore(folder, config.checkpoint.keep, world)
+    restored = restore(checkpoints, link.job_id, config, policy)
     if len(set(world.all_gather_bytes(repr(restored).encode()))) > 1:
         raise ValueError(
             f"the ranks found different checkpoints in {settings.data_dir}; give all of them the same, shared data_dir"
@@ -52,6 +54,16 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     if world.is_main:
         link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
     return TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+
+
+def restore(checkpoints: CheckpointStore, job_id: str, config: JobConfig, policy: Policy) -> TrainState | None:
+    """Load the newest checkpoint into the policy. Raises ValueError, naming the folder, when it cannot be used."""
+    sharded = policy.optimizer.masters if policy.is_sharded else None
+    state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, sharded=sharded)
+    if state is not None:
+        for version, tensors in checkpoints.policies(state.next_iteration).items():
+            policy.old.hold(version, take_snapshot(version, tensors), oldest_wanted=0)
+    return state
 
 
 def describe(world: World, is_sharded: bool) -> str:

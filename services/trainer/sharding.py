@@ -86,6 +86,7 @@ def load_full(parameter: torch.Tensor, whole: torch.Tensor | None) -> None:
 
 def load_shards(model: Any, tensors: Iterable[tuple[str, torch.Tensor]] | None) -> None:
     """Overwrite a sharded model with rank 0's whole weights by name; the other ranks pass None. All must call it."""
+    model.reshard()  # a pass without a backward leaves the root's parameters whole
     whole = dict(tensors or ())
     for name, parameter in model.named_parameters():
         load_full(parameter, whole.get(name))

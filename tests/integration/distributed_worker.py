@@ -20,7 +20,7 @@ import services.trainer.distributed as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
 from onbeat.errors import JobFailed
 from services.trainer.batch import pack
-from services.trainer.checkpoint_next import CheckpointStore, TrainState
+from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import PeerLost, World
 from services.trainer.gradient_control import GradientControl
 from services.trainer.lora import add_adapters
@@ -43,7 +43,7 @@ def groups(count=5):
 def backward(model, some_groups, weight=1.0):
     """The sum over all tokens of weight * (position in the row's tokens + 1) * logprob, over single-group rows."""
     for group in some_groups:
-        logprobs, _ = call(response_logprobs, model, pack([group], CPU), 1.0)
+        logprobs, _ = response_logprobs(model, pack([group], CPU), 1.0)
         (weight * torch.arange(1, len(logprobs) + 1) * logprobs).sum().backward()
 
 

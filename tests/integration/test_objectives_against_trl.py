@@ -85,7 +85,8 @@ def test_loss_and_gradient_equal_trl(name, model_dir, tmp_path):
     mask = pad(torch.ones(sum(lengths)), lengths)
     padded = {"trainer": pad(trainer.detach(), lengths).requires_grad_(), "old": pad(flat(old), lengths)}
     padded |= {"ref": pad(flat(ref), lengths)}
-    padded["advantages"] = torch.cat([group_advantages(config.objective, rewards, 1.0) for rewards in batch.group_rewards])
+    by_group = [group_advantages(config.objective, rewards, 1.0) for rewards in batch.group_rewards]
+    padded["advantages"] = torch.cat(by_group)
     expected = their_loss(model_dir, theirs, tmp_path, padded, mask)
     expected_grad = torch.autograd.grad(expected, padded["trainer"])[0][mask.bool()]
 

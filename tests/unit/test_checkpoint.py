@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onbeat.errors import JobFailed
-from services.trainer import checkpoint_next as checkpoint
-from services.trainer.checkpoint_next import CheckpointStore, TrainState
+from services.trainer import checkpoint as checkpoint
+from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.weight_store import take_snapshot
 from tests.unit.trainer_fixtures import tiny_config, tiny_model
 

@@ -186,7 +186,7 @@ def test_a_torn_or_foreign_checkpoint_is_refused_by_name(tmp_path):
         train(config, [], tmp_path, model=other, resume_from=1)
     from pathlib import Path
 
-    weights = Path(folder) / "optimizer.safetensors"
+    weights = next(Path(folder).glob("optimizer/*"))
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match="iteration-000001 cannot be used"):
         train(config, [], tmp_path, resume_from=1)
@@ -197,9 +197,9 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     config = job_config(optimizer={"learning_rate": 1e-5}, schedule={"num_iterations": 3})
     model = tiny_model(tiny_config(), torch.bfloat16)
     _, link = train(config, recorded_iterations(3), tmp_path, model=model)
-    from services.trainer.checkpoint import load_file
+    from safetensors.torch import load_file
 
-    state = load_file(link.checkpoints[-1][2] + "/optimizer.safetensors")
+    state = load_file(link.checkpoints[-1][2] + "/optimizer/rank-00000-of-00001.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     master, parameter = state[f"master.{name}"], dict(model.named_parameters())[name]
     assert master.dtype == torch.float32

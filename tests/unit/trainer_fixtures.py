@@ -13,6 +13,7 @@ from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.model import PACKED_ATTENTION, use_attention
 from services.trainer.policy import Policy
+from services.trainer.session import restore
 
 VOCAB = 61
 
@@ -144,7 +145,7 @@ def train(config, groups, tmp_path, model=None, resume_from=None, **link_options
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
     state = TrainState.fresh("job", config.model.path)
     if resume_from is not None:
-        state = checkpoints.restore("job", config.model.path, policy.load_state_tensors)
+        state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from
     TrainLoop(link, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
     return model, link

@@ -1,0 +1,176 @@
+"""The trainer as it is started, alone and by torchrun: one job, one Redis, the same weights from one process and two.
+
+The test plays broker and rollouts: it opens iterations by the rule of the mode and submits prepared groups.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import PromptTask
+from onbeat.types import JobState
+from tests.integration.broker_fixtures import eventually
+from tests.integration.tiny_models import write_tied_model
+from tests.unit.trainer_fixtures import job_config, make_group
+
+NUM_ITERATIONS, NUM_GROUPS = 4, 5
+PERIODIC = {"mode": "periodic", "num_iterations": NUM_ITERATIONS}
+BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": NUM_ITERATIONS}
+JOBS = {
+    "two updates with kl": {
+        "schedule": PERIODIC,
+        "training": {"num_updates_per_iteration": 2},
+        "objective": {"kl": {"coef": 0.1}},
+    },
+    "bounded reinforce_pp": {"schedule": BOUNDED, "objective": {"type": "reinforce_pp"}},
+    "lora": {"schedule": PERIODIC, "lora": {"rank": 4}},
+}
+
+
+def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
+    sections = sections | {"training": {"max_tokens_per_micro_batch": 40, **sections.get("training", {})}}
+    base = {"rollout": {"num_prompts_per_iteration": NUM_GROUPS}, "checkpoint": {"every_iterations": 2}}
+    config = job_config(**base, **sections, model={"path": str(model), "dtype": "float32"})
+    return config.model_copy(update={"pool": pool})
+
+
+def group_of(task: PromptTask):
+    """Unequal groups, the same in every run."""
+    rng = random.Random(task.group_id)
+    lengths = [rng.randrange(1, 9) for _ in range(3)]
+    return make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
+
+
+@contextmanager
+def trainer(num_ranks: int, pool: str, redis_url: str, folder: Path, parallelism: str = "ddp", max_restarts: int = 0):
+    """The process that was started; ended, with its children, when the test is done."""
+    command = [sys.executable, "-m", "services.trainer"]
+    if num_ranks > 1:
+        options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "services.trainer"]
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "ONBEAT_REDIS_URL": redis_url,
+        "ONBEAT_POOL": pool,
+        "ONBEAT_DATA_DIR": str(folder),
+        "ONBEAT_DEVICE": "cpu",
+        "ONBEAT_CPU_CORES": "0",
+        "ONBEAT_PARALLELISM": parallelism,
+        "ONBEAT_LEASE_S": "3",
+    }
+    with (folder / "trainer.log").open("w") as log:
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            raise
+
+
+async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None) -> None:
+    """Open each iteration with version t - max_staleness exactly, and submit its groups; until the job is over."""
+    for iteration in range(NUM_ITERATIONS):
+        version = max(0, iteration - config.max_staleness)
+
+        async def is_published(version=version) -> bool:
+            fields = await ledger.job_fields(job_id)
+            assert not JobState(fields["state"]).is_final, fields.get("error")
+            return int(fields.get("policy_version", "-1")) == version
+
+        await eventually(f"version {version} is published", is_published, timeout_s=90)
+        tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
+        assert await ledger.open_iteration(job_id, iteration, version, tasks) == ""
+        for index, claim in enumerate(await ledger.claim_groups(job_id, "w", NUM_GROUPS, 60)):
+            await ledger.submit_group(job_id, claim.entry_id, group_of(claim.task))
+            if after_group is not None:
+                await after_group(iteration, index)
+
+    async def is_over() -> bool:
+        return (await ledger.job_state(job_id)).is_final
+
+    await eventually("the job is over", is_over, timeout_s=90)
+
+
+async def train(ledger, redis_url, model, folder, sections, num_ranks=1, parallelism="ddp", max_restarts=0, chaos=None):
+    """The final weights, and which rank trained which micro-batches by iteration."""
+    folder.mkdir(parents=True)
+    pool = f"ranks-{uuid.uuid4().hex[:8]}"
+    config = build_job(model, pool, sections)
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
+    with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts) as process:
+        await play_rollouts(ledger, job_id, config, chaos and chaos(process))
+    fields = await ledger.job_fields(job_id)
+    assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
+    taken = [await ledger.recorded_micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
+    return load_file(Path(fields["checkpoint"]) / "model.safetensors"), taken
+
+
+def assert_same_weights(found, expected):
+    """To float32's order of sums; AdamW's first steps blow noise up where a gradient is all but zero."""
+    assert found.keys() == expected.keys()
+    gap = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
+    assert gap.mean() < 1e-5
+    assert gap.max() < 1e-2
+
+
+def assert_each_group_once(taken):
+    for iteration, by_rank in enumerate(taken):
+        ids = sorted(group_id for batches in by_rank.values() for batch in batches for group_id in batch)
+        assert ids == sorted(f"{iteration}-{i}" for i in range(NUM_GROUPS))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tied_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, model, tmp_path):
+    arguments = (ledger, redis_url, model)
+    alone, _ = await train(*arguments, tmp_path / "alone", JOBS[name])
+    replicated, taken = await train(*arguments, tmp_path / "ddp", JOBS[name], num_ranks=2)
+    assert_each_group_once(taken)
+    assert {rank for by_rank in taken for rank in by_rank} == {0, 1}, "each took groups at its own pace"
+    assert_same_weights(replicated, alone)
+    sharded, taken = await train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp")
+    assert_each_group_once(taken)
+    assert_same_weights(sharded, alone)
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+async def test_a_killed_rank_loses_no_group_and_trains_none_twice(parallelism, ledger, redis_url, model, tmp_path):
+    def kill_rank_1(process):
+        async def after_group(iteration, index):
+            if (iteration, index) == (2, 2):
+                ranks = psutil.Process(process.pid).children()
+                (victim,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
+                victim.kill()
+
+        return after_group
+
+    arguments = (ledger, redis_url, model)
+    expected, _ = await train(*arguments, tmp_path / "alone", JOBS["two updates with kl"])
+    options = {"num_ranks": 2, "parallelism": parallelism, "max_restarts": 1}
+    found, taken = await train(
+        *arguments, tmp_path / "killed", JOBS["two updates with kl"], **options, chaos=kill_rank_1
+    )
+    assert_each_group_once(taken)
+    assert_same_weights(found, expected)
