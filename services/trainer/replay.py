@@ -25,6 +25,7 @@ from services.trainer.distributed import World
 from services.trainer.loop import TrainLoop
 from services.trainer.model import resolve_model
 from services.trainer.policy import load_policy
+from services.trainer.session import restore
 from services.trainer.settings import Settings
 from services.trainer.weight_store import Snapshot
 
@@ -114,8 +115,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     source = resolve_model(config.model.path, settings.cache_dir)
     policy, _ = load_policy(source, config, World(device=device), is_sharded=False)
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
-    start = recorded.restore(job_id, config.model.path, policy.load_state_tensors, before=iteration)
-    state = start or TrainState.fresh(job_id, config.model.path)
+    state = restore(recorded, job_id, config, policy, before=iteration) or TrainState.fresh(job_id, config.model.path)
 
     async def record() -> tuple[list[RolloutGroup], dict, list[str]]:
         return await read_record(Ledger(connect(settings.redis_url)), job_id, state.next_iteration, iteration)

@@ -56,10 +56,15 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     return TrainLoop(link, config, policy, state, checkpoints, files, world).run()
 
 
-def restore(checkpoints: CheckpointStore, job_id: str, config: JobConfig, policy: Policy) -> TrainState | None:
-    """Load the newest checkpoint into the policy. Raises ValueError, naming the folder, when it cannot be used."""
+def restore(
+    checkpoints: CheckpointStore, job_id: str, config: JobConfig, policy: Policy, before: int | None = None
+) -> TrainState | None:
+    """Load the newest checkpoint (that does not contain iteration `before`) into the policy; None: there is none.
+
+    Raises ValueError, naming the folder, when it cannot be used.
+    """
     sharded = policy.optimizer.masters if policy.is_sharded else None
-    state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, sharded=sharded)
+    state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, before, sharded)
     if state is not None:
         for version, tensors in checkpoints.policies(state.next_iteration).items():
             policy.old.hold(version, take_snapshot(version, tensors), oldest_wanted=0)

@@ -12,8 +12,9 @@ from onbeat.config import JobConfig
 from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.loop import Policy, TrainLoop
+from services.trainer.loop import TrainLoop
 from services.trainer.model import load_model
+from services.trainer.policy import Policy
 from services.trainer.replay import RecordedLink, read_record
 from tests.e2e.stack import RunningStack, running, tiny_job
 
@@ -49,17 +50,21 @@ async def read_stream(stack: RunningStack, job_id: str, num_iterations: int):
 def undisturbed(config: JobConfig, groups, micro_batches, tmp_path: Path) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     model = load_model(config.model.path, torch.float32, torch.device("cpu"))
-    start = TrainState("job", next_iteration=0, policy_version=0, num_steps=0, model_path=config.model.path)
+    start = TrainState.fresh("job", config.model.path)
     link = RecordedLink(config, groups, micro_batches)
     checkpoints = CheckpointStore(tmp_path / "replay", keep=1)
     TrainLoop(link, config, Policy.create(model, config), start, checkpoints, {}).run()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("service", ["trainer", "broker", "rollout"])
-def test_killed_service_changes_nothing(service, tmp_path):
+BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}
+KILLS = [("trainer", {}), ("broker", {}), ("rollout", {}), ("trainer", BOUNDED), ("rollout", BOUNDED)]
+
+
+@pytest.mark.parametrize(("service", "schedule"), KILLS)
+def test_killed_service_changes_nothing(service, schedule, tmp_path):
     with running(tmp_path) as stack:
-        job = tiny_job(tmp_path, rollout=BIG, checkpoint={"every_iterations": 2})
+        job = tiny_job(tmp_path, rollout=BIG, schedule=schedule, checkpoint={"every_iterations": 2})
         job_id = stack.client.jobs.create(job).id
         stack.wait_for_middle_of_iteration(job_id, 1, num_accepted=3)
         stack.kill(service)

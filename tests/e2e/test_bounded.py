@@ -1,0 +1,68 @@
+"""`bounded` with evaluation on a real local stack: the bound, one version an iteration, held-out scores, replay."""
+
+import pytest
+
+from onbeat.report import make_report
+from onbeat.types import EvaluationState, JobState
+from tests.e2e.stack import running, tiny_job
+from tests.e2e.test_replay import replay
+
+NUM_ITERATIONS, MAX_STALENESS = 6, 2
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("bounded")
+    with running(tmp_path) as stack:
+        held_out = tmp_path / "data" / "held_out.jsonl"
+        held_out.write_text("\n".join(f'{{"prompt": "tell {index}", "answer": "x"}}' for index in range(6)))
+        job = tiny_job(
+            tmp_path,
+            schedule={"mode": "bounded", "max_staleness": MAX_STALENESS, "num_iterations": NUM_ITERATIONS},
+            checkpoint={"every_iterations": 2},
+            training={"num_updates_per_iteration": 2},
+        )
+        job["evaluation"] = {
+            "data": {"type": "jsonl", "path": str(held_out)},
+            "every_iterations": 4,
+            "num_prompts": 6,
+            "num_samples_per_prompt": 2,
+        }
+        job_id = stack.client.jobs.create(job).id
+        yield stack, job_id, stack.wait(job_id)
+
+
+def test_every_iteration_has_one_version_within_the_bound(finished):
+    stack, job_id, job = finished
+    assert job.state is JobState.SUCCEEDED, job.error
+    versions = [record.policy_version for record in stack.client.jobs.iterations(job_id)]
+    assert len(versions) == NUM_ITERATIONS
+    assert all(t - MAX_STALENESS <= version <= t for t, version in enumerate(versions))
+    assert any(version < t for t, version in enumerate(versions)), "nothing was ever generated ahead"
+    assert versions == sorted(versions)
+
+
+def test_report_tells_the_staleness_and_what_gac_did(finished):
+    stack, job_id, job = finished
+    jobs = stack.client.jobs
+    report = make_report(job, jobs.iterations(job_id), jobs.evaluations(job_id))
+    for record in report["iterations"]:
+        assert record["staleness_max"] == record["iteration"] - record["policy_version"]
+    last = report["iterations"][-1]["metrics"]
+    assert {"train/divergence", "train/grad_cosine", "train/gac_project", "train/gac_skip"} <= last.keys()
+    assert last["train/divergence"] > 0
+
+
+def test_held_out_prompts_are_scored_and_never_trained(finished):
+    stack, job_id, _ = finished
+    records = stack.client.jobs.evaluations(job_id)
+    assert [record.evaluation for record in records] == [0, 4, 6]
+    assert all(record.state is EvaluationState.DONE and record.num_groups == 6 for record in records)
+    trained = stack.client.jobs.iterations(job_id)
+    assert all(record.num_groups == 8 for record in trained)
+
+
+def test_a_stale_iteration_replays_bit_for_bit(finished):
+    stack, job_id, _ = finished
+    code, output = replay(stack, job_id, NUM_ITERATIONS - 1)
+    assert code == 0, output
