@@ -47,8 +47,13 @@ class World:
         local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         own = device_of_rank(device, local_rank)
         world = cls(int(os.environ["RANK"]), size, local_rank, local_size, own, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         with world._waiting("the start of all ranks"):
-            dist.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout_s))
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun may keep its store over a restart: without a prefix a rank could meet the addresses of the dead.
+            fresh = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            options = {"store": fresh, "rank": world.rank, "world_size": size}
+            dist.init_process_group(backend_of(device), timeout=timeout, **options)
         return world
 
     @property
