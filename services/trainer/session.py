@@ -18,7 +18,7 @@ from services.trainer.weight_store import take_snapshot
 logger = logging.getLogger(__name__)
 
 
-def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) -> TrainState:
+def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) -> None:
     """Train to the last iteration, together with the world's other ranks.
 
     Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, PeerLost, ValueError.
@@ -53,7 +53,7 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     files = model_files(source)
     if world.is_main:
         link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
-    return TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+    TrainLoop(link, config, policy, state, checkpoints, files, world).run()
 
 
 def restore(

@@ -1,6 +1,7 @@
 """Periodic equals synchronous; the recorded order replays to the same bits; what goes wrong is loud."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,8 +88,7 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     policy = Policy.create(model, config)
     loop = TrainLoop.__new__(TrainLoop)
     loop._config, loop._policy, loop._device = config, policy, torch.device("cpu")
-    loop._state = type("State", (), {"policy_version": 0})
-    loop._behaviour_version, loop._num_updates_done = 0, 0
+    loop._current_version, loop._behaviour_version, loop._num_updates_done, loop._rows = 0, 0, 0, []
     stats = IterationStats(0)
     for group in groups:
         loop.accumulate([group], stats)
@@ -162,6 +162,25 @@ def test_a_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
     before = parameters(model)
     with pytest.raises(JobFailed, match="0-1"):
         train(job_config(schedule={"num_iterations": 1}), groups, tmp_path, model=model)
+    assert largest_gap(before, parameters(model)) == 0.0
+
+
+def test_a_non_finite_gradient_names_its_groups_and_spares_the_weights(tmp_path, monkeypatch):
+    """The loss is finite, but the derivative of one group's is not: sqrt at 0."""
+    from services.trainer import loop
+
+    def compute_loss(objective, batch, logprobs, scale):
+        loss = original(objective, batch, logprobs, scale)
+        if "0-2" in batch.group_ids:
+            loss = replace(loss, loss_sum=loss.loss_sum + (logprobs.trainer - logprobs.old).sum().abs().sqrt())
+        return loss
+
+    original = loop.compute_loss
+    monkeypatch.setattr(loop, "compute_loss", compute_loss)
+    model = tiny_model(tiny_config(), torch.float32)
+    before = parameters(model)
+    with pytest.raises(JobFailed, match=r"gradient is not finite.*no step was taken.*groups 0-2$"):
+        train(job_config(schedule={"num_iterations": 1}), recorded_iterations(1), tmp_path, model=model, arrivals=4)
     assert largest_gap(before, parameters(model)) == 0.0
 
 
