@@ -25,7 +25,7 @@ from services.trainer.model import load_model, response_logprobs, use_attention
 
 # (Lp, Lr, G) and what must hold there: a share of the counted ratio, or at least not slower.
 GOALS = {(512, 64, 8): 0.93, (1024, 100, 8): 0.93, (45, 22, 8): 0.93, (32, 256, 8): None}
-REPETITIONS, CORE = 7, 1
+REPETITIONS, CORE = 5, 1
 
 
 def make_group(prompt_length: int, response_length: int, group_size: int) -> RolloutGroup:
