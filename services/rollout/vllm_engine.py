@@ -67,6 +67,9 @@ class VllmEngine:
             # vLLM's engine core dies on the CPU when a seeded request's prompt is read in parts: it rewinds the
             # request's generator, which only CUDA's can.
             self._engine_args["enable_chunked_prefill"] = False
+            # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens
+            # shares nothing of a short prompt; 32 is the least that the CPU's attention takes.
+            self._engine_args["block_size"] = 32
         self._llm: AsyncLLM | None = None
         self._building: asyncio.Task[None] | None = None  # goes on when `start` is cancelled: threads cannot be
         self._shapes: TensorShapes = {}

@@ -157,6 +157,20 @@ async def test_rollout_logprobs_are_the_models_own_to_bfloat16_noise(subject: Su
         assert gap.max() < 0.2
 
 
+async def test_prompt_blocks_shared_within_one_step_give_the_models_logprobs(tied: Subject) -> None:
+    """Four groups at once whose prompts begin alike: their responses reuse blocks that are only just being written."""
+    version = await tied.load(tied.second_weights)
+    prompts = [[*LONG_PROMPT, *SHORT_PROMPT[: index + 1]] for index in range(4)]
+    sampling = Sampling(max_response_tokens=16, temperature=1.0, seed=3)
+    groups = await asyncio.gather(*(tied.engine.generate(prompt, 4, sampling, version) for prompt in prompts))
+    for prompt, responses in zip(prompts, groups, strict=True):
+        for response in responses:
+            expected = teacher_forced_logprobs(tied.second_model_dir, prompt, response.token_ids, torch.float32, 1.0)
+            gap = (torch.tensor(response.rollout_logprobs) - expected).abs()
+            assert gap.mean() < 0.05
+            assert gap.max() < 0.3
+
+
 async def test_prefix_cache_of_old_weights_is_dropped(subject: Subject) -> None:
     sampling = Sampling(max_response_tokens=24, temperature=1.0, seed=1)
     old = await subject.load(subject.first_weights)
