@@ -244,6 +244,12 @@ class GacConfig(Section):
     is_full_removal: bool = Field(False, description="project to cosine 0 instead of c_low")
     history: Literal["raw", "projected"] = Field("raw", description="which gradient the next one is compared with")
 
+    @model_validator(mode="after")
+    def check_thresholds(self) -> "GacConfig":
+        if self.c_low >= self.c_high:
+            raise ValueError(f"gac.c_low: {self.c_low} must lie below c_high, {self.c_high}")
+        return self
+
 
 class TrainingConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = Field(
@@ -288,6 +294,12 @@ class BoundedSchedule(Schedule):
         "one exceeds this, or the bound asks for it; default: every version",
     )
 
+    @model_validator(mode="after")
+    def check_publishing(self) -> "BoundedSchedule":
+        if self.publish_above_kl is not None and self.max_staleness < 2:
+            raise ValueError("schedule.publish_above_kl: has no room with max_staleness = 1; set that to 2 or more")
+        return self
+
 
 ScheduleConfig = Annotated[PeriodicSchedule | SyncSchedule | BoundedSchedule, Field(discriminator="mode")]
 
@@ -304,7 +316,7 @@ class EvaluationConfig(Section):
 
 class CheckpointConfig(Section):
     every_iterations: PositiveInt = Field(50, description="also written at the end of the job")
-    keep: PositiveInt = Field(2, description="newest checkpoints that are kept")
+    keep: int = Field(2, ge=2, description="newest checkpoints that are kept")
 
 
 class JobConfig(Section):

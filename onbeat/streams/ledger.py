@@ -143,11 +143,16 @@ class Ledger:
         seconds, microseconds = await self.redis.time()
         return float(seconds) + float(microseconds) / 1e6
 
-    async def move_job(self, job_id: str, wanted: JobState, error: str = "") -> JobState:
-        """Move along an edge of JOB_MOVES; returns the state before. Raises IllegalTransition or JobNotFound."""
+    async def move_job(self, job_id: str, wanted: JobState, error: str = "", epoch: str = "") -> JobState:
+        """Move along an edge of JOB_MOVES; returns the state before. Raises IllegalTransition or JobNotFound.
+
+        `epoch`: only as the job's trainer. Raises LeaseLost when another one owns it.
+        """
         allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves]
         is_final = "1" if wanted.is_final else "0"
-        moved, before = await self._run("move_job", JobKeys(job_id), [], wanted, error, is_final, *allowed)
+        moved, before = await self._run("move_job", JobKeys(job_id), [], wanted, error, is_final, epoch, *allowed)
+        if before == b"fenced":
+            raise LeaseLost(f"job {job_id} has another trainer now")
         if not before:
             raise JobNotFound(job_id)
         if not moved:
@@ -204,17 +209,6 @@ class Ledger:
         """None when it was not opened yet; the job may end when its last one `is_over`."""
         return await self.evaluations.state(job_id, evaluation)
 
-    async def versions_in_use(self, job_id: str) -> set[int]:
-        """The published version, and those that open iterations and evaluations are pinned to: a rollout may ask for
-        any of them."""
-        fields = await self.job_fields(job_id)
-        iterations = range(int(fields["next_iteration"]), int(fields["num_opened"]))
-        evaluations = await self.evaluations.open_ones(job_id)
-        pinned = [await self.iteration_version(job_id, iteration) for iteration in iterations]
-        pinned += [int((await self.evaluations.fields(job_id, one))["policy_version"]) for one in evaluations]
-        published = [int(fields["policy_version"])] if "policy_version" in fields else []
-        return {version for version in (*published, *pinned) if version is not None}
-
     async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
         """Worker id -> seconds with at least one response in flight in that iteration."""
         busy = await self.redis.hgetall(JobKeys(job_id).busy(iteration))
@@ -253,8 +247,9 @@ class Ledger:
             raise LeaseLost(f"job {job_id} has another trainer now")
         if outcome == "diverged":
             raise JobFailed(
-                f"replaying iteration {iteration} gave other bits than the weights that rollouts were given; resume on "
-                "the same kind of device with the same number of threads, or set checkpoint.every_iterations = 1"
+                f"replaying iteration {iteration} gave other bits than the weights that rollouts were given: device, "
+                "number of threads or number of trainer ranks have changed since. Submit the job again; with "
+                "checkpoint.every_iterations = 1 nothing has to be replayed"
             )
         assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
         assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
@@ -353,14 +348,14 @@ class Ledger:
             raise LeaseLost(f"job {job_id} has another trainer now")
         return granted.decode().split(",") if granted else []
 
-    async def recorded_micro_batches(self, job_id: str, iteration: int) -> dict[int, list[list[str]]]:
-        """The group ids of each micro-batch of an iteration by trainer replica, in the order they were taken."""
+    async def recorded_micro_batches(self, job_id: str, iteration: int) -> list[tuple[int, list[str]]]:
+        """(trainer replica, group ids) of each micro-batch of an iteration, in the order of recording."""
         recorded = await self.redis.hgetall(JobKeys(job_id).micro_batches(iteration))
-        batches = {tuple(map(int, place.split(b":"))): ids.decode().split(",") for place, ids in recorded.items()}
-        by_rank: dict[int, list[list[str]]] = {}
-        for rank, index in sorted(batches):
-            by_rank.setdefault(rank, []).append(batches[rank, index])
-        return by_rank
+        batches = []
+        for place, content in recorded.items():
+            number, _, ids = content.decode().partition("|")
+            batches.append((int(number), int(place.split(b":")[0]), ids.split(",")))
+        return [(rank, ids) for _, rank, ids in sorted(batches)]
 
     async def taken_groups(self, job_id: str, iteration: int) -> set[str]:
         """The groups of an iteration that some trainer replica has taken."""

@@ -20,7 +20,7 @@ from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
 from services.trainer.background import Background
 from services.trainer.device import choose_device
-from services.trainer.distributed import PeerLost, World
+from services.trainer.distributed import PeerLost, World, is_lost_peer
 from services.trainer.link import JobCancelled, JobLink, Stopped
 from services.trainer.settings import Settings
 
@@ -79,10 +79,10 @@ def serve(settings: Settings, background: Background, ledger: Ledger, stop: thre
         link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, world.rank, num_replicas)
         try:
             outcome, error = train(settings, link, config, world)
+            if outcome is not None and (world.is_main or outcome is JobState.FAILED):
+                finish(background, ledger, job_id, epoch, outcome, error)
         finally:
             link.close()
-        if outcome is not None and (world.is_main or outcome is JobState.FAILED):
-            finish(background, ledger, job_id, outcome, error)
         if world.size > 1 and outcome is not JobState.SUCCEEDED:
             raise RanksMustRestart(f"job {job_id} ended early ({outcome or 'left'}); all ranks start again")
 
@@ -125,15 +125,15 @@ def train(settings: Settings, link: JobLink, config: JobConfig, world: World) ->
         return JobState.FAILED, str(error)
     except Exception as error:  # the supervisor: an unknown defect ends the job, loudly
         logger.error("job %s broke:\n%s", link.job_id, traceback.format_exc())
-        if world.size > 1 and isinstance(error, RuntimeError):  # what torch raises when another rank has died
+        if world.size > 1 and is_lost_peer(error):
             raise PeerLost(f"rank {world.rank} of {world.size} broke: {error}") from error
         return JobState.FAILED, f"{type(error).__name__}: {error}"
 
 
-def finish(background: Background, ledger: Ledger, job_id: str, outcome: JobState, error: str) -> None:
+def finish(background: Background, ledger: Ledger, job_id: str, epoch: str, outcome: JobState, error: str) -> None:
     try:
-        background.run(ledger.move_job(job_id, outcome, error))
-    except IllegalTransition as conflict:  # cancelled or failed by somebody else in the last moment
+        background.run(ledger.move_job(job_id, outcome, error, epoch))
+    except (IllegalTransition, LeaseLost) as conflict:  # somebody else was faster, or owns the job by now
         logger.warning("%s", conflict)
     log = logger.error if outcome is JobState.FAILED else logger.info
     log("job %s %s %s", job_id, outcome, error)

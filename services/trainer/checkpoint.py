@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from onbeat.errors import JobFailed
-from services.trainer.distributed import World
+from services.trainer.distributed import PeerLost, World
 from services.trainer.tensor_files import HostShards, Tensors, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -64,9 +65,10 @@ class Content:
 class CheckpointStore:
     """One save at a time is in flight. Every rank creates it and calls `save` and `restore` at the same points."""
 
-    def __init__(self, folder: Path, keep: int, world: World | None = None) -> None:
-        self._folder, self._keep, self._world = folder, keep, world or World()
-        self._channel = self._world.side_channel()  # for the writing threads, beside what training says meanwhile
+    def __init__(self, folder: Path, keep: int, world: World | None = None, writer: str = "0") -> None:
+        """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease."""
+        self._folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
+        self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future[None]] | None = None
         self._finished: list[tuple[int, Path]] = []
@@ -94,7 +96,7 @@ class CheckpointStore:
         self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
 
     def wait(self, timeout_s: float = 1800.0) -> None:
-        """Returns when nothing is being written. Raises JobFailed with the cause when a write failed, TimeoutError."""
+        """Returns when nothing is being written. Raises JobFailed, with the cause, when a write fails or takes long."""
         if self._in_flight is None:
             return
         next_iteration, written = self._in_flight
@@ -102,12 +104,20 @@ class CheckpointStore:
         try:
             written.result(timeout_s)
         except TimeoutError:
-            raise TimeoutError(f"checkpoint {path} is still not on disk after {timeout_s:.0f} s") from None
+            raise JobFailed(
+                f"checkpoint {path} is still not on disk after {timeout_s:.0f} s; is the disk slow?"
+            ) from None
         except (OSError, SafetensorError) as error:
             self._in_flight = None
             raise JobFailed(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
         self._in_flight = None
         self._finished.append((next_iteration, path))
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Let a write in flight come to its end, so that nobody reads or writes this folder meanwhile."""
+        if self._in_flight is not None:
+            futures_wait([self._in_flight[1]], timeout_s)
+        self._thread.shutdown(wait=False)
 
     def finished(self) -> list[tuple[int, Path]]:
         """(next_iteration, folder) of what became durable since the last call; does not wait. Raises as `wait`."""
@@ -118,7 +128,7 @@ class CheckpointStore:
 
     def _write(self, content: Content) -> None:
         target = self.path(content.state.next_iteration)
-        partial = self._folder / f".{target.name}.partial"
+        partial = self._folder / f".{target.name}.{self._writer}.partial"
         self._together(lambda: prepare(partial) if self._world.is_main else {})
         files = self._together(lambda: write_content(partial, content, self._world.rank, self._world.size))
         self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
@@ -147,7 +157,8 @@ class CheckpointStore:
             target.rename(replaced)
         partial.rename(target)
         sync_path(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        for leftover in [replaced, *self._folder.glob(".*.partial")]:  # of writers that died
+            shutil.rmtree(leftover, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
             shutil.rmtree(old)
         return {}
@@ -177,9 +188,11 @@ class CheckpointStore:
         """
         usable = [folder for folder in self.complete() if before is None or folder.name <= folder_name(before)]
         name = self._world.broadcast_bytes((usable[-1].name if usable else "").encode()).decode()
+        folder = self._folder / name
         if not name:
             return None
-        folder = self._folder / name
+        if b"" in self._world.all_gather_bytes(b"here" if folder.is_dir() else b""):
+            raise PeerLost(f"{folder} is not there on every rank; give all of them one shared disk (ONBEAT_DATA_DIR)")
         try:
             state = check(folder)
             if (state.job_id, state.model_path) != (job_id, model_path):

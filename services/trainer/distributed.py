@@ -4,6 +4,7 @@ Tensors travel over the device's own backend (gloo, nccl, hccl). Messages and nu
 gloo, so that an accelerator is not waited for. In a world of one everything here is the identity.
 """
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,8 +61,12 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @functools.cached_property
     def side_channel(self) -> "World":
-        """The same ranks on messages of their own (host tensors only), for one other thread. All ranks must call it."""
+        """The same ranks on messages of their own (host tensors only), for one other thread.
+
+        All ranks must ask for it at the same point, the first time.
+        """
         if self.size == 1:
             return self
         with self._waiting("a second channel"):
@@ -148,6 +153,11 @@ class World:
 
 
 ALONE = World()
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether torch raised this because another rank is gone, in a sum of its own (FSDP's)."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def host_buffer(content: bytes) -> torch.Tensor:

@@ -67,7 +67,7 @@ class JobLink:
         rank: int = 0,
         num_replicas: int = 1,
     ) -> None:
-        self.job_id, self.config = job_id, config
+        self.job_id, self.config, self.epoch = job_id, config, epoch
         self._background, self._ledger, self._epoch, self._lease_s, self._stop = (
             background,
             ledger,
@@ -166,10 +166,10 @@ class JobLink:
         return self._run(self._ledger.iteration_state(self.job_id, iteration)) is not IterationState.OPEN
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
-        """Those of this replica in order, and those of replicas that are no longer there."""
-        by_rank = self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
-        self._num_recorded = {iteration: len(by_rank.get(self._rank, []))}
-        return [batch for rank in sorted(by_rank) if rank % self._num_replicas == self._rank for batch in by_rank[rank]]
+        """Those of this replica and of replicas that are no longer there, in the order of recording."""
+        recorded = self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
+        self._num_recorded = {iteration: sum(rank == self._rank for rank, _ in recorded)}
+        return [group_ids for rank, group_ids in recorded if rank % self._num_replicas == self._rank]
 
     def taken_groups(self, iteration: int) -> set[str]:
         return self._run(self._ledger.taken_groups(self.job_id, iteration))
@@ -201,6 +201,8 @@ class JobLink:
         while self.config.evaluation is not None and not self._is_evaluated(last):
             self.check()
             if time.monotonic() > deadline:
+                if self._rank > 0:
+                    return
                 self.emit(
                     "evaluation.missed", f"the last evaluation did not end within {deadline_s:.0f} s; the job does"
                 )

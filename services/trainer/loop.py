@@ -77,12 +77,13 @@ class TrainLoop:
         if needs_whole_iteration(self._config.objective):
             updates = [list(micro_batches) for micro_batches in updates]
             scale = self._iteration_scale([group for update in updates for groups in update for group in groups])
-        for micro_batches in updates:
-            self.update(micro_batches, stats, scale)
+        num_responses = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
+        if num_responses == 0:
+            raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
         self._publisher.commit(iteration, stats)
 
-    def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> None:
-        """One optimizer step on its share of the iteration."""
+    def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
+        """One optimizer step on its share of the iteration; returns the number of responses in it."""
         self._policy.optimizer.drop_gradients()
         self._rows.clear()
         stats.start_update()
@@ -96,6 +97,7 @@ class TrainLoop:
             self.reduce(stats)
             self.step(stats)
         self._num_updates_done += 1
+        return stats.tally.num_responses
 
     def accumulate(self, groups: list[RolloutGroup], stats: IterationStats, scale: float = 1.0) -> None:
         """Add one micro-batch's unnormalised gradient."""
@@ -141,8 +143,8 @@ class TrainLoop:
     def step(self, stats: IterationStats) -> None:
         """The barrier, second half: exactly one rescale, one clip, one optimizer step."""
         tally = stats.tally
-        if tally.num_responses == 0:
-            raise JobFailed(f"every group of the update failed; the first one: {stats.first_failure}")
+        if tally.num_responses == 0:  # all of its groups failed: nothing to learn from, and no step
+            return
         divisor = loss_denominator(
             self._config, tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs
         )

@@ -138,10 +138,10 @@ def without_adapters(model: Any) -> Iterator[None]:
     """Inside, the model is the one that training started from: the reference policy. For passes without gradient."""
     layers = adapted_layers(model).values()
     assert layers, "a model without adapters has no base to fall back to; its reference is a frozen copy"
-    for layer in layers:
-        layer.enable_adapters(False)
+    for layer in layers:  # PEFT's own switch would also turn requires_grad off, which a sharded model must not see
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False

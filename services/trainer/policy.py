@@ -80,8 +80,8 @@ class Policy:
         if needs_reference(config.objective):
             reference = model if config.lora else freeze_copy(model)
         if is_sharded:
-            for each in (model, old, reference):
-                if each is not None and not (each is reference and reference is model):
+            for each in (model, old, None if reference is model else reference):
+                if each is not None:
                     shard(each, world, dtype)
         optimizer = (ShardedAdamW if is_sharded else MasterAdamW)(model, config.optimizer)
         control = GradientControl(config.gac, world)

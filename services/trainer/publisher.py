@@ -69,7 +69,7 @@ class Publisher:
         self._checkpoint_if_due()
 
     def finish(self) -> None:
-        """Returns when everything is on disk."""
+        """Returns when everything is on disk. Raises JobFailed when it cannot be written."""
         self._checkpoints.wait()
         self._tell_durable()
 
@@ -79,7 +79,8 @@ class Publisher:
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
-        return is_due or stats.divergence > schedule.publish_above_kl
+        is_last = self.state.next_iteration == schedule.num_iterations  # it is evaluated, and what users want
+        return is_due or is_last or stats.divergence > schedule.publish_above_kl
 
     def _snapshot(self) -> Snapshot | None:
         """Of the weights as they are now; held where a later ratio may need them. Of a sharded model on rank 0 only.

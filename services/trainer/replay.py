@@ -3,7 +3,8 @@
     python -m services.trainer.replay JOB ITERATION      (what `onbeat replay` calls; settings as for the trainer)
 
 Starts from the newest checkpoint before the iteration, or from the job's model, and repeats the recorded micro-batches.
-Equal bits need the same device kind and number of threads; elsewhere compare the metrics.
+Equal bits need the same device kind and number of threads, and a job that one process trained: several add up in
+another order. Elsewhere compare the metrics.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
@@ -84,6 +86,13 @@ class RecordedLink:
         pass
 
 
+class NoCheckpoints(CheckpointStore):
+    """A replay leaves nothing behind."""
+
+    def save(self, *args: Any, **options: Any) -> None:
+        pass
+
+
 async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tuple[list[RolloutGroup], dict, list[str]]:
     """Groups, micro-batches and committed digests of iterations first..last. Raises OnbeatError when one is missing."""
     groups: list[RolloutGroup] = []
@@ -96,8 +105,8 @@ async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tup
         if len(found) != int(fields["num_groups"]):
             raise OnbeatError(f"iteration {iteration}: only {len(found)} of {fields['num_groups']} groups are recorded")
         groups += found
-        by_rank = await ledger.recorded_micro_batches(job_id, iteration)
-        micro_batches[iteration] = [batch for rank in sorted(by_rank) for batch in by_rank[rank]]
+        recorded = await ledger.recorded_micro_batches(job_id, iteration)
+        micro_batches[iteration] = [group_ids for _, group_ids in recorded]
         digests.append(fields["weights_digest"])
     return groups, micro_batches, digests
 
@@ -125,7 +134,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     shortened = config.model_copy(update={"schedule": until_then})
     link = RecordedLink(shortened, groups, micro_batches)
     with tempfile.TemporaryDirectory() as scratch:
-        TrainLoop(link, shortened, policy, state, CheckpointStore(Path(scratch), keep=1), {}).run()
+        TrainLoop(link, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1), {}).run()
     return {
         "job_id": job_id,
         "iteration": iteration,

@@ -41,19 +41,18 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
     folder = settings.data_dir / "jobs" / link.job_id / "checkpoints"
-    checkpoints = CheckpointStore(folder, config.checkpoint.keep, world)
+    checkpoints = CheckpointStore(folder, config.checkpoint.keep, world, writer=link.epoch)
     restored = restore(checkpoints, link.job_id, config, policy)
-    if len(set(world.all_gather_bytes(repr(restored).encode()))) > 1:
-        raise ValueError(
-            f"the ranks found different checkpoints in {settings.data_dir}; give all of them the same, shared data_dir"
-        )
     if restored is not None and world.is_main:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     state = restored or TrainState.fresh(link.job_id, config.model.path)
     files = model_files(source)
     if world.is_main:
         link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
-    TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+    try:
+        TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+    finally:
+        checkpoints.close()
 
 
 def restore(

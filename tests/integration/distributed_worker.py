@@ -67,7 +67,7 @@ def collectives(world, folder):
         assert world.is_main or len(message) in (0, 1, 11)
         assert world.all_gather_bytes(received) == [received] * world.size
     assert world.all_gather_bytes(b"ab" * world.rank) == [b"ab" * rank for rank in range(world.size)]
-    assert world.side_channel().all_gather_bytes(bytes([world.rank])) == [bytes([r]) for r in range(world.size)]
+    assert world.side_channel.all_gather_bytes(bytes([world.rank])) == [bytes([r]) for r in range(world.size)]
     world.barrier()
 
 

@@ -3,11 +3,13 @@
 The test plays broker and rollouts: it opens iterations by the rule of the mode and submits prepared groups.
 """
 
+import asyncio
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,10 @@ from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import PromptTask
+from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
+from services.trainer.background import Background
+from services.trainer.link import JobLink
 from tests.integration.broker_fixtures import eventually
 from tests.integration.tiny_models import write_tied_model
 from tests.unit.trainer_fixtures import job_config, make_group
@@ -34,14 +39,21 @@ JOBS = {
         "objective": {"kl": {"coef": 0.1}},
     },
     "bounded reinforce_pp": {"schedule": BOUNDED, "objective": {"type": "reinforce_pp"}},
-    "lora": {"schedule": PERIODIC, "lora": {"rank": 4}},
+    "lora with kl in bfloat16": {
+        "schedule": PERIODIC,
+        "lora": {"rank": 4},
+        "objective": {"kl": {"coef": 0.1}},
+        "model": {"dtype": "bfloat16"},
+    },
 }
 
 
 def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
+    """In float32 unless the sections say otherwise."""
+    sections = sections | {"model": {"path": str(model), **sections.get("model", {})}}
     sections = sections | {"training": {"max_tokens_per_micro_batch": 40, **sections.get("training", {})}}
     base = {"rollout": {"num_prompts_per_iteration": NUM_GROUPS}, "checkpoint": {"every_iterations": 2}}
-    config = job_config(**base, **sections, model={"path": str(model), "dtype": "float32"})
+    config = job_config(**base, **sections)
     return config.model_copy(update={"pool": pool})
 
 
@@ -124,16 +136,17 @@ async def train(ledger, redis_url, model, folder, sections, num_ranks=1, paralle
 
 
 def assert_same_weights(found, expected):
-    """To float32's order of sums; AdamW's first steps blow noise up where a gradient is all but zero."""
+    """To the order of sums; AdamW's first steps blow noise up where a gradient is all but zero."""
     assert found.keys() == expected.keys()
-    gap = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
-    assert gap.mean() < 1e-5
-    assert gap.max() < 1e-2
+    is_precise = all(tensor.dtype == torch.float32 for tensor in expected.values())
+    gap = torch.cat([(found[name].float() - expected[name].float()).flatten() for name in expected]).abs()
+    assert gap.mean() < (1e-5 if is_precise else 1e-3)
+    assert gap.max() < (1e-2 if is_precise else 5e-2)
 
 
 def assert_each_group_once(taken):
-    for iteration, by_rank in enumerate(taken):
-        ids = sorted(group_id for batches in by_rank.values() for batch in batches for group_id in batch)
+    for iteration, recorded in enumerate(taken):
+        ids = sorted(group_id for _, batch in recorded for group_id in batch)
         assert ids == sorted(f"{iteration}-{i}" for i in range(NUM_GROUPS))
 
 
@@ -148,11 +161,42 @@ async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, m
     alone, _ = await train(*arguments, tmp_path / "alone", JOBS[name])
     replicated, taken = await train(*arguments, tmp_path / "ddp", JOBS[name], num_ranks=2)
     assert_each_group_once(taken)
-    assert {rank for by_rank in taken for rank in by_rank} == {0, 1}, "each took groups at its own pace"
+    assert {rank for recorded in taken for rank, _ in recorded} == {0, 1}, "each took groups at its own pace"
     assert_same_weights(replicated, alone)
     sharded, taken = await train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp")
     assert_each_group_once(taken)
     assert_same_weights(sharded, alone)
+
+
+async def test_fewer_replicas_repeat_what_the_lost_ones_took_in_the_order_of_recording(ledger):
+    """Two replicas die; one goes on, dies, and goes on: both times the same micro-batches in the same order."""
+    config = build_job(Path("tiny"), "nobody", {"schedule": PERIODIC})
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
+    epoch = await ledger.claim_job(job_id, "t", 60)
+    assert epoch is not None
+    for rank, index, group_id in [(1, 0, "0-2"), (0, 0, "0-0"), (1, 1, "0-4")]:
+        await ledger.record_micro_batch(job_id, epoch, 0, rank, index, [group_id])
+
+    def repeated(link):
+        return [group_ids[0] for group_ids in link.recorded_micro_batches(0)]
+
+    def as_the_only_replica():
+        background = Background()
+        own = background.run(connected())
+        link = JobLink(background, own, job_id, epoch, config, 60, threading.Event())
+        before = repeated(link)
+        for group_id in ("0-1", "0-3"):
+            link.record_micro_batch(0, [group_id])
+        again = JobLink(background, own, job_id, epoch, config, 60, threading.Event())
+        return before, repeated(again)
+
+    async def connected():
+        return Ledger(connect(f"redis://127.0.0.1:{ledger.redis.connection_pool.connection_kwargs['port']}"))
+
+    before, after = await asyncio.to_thread(as_the_only_replica)
+    assert before == ["0-2", "0-0", "0-4"]
+    assert after == ["0-2", "0-0", "0-4", "0-1", "0-3"]
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])

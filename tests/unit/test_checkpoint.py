@@ -56,7 +56,7 @@ def test_training_goes_on_while_the_checkpoint_of_before_is_written(tmp_path, ga
     store.save(STATE, [], live, {})
     assert (store.finished(), store.complete()) == ([], [])
     live["master.w"].fill_(99.0)  # the next step
-    with pytest.raises(TimeoutError, match=r"iteration-000003 is still not on disk"):
+    with pytest.raises(JobFailed, match=r"iteration-000003 is still not on disk"):
         store.wait(timeout_s=0.05)
     gate.set()
     store.wait()
@@ -85,7 +85,7 @@ def test_one_save_at_a_time_and_none_is_forgotten(tmp_path, gate):
 def test_a_failed_write_reaches_training_with_its_cause(tmp_path, notice):
     store = store_with(tmp_path / "checkpoints", 1)
     store.finished()
-    (tmp_path / "checkpoints" / ".iteration-000003.partial").write_text("a file in the way")
+    (tmp_path / "checkpoints" / ".iteration-000003.0.partial").write_text("a file in the way")
     store.save(STATE, [], tensors(), {})
     calls = {"wait": store.wait, "finished": store.finished, "save": lambda: store.save(STATE, [], tensors(), {})}
     store._in_flight[1].exception(10)  # it is over, and nobody has looked
@@ -188,8 +188,8 @@ def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path, damage, message):
 
 def test_a_half_written_folder_does_not_count(tmp_path):
     store = store_with(tmp_path, 2)
-    (tmp_path / ".iteration-000003.partial").mkdir()
-    (tmp_path / ".iteration-000003.partial" / "state.json").write_text("{}")
+    (tmp_path / ".iteration-000003.0.partial").mkdir()
+    (tmp_path / ".iteration-000003.0.partial" / "state.json").write_text("{}")
     (tmp_path / "iteration-000004").mkdir()  # without state.json
     assert restore(store)[0].next_iteration == 2
     store.save(STATE, [], tensors(), {})  # and is no hindrance

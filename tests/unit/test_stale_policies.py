@@ -131,13 +131,13 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
 
 def test_a_version_is_published_when_it_has_moved_or_the_bound_asks(tmp_path):
     groups = stale_iterations(6, staleness=0)
-    lazy = job_config(schedule=bounded(3, 6, publish_above_kl=1e9))
+    lazy = job_config(schedule=bounded(3, 5, publish_above_kl=1e9))
     for group in groups:  # what such a schedule would have generated
         version = group.iteration // 3 * 3
         group.policy_version = version
         for response in group.responses:
             response.version_spans[0].policy_version = version
-    assert train(lazy, groups, tmp_path / "lazy", arrivals=4)[1].published == [0, 3, 6]
+    assert train(lazy, groups, tmp_path / "lazy", arrivals=4)[1].published == [0, 3, 5], "the last one always"
     eager = job_config(schedule=bounded(3, 6, publish_above_kl=1e-9), optimizer={"learning_rate": 1e-2})
     published = train(eager, groups, tmp_path / "eager", arrivals=4)[1].published
     assert published == [0, 2, 3, 5, 6], "the first iteration on fresh weights shows no divergence yet"

@@ -144,8 +144,15 @@ def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
         train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
     failure = GroupFailure(kind="reward_failed", message="boom")
     all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
-    with pytest.raises(JobFailed, match=r"every group of the update failed.*reward_failed: boom"):
+    with pytest.raises(JobFailed, match=r"every group of iteration 0 failed.*reward_failed: boom"):
         train(job_config(schedule=schedule), all_broken, tmp_path / "all")
+
+
+def test_an_update_whose_groups_all_failed_takes_no_step(tmp_path):
+    broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
+    config = job_config(schedule={"num_iterations": 1}, training={"num_updates_per_iteration": 4})
+    _, link = train(config, [*recorded_iterations(1)[:3], broken], tmp_path)
+    assert link.commits[0][2]["num_responses"] == 9
 
 
 def test_a_token_of_another_version_is_refused(tmp_path):
