@@ -35,7 +35,8 @@ test-unit: setup
 	$(BIN)/pytest tests/unit
 
 bench: setup
-	for script in benchmarks/periodic_vs_sync.py benchmarks/vs_trl.py benchmarks/rollout_overhead.py; do $(BIN)/python $$script || exit 1; done
+	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness; do \
+		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Generated code is committed, so users need no protoc.
 proto: setup

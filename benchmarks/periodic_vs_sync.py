@@ -20,7 +20,8 @@ OVERRIDES = (f"schedule.num_iterations={NUM_ITERATIONS}", "objective.kl.coef=1e-
 
 
 def iterations_of(mode: str) -> list[dict[str, Any]]:
-    report = run_job("examples/quickstart.toml", *OVERRIDES, f"schedule.mode={mode}")
+    cores = ("--rollout-cores", "0", "--trainer-cores", "1")
+    report = run_job("examples/quickstart.toml", *OVERRIDES, f"schedule.mode={mode}", options=cores)
     return report["iterations"][WARMUP:]
 
 

@@ -32,9 +32,15 @@ NumRollouts = Annotated[int, typer.Option("--rollouts", min=1, max=64, help="Rol
 Engine = Annotated[str, typer.Option(help="What generates: vllm, transformers, or an installed engine's name.")]
 RolloutCores = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="CPU cores of all rollouts, such as 0-3,6. Default: the first half."),
+    typer.Option(
+        metavar="LIST",
+        help="CPU cores of all rollouts, such as 0-3,6. Default: the first half, or all of fewer than four.",
+    ),
 ]
-TrainerCores = Annotated[str | None, typer.Option(metavar="LIST", help="CPU cores of the trainer. Default: the rest.")]
+TrainerCores = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="CPU cores of the trainer. Default: the rest, or all of fewer than four."),
+]
 
 
 def connect(url: str | None, api_key: str | None, data_dir: Path | None = None) -> "AsyncClient":

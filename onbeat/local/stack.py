@@ -17,8 +17,11 @@ from onbeat.local.supervisor import ServiceSpec, Supervisor
 
 log = logging.getLogger(__name__)
 
-# On a few CPU cores, fewer at a time: groups finish one after another, so that the trainer starts early.
-LOCAL_MAX_NUM_SEQS = "24"
+# Responses at a time. On cores of its own few: groups finish one after another, so that the trainer starts early. On
+# shared cores many: generating is soonest over, and then the trainer has them all.
+SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
+# On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000).
+SHARED_SPINS = "1000"
 LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
 
 
@@ -86,6 +89,9 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
     """Broker, then trainer and rollouts. All they know comes from these environment variables."""
     plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
+    if plan.is_shared:
+        common["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHARED_SPINS)
+    max_num_seqs = SHARED_MAX_NUM_SEQS if plan.is_shared else SPLIT_MAX_NUM_SEQS
     data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
     broker = ServiceSpec(
         "broker",
@@ -113,7 +119,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
                 "ONBEAT_WORKER_ID": f"rollout-{index}",
                 "ONBEAT_ENGINE": options.engine,
                 "ONBEAT_CPU_CORES": format_cores(cores),
-                "ONBEAT_MAX_NUM_SEQS": os.environ.get("ONBEAT_MAX_NUM_SEQS", LOCAL_MAX_NUM_SEQS),
+                "ONBEAT_MAX_NUM_SEQS": os.environ.get("ONBEAT_MAX_NUM_SEQS", max_num_seqs),
                 "ONBEAT_DRAIN_S": os.environ.get("ONBEAT_DRAIN_S", LOCAL_DRAIN_S),
             },
         )

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from onbeat.client import Client
+from onbeat.local.cores import available_cores
 from onbeat.local.stack import LocalStack, StackOptions
 from onbeat.local.state import running_stack
 from onbeat.types import JobRecord
@@ -75,7 +76,11 @@ def running(
     tmp_path: Path, num_rollouts: int = 1, engine: str = "transformers", lease_s: float = 5.0, **options: Any
 ) -> Iterator[RunningStack]:
     os.environ["ONBEAT_LEASE_S"] = str(lease_s)  # services inherit it: take-over in seconds
-    stack_options = StackOptions(data_dir=tmp_path / "data", num_rollouts=num_rollouts, engine=engine)
+    # Slow on purpose: few responses at a time, the last core trains, so that there is a middle of an iteration to hurt.
+    cores = available_cores()
+    split = {"rollout_cores": cores[:1], "trainer_cores": cores[-1:]}
+    os.environ["ONBEAT_MAX_NUM_SEQS"] = "24"
+    stack_options = StackOptions(data_dir=tmp_path / "data", num_rollouts=num_rollouts, engine=engine, **split)
     stack = LocalStack(replace(stack_options, **options), "up")
     done = threading.Event()
 

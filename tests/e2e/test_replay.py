@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+from onbeat.local.cores import available_cores
 from onbeat.streams.codec import decode_group
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import connect
@@ -12,7 +13,18 @@ from tests.e2e.stack import RunningStack, running, tiny_job
 
 
 def replay(stack: RunningStack, job_id: str, iteration: int) -> tuple[int, str]:
-    command = [sys.executable, "-m", "onbeat.cli", "replay", job_id, "--iteration", str(iteration), "--cores", "1"]
+    last_core = str(available_cores()[-1])
+    command = [
+        sys.executable,
+        "-m",
+        "onbeat.cli",
+        "replay",
+        job_id,
+        "--iteration",
+        str(iteration),
+        "--cores",
+        last_core,
+    ]
     done = subprocess.run(
         [*command, "--data-dir", str(stack.data_dir)], capture_output=True, text=True, timeout=120, check=False
     )
