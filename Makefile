@@ -40,9 +40,9 @@ bench: setup
 
 # Generated code is committed, so users need no protoc.
 proto: setup
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=. \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=. \
 		proto/onbeat/weights/v1/weights.proto
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. proto/onbeat/rollout/v1/rollout.proto
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. proto/onbeat/rollout/v1/rollout.proto
 
 clean:
 	rm -rf .venv
