@@ -1,7 +1,7 @@
 """Which CPU cores serve rollouts and which the trainer.
 
 Disjoint halves, because two thread pools on one core fight. With fewer than four cores both get all: a half idles while
-the other stage works alone, which costs more than the fight (quick start on two cores: 6.4 s an iteration, not 8.0).
+the other stage works alone, which costs more than the fight.
 """
 
 import os

@@ -133,10 +133,6 @@ class World:
         """The greatest of all ranks' values."""
         return max(map(int, self.all_gather_bytes(str(value).encode())))
 
-    def barrier(self) -> None:
-        """Returns when every rank is here."""
-        self.sum_scalars([0.0])
-
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()

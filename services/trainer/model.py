@@ -177,15 +177,15 @@ def whole_model_logprobs(
 
 def prepare_inputs(model: Any, batch: MicroBatch) -> Prepared:
     """What depends on the micro-batch only, for every model of this architecture, dtype and attention."""
-    return packed_inputs(model, batch) if model.is_packed else separate_inputs(batch)
+    return packed_inputs(batch) if model.is_packed else separate_inputs(batch)
 
 
-def packed_inputs(model: Any, batch: MicroBatch) -> Prepared:
+def packed_inputs(batch: MicroBatch) -> Prepared:
     """One row with each prompt once."""
     inputs = {
         "input_ids": batch.token_ids[None],
         "position_ids": batch.layout.position_ids[None],
-        "layout_plan": plan_attention(batch.layout, next(model.parameters()).dtype),
+        "layout_plan": plan_attention(batch.layout),
         "use_cache": False,
     }
     return inputs, lambda outputs: outputs[0].index_select(0, batch.layout.logit_index)

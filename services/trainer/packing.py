@@ -73,7 +73,7 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     mask = dense_mask(layout).to(device)
     expected = scaled_dot_product_attention(exact_query, exact_key, exact_value, mask, enable_gqa=True).transpose(1, 2)
     try:
-        found, _ = packed_attention(None, query, key, value, None, layout_plan=plan_attention(layout, dtype))
+        found, _ = packed_attention(None, query, key, value, None, layout_plan=plan_attention(layout))
         gradients = torch.autograd.grad(found.float().square().sum(), inputs)
     except PROBE_ERRORS as error:
         return f"the attention kernel of {device} fails: {type(error).__name__}: {error}"

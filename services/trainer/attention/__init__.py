@@ -28,8 +28,8 @@ class AttentionPlan(Protocol):
 PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_sdpa, "cuda": plan_flex, "npu": plan_npu}
 
 
-def plan_attention(layout: PackedLayout, dtype: torch.dtype | None = None) -> AttentionPlan:
-    """For the device that holds the layout; `dtype` no longer matters. Raises ValueError where there is no kernel."""
+def plan_attention(layout: PackedLayout) -> AttentionPlan:
+    """For the device that holds the layout. Raises ValueError where there is no kernel."""
     device = layout.position_ids.device.type
     if device not in PLANNERS:
         raise ValueError(f"no packed attention on {device!r}; use one of {', '.join(PLANNERS)}")
