@@ -9,6 +9,7 @@ from onbeat.config import JobConfig, OnlineDpoObjective
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.algorithm.online_dpo import best_and_worst
 from services.trainer.attention import PackedLayout, build_layout
+from services.trainer.objective import has_signal
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class MicroBatch:
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[N] -> [R]."""
         index = torch.arange(len(self.response_lengths), device=values.device).repeat_interleave(self.response_lengths)
-        return torch.zeros(len(self.response_lengths), device=values.device).index_add(0, index, values)
+        sums = torch.zeros(len(self.response_lengths), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, index, values)
 
 
 def pack(groups: Sequence[RolloutGroup | Part], device: torch.device) -> MicroBatch:
@@ -75,7 +77,7 @@ def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> to
 
 
 def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
-    """What is packed into one row at a time, under the token budget, in order; groups without a gradient are left out.
+    """What is packed into one row at a time, under the token budget, in order.
 
     A group larger than the budget is split, and each part repeats the prompt. A preference pair or a KL term in the
     reward ties responses together: such a group is never split, and may exceed the budget.
@@ -84,8 +86,6 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
     packed: list[list[Part]] = []
     room = 0
     for group in groups:
-        if not is_informative(group, config):
-            continue
         for part in parts_of(group, config):
             places = num_places(group, part.members)
             if not packed or places > room:
@@ -120,23 +120,17 @@ def idle_batch(device: torch.device) -> MicroBatch:
 
 
 def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
-    """The responses that have a gradient: all, or the pair of online DPO."""
+    """The responses that a pass is for: all, or the pair of online DPO (any two if there is none)."""
     if isinstance(config.objective, OnlineDpoObjective):
-        pair = best_and_worst(group_rewards(group))
-        return tuple(sorted(pair)) if pair else ()
+        return tuple(sorted(best_and_worst(group_rewards(group)) or (0, 1)))
     return Part.whole(group).members
 
 
-def is_informative(group: RolloutGroup, config: JobConfig) -> bool:
-    """Whether the group has any gradient: equal rewards give zero advantages (or no pair), unless a KL term pulls."""
-    rewards = {response.reward for response in group.responses}
-    has_kl = config.objective.kl.coef > 0 and not isinstance(config.objective, OnlineDpoObjective)
-    return len(rewards) > 1 or (has_kl and bool(rewards))
-
-
 def cost(group: RolloutGroup, config: JobConfig) -> int:
-    """Places of the packed row that training the group takes; 0 when it has no gradient."""
-    return num_places(group, trained_members(group, config)) if is_informative(group, config) else 0
+    """Places of the packed row that training the group takes; 0 when it has no signal."""
+    if not has_signal(config.objective, group_rewards(group)):
+        return 0
+    return num_places(group, trained_members(group, config))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

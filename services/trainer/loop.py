@@ -3,6 +3,7 @@
     for each iteration t (one policy version, a fixed set of groups):
         for each update (all groups, or a share of them by their order):
             for each micro-batch of groups, in completion order, while others are still being generated:
+                leave out groups without signal
                 pack -> forward (policy, old, reference) -> loss sum -> backward     gradients add up unnormalised
             barrier: reduce over replicas -> rescale once -> GAC -> clip -> AdamW
         snapshot -> publish (version t + 1) -> commit
@@ -25,12 +26,12 @@ from onbeat.streams.codec import RolloutGroup, span_versions
 from onbeat.types import JobState
 from services.trainer.algorithm.gac import GacAction
 from services.trainer.algorithm.reinforce_pp import batch_scale
-from services.trainer.batch import MicroBatch, Part, idle_batch, pack, rows
+from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import ALONE, World
 from services.trainer.link import Link
 from services.trainer.lockstep import create_feed
-from services.trainer.objective import Loss, compute_loss, loss_denominator, needs_whole_iteration
+from services.trainer.objective import Loss, compute_loss, has_signal, loss_denominator, needs_whole_iteration
 from services.trainer.policy import Policy, old_version
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats, Tally
@@ -87,12 +88,17 @@ class TrainLoop:
         self._policy.optimizer.drop_gradients()
         self._rows.clear()
         stats.start_update()
+        witness: list[RolloutGroup] = []
         for groups in micro_batches:
             self._link.check()
             if self._behaviour_version is None:
                 self._behaviour_version = self._link.iteration_version(self._iteration)
             with stats.busy("train/micro_batches_s"):
                 self.accumulate(groups, stats, scale)
+            witness = witness or [group for group in groups if group.responses][:1]
+        if self._lockstep(len(self._rows)) == 0:  # no signal at all: one row, of zero gradient, shows the mismatch
+            with stats.busy("train/micro_batches_s"):
+                self._accumulate_rows(rows(witness, self._config)[:1], stats, scale)
         with stats.busy("train/step_s"):
             self.reduce(stats)
             self.step(stats)
@@ -101,16 +107,26 @@ class TrainLoop:
 
     def accumulate(self, groups: list[RolloutGroup], stats: IterationStats, scale: float = 1.0) -> None:
         """Add one micro-batch's unnormalised gradient."""
+        trained = []
         for group in groups:
             self._verify(group)
-            stats.add_group(group)
-        packed = rows(groups, self._config)
-        num_passes = self._world.largest(len(packed)) if self._policy.is_sharded else len(packed)
+            is_trained = has_signal(self._config.objective, group_rewards(group))
+            stats.add_group(group, is_trained)
+            if is_trained:
+                trained.append(group)
+        self._accumulate_rows(rows(trained, self._config), stats, scale)
+
+    def _accumulate_rows(self, packed: list[list[Part]], stats: IterationStats, scale: float) -> None:
+        num_passes = self._lockstep(len(packed))
         for row in packed:
             self._rows.append(row)
             self.accumulate_row(row, stats, scale)
         for _ in range(num_passes - len(packed)):
             self._pass_idle_row()
+
+    def _lockstep(self, count: int) -> int:
+        """The largest count of the ranks that pass rows together; a whole replica goes alone."""
+        return self._world.largest(count) if self._policy.is_sharded else count
 
     def accumulate_row(self, row: list[Part], stats: IterationStats, scale: float) -> None:
         batch = pack(row, self._device)

@@ -4,7 +4,7 @@ The formulas are in `algorithm/`, one file each; here is only the choice between
 """
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 
@@ -34,7 +34,9 @@ from services.trainer.algorithm.normalization import denominator, token_weights
 from services.trainer.algorithm.online_dpo import best_and_worst, dpo_pair_loss
 from services.trainer.algorithm.reinforce_pp import reinforce_pp_advantages
 from services.trainer.algorithm.rloo import rloo_advantages, rloo_token_loss
-from services.trainer.batch import MicroBatch
+
+if TYPE_CHECKING:  # batch plans its rows with `has_signal`
+    from services.trainer.batch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,22 @@ def needs_whole_iteration(objective: ObjectiveConfig) -> bool:
     return isinstance(objective, ReinforcePpObjective)
 
 
-def compute_loss(objective: ObjectiveConfig, batch: MicroBatch, logprobs: Logprobs, scale: float = 1.0) -> Loss:
+def has_signal(objective: ObjectiveConfig, rewards: torch.Tensor) -> bool:
+    """Whether a group with these rewards [G] can change the update: if not, its passes are redundant.
+
+    Zero advantages (or no pair) make the loss 0 for all parameters. What is left then needs the pass: the gradient of a
+    KL term, and the tokens that a band takes out of the divisor.
+    """
+    if len(rewards) == 0:
+        return False
+    if isinstance(objective, OnlineDpoObjective):
+        return best_and_worst(rewards) is not None
+    is_band_in_divisor = isinstance(objective.importance, BandImportance) and objective.normalization == "token_mean"
+    has_other_terms = objective.kl.coef > 0 or is_band_in_divisor
+    return has_other_terms or bool(group_advantages(objective, rewards, scale=1.0).any())
+
+
+def compute_loss(objective: ObjectiveConfig, batch: "MicroBatch", logprobs: Logprobs, scale: float = 1.0) -> Loss:
     """The objective on one micro-batch; `scale` is REINFORCE++'s (`algorithm/reinforce_pp`)."""
     if isinstance(objective, OnlineDpoObjective):
         return online_dpo_loss(objective, batch, logprobs)
@@ -92,7 +109,9 @@ def compute_loss(objective: ObjectiveConfig, batch: MicroBatch, logprobs: Logpro
 
 
 def group_advantages(objective: ObjectiveConfig, rewards: torch.Tensor, scale: float) -> torch.Tensor:
-    """Rewards [G] of one group -> advantages [G]."""
+    """Rewards [G] of one group -> advantages [G]; exact zeros if all are equal, however their mean is rounded."""
+    if bool((rewards == rewards[0]).all()):
+        return torch.zeros_like(rewards)
     match objective:
         case GrpoObjective() | DapoObjective() | GspoObjective() | CispoObjective():
             return grpo_advantages(rewards)
@@ -139,7 +158,7 @@ def importance_weights(
             return band_weights(old_logprobs, rollout_logprobs, low, high)
 
 
-def online_dpo_loss(objective: OnlineDpoObjective, batch: MicroBatch, logprobs: Logprobs) -> Loss:
+def online_dpo_loss(objective: OnlineDpoObjective, batch: "MicroBatch", logprobs: Logprobs) -> Loss:
     assert logprobs.ref is not None
     pairs, first = [], 0
     for rewards, members in zip(batch.group_rewards, batch.members, strict=True):
@@ -147,7 +166,7 @@ def online_dpo_loss(objective: OnlineDpoObjective, batch: MicroBatch, logprobs: 
             place = {member: first + index for index, member in enumerate(members.tolist())}
             pairs.append([place[member] for member in pair])
         first += len(members)
-    index = torch.tensor(pairs, device=logprobs.old.device)
+    index = torch.tensor(pairs, dtype=torch.int64, device=logprobs.old.device).reshape(-1, 2)
     trainer, ref = batch.response_sum(logprobs.trainer), batch.response_sum(logprobs.ref)
     loss_sum = dpo_pair_loss(trainer, ref, index, objective.beta).sum()
     kl = kl_estimate(objective.kl.estimator, logprobs.trainer, logprobs.ref)

@@ -51,13 +51,14 @@ class IterationStats:
     def start_update(self) -> None:
         self.tally = Tally()
 
-    def add_group(self, group: RolloutGroup) -> None:
+    def add_group(self, group: RolloutGroup, is_trained: bool) -> None:
         """Count a group, whether or not it has a gradient."""
         rewards = [response.reward for response in group.responses]
         if group.HasField("failure"):
             self._add("rollout/failed_groups", 1)
             self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
         self._add("rollout/uniform_groups", len(set(rewards)) == 1)
+        self._add("train/skipped_groups", bool(rewards) and not is_trained)
         self._add("reward", sum(rewards))
         self._add("reward_square", sum(reward * reward for reward in rewards))
         self._add("prompt_tokens", len(rewards) * len(group.prompt_token_ids))
