@@ -1,0 +1,309 @@
+"""Who may talk to the weights plane, and how the bytes travel: API key, TLS and limits of gRPC servers and channels.
+
+PLAIN                     anyone who reaches the port (loopback, a trusted network)
+api_key                   callers prove that they know the key
+tls_cert, tls_key         the server proves who it is
++ tls_ca                  both sides prove who they are (mutual TLS)
+tls_ca alone              a side that pulls over TLS and cannot serve
+"""
+
+import asyncio
+import functools
+import hashlib
+import hmac
+import ipaddress
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from onbeat.errors import WeightsError
+
+logger = logging.getLogger(__name__)
+
+Options = Sequence[tuple[str, Any]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # None: there is no such method
+
+API_KEY = "ONBEAT_WEIGHTS_API_KEY"
+TLS_CERT = "ONBEAT_WEIGHTS_TLS_CERT"
+TLS_KEY = "ONBEAT_WEIGHTS_TLS_KEY"
+TLS_CA = "ONBEAT_WEIGHTS_TLS_CA"
+TLS_SERVER_NAME = "ONBEAT_WEIGHTS_TLS_SERVER_NAME"
+
+MAX_REQUEST_BYTES = 1 << 20  # requests are names and numbers; nobody needs to make a server allocate more
+# Both sides: a peer that vanished without a word is noticed within 30 s, and its calls end, however quiet they are.
+LIVENESS_OPTIONS: dict[str, Any] = {
+    "grpc.keepalive_time_ms": 20_000,
+    "grpc.http2.ping_timeout_ms": 10_000,  # `grpc.keepalive_timeout_ms` changes nothing: 60 s
+    "grpc.http2.max_pings_without_data": 0,  # no limit
+}
+SERVER_OPTIONS: dict[str, Any] = {
+    **LIVENESS_OPTIONS,
+    "grpc.http2.min_ping_interval_without_data_ms": 5_000,  # by default pings on a quiet call count as abuse: 100 s
+    "grpc.so_reuseport": 0,  # else two servers share a port in silence, and each gets some of the calls
+    "grpc.server_handshake_timeout_ms": 10_000,  # of a connection that says nothing
+}
+
+
+@dataclass(frozen=True)
+class WireSecurity:
+    """How one side proves who it is and whom it believes. Raises ValueError for what cannot work."""
+
+    api_key: str = field(default="", repr=False)  # sent with every call, asked of every call; empty: neither
+    tls_cert: Path | None = None  # PEM of this side; with tls_key
+    tls_key: Path | None = None
+    tls_ca: Path | None = None  # PEM that the other side's certificate must come from
+    tls_server_name: str = ""  # name in the server's certificate when it is not the address it is reached by
+
+    def __post_init__(self) -> None:
+        if not all("!" <= character <= "~" for character in self.api_key):
+            raise ValueError(f"{API_KEY} has a blank, a line end or a character beyond ASCII; use letters and digits")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = (TLS_CERT, TLS_KEY) if self.tls_cert else (TLS_KEY, TLS_CERT)
+            raise ValueError(f"{given} is set but {missing} is not; a certificate works only together with its key")
+        if self.tls_server_name and not self.has_tls:
+            raise ValueError(f"{TLS_SERVER_NAME} is set but there is no TLS to use it; set {TLS_CA}")
+        self._check_files()
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls_cert is not None or self.tls_ca is not None
+
+    @property
+    def can_serve(self) -> bool:
+        """False with tls_ca alone: such a side may pull, but would have to serve in plain text."""
+        return self.tls_ca is None or self.tls_cert is not None
+
+    def _check_files(self) -> None:
+        """gRPC would only log what is wrong with a file, and fail later. Raises ValueError."""
+        for variable, path in [(TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key), (TLS_CA, self.tls_ca)]:
+            if path is not None:
+                _read(variable, path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self.tls_cert is not None:
+            try:
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # else it would ask the terminal
+            except ssl.SSLError as error:
+                files = f"{TLS_CERT}={self.tls_cert} and {TLS_KEY}={self.tls_key}"
+                raise ValueError(f"{files} are not a PEM certificate and its unencrypted key: {error}") from error
+        if self.tls_ca is not None:
+            try:
+                context.load_verify_locations(self.tls_ca)
+            except ssl.SSLError as error:
+                raise ValueError(f"{TLS_CA}={self.tls_ca} has no PEM certificate: {error}") from error
+
+
+PLAIN = WireSecurity()
+
+
+class WireSettings(BaseModel):
+    """The part of a service's settings that makes its WireSecurity: `class Settings(WireSettings, BaseSettings)`."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # an error about the whole would show the key
+
+    weights_api_key: SecretStr = Field(
+        SecretStr(""), description="shared by trainers and rollouts: without it no weights are served; empty: no key"
+    )
+    weights_tls_cert: Path | None = Field(None, description="PEM certificate of this side; with weights_tls_key")
+    weights_tls_key: Path | None = Field(None, description="PEM private key of this side, not encrypted")
+    weights_tls_ca: Path | None = Field(
+        None, description="PEM authority that the other side's certificate must come from; then servers ask for one too"
+    )
+    weights_tls_server_name: str = Field(
+        "", description="name in the servers' certificates when it is not the address they are reached by"
+    )
+
+    @field_validator("weights_tls_cert", "weights_tls_key", "weights_tls_ca", mode="before")
+    @classmethod
+    def take_empty_as_unset(cls, value: object) -> object:
+        """Compose files pass an unset variable on as an empty one, which would be the current folder."""
+        return None if value == "" else value
+
+    def wire_security(self) -> WireSecurity:
+        """Raises ValueError for what cannot work."""
+        return WireSecurity(
+            api_key=self.weights_api_key.get_secret_value(),
+            tls_cert=self.weights_tls_cert,
+            tls_key=self.weights_tls_key,
+            tls_ca=self.weights_tls_ca,
+            tls_server_name=self.weights_tls_server_name,
+        )
+
+
+def create_server(security: WireSecurity, *, max_concurrent_calls: int, options: Options = ()) -> grpc.aio.Server:
+    """A server whose every method asks for the key and counts against one limit.
+
+    `options` overrides SERVER_OPTIONS, but not the limit on requests (1 MiB).
+    """
+    if max_concurrent_calls < 1:
+        raise ValueError(f"max_concurrent_calls is {max_concurrent_calls}; a server needs at least 1")
+    merged = {**SERVER_OPTIONS, **dict(options), "grpc.max_receive_message_length": MAX_REQUEST_BYTES}
+    gate = _Gate(security.api_key, max_concurrent_calls)
+    return grpc.aio.server(interceptors=[gate], options=list(merged.items()))
+
+
+def bind(server: grpc.aio.Server, security: WireSecurity, address: str) -> int:
+    """Listen on `host:port` (0: the system chooses) and return the port.
+
+    Raises ValueError when this side may not serve, WeightsError when the address cannot be bound.
+    """
+    if not security.can_serve:
+        raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this side can pull, but would serve in plain text")
+    try:
+        if security.tls_cert is None:
+            _warn_if_key_in_clear(security, address)
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, _server_credentials(security))
+    except RuntimeError as error:
+        raise WeightsError(
+            f"cannot listen on {address}: the port is taken or the host is not of this machine"
+        ) from error
+
+
+def create_channel(address: str, security: WireSecurity, options: Options = ()) -> grpc.aio.Channel:
+    """A channel to `host:port`; the key goes out with calls of one request (unary-unary and unary-stream).
+
+    `options` overrides LIVENESS_OPTIONS. What is wrong with TLS shows at the first call: UNAVAILABLE, with the
+    handshake's error in its details.
+    """
+    merged = {**LIVENESS_OPTIONS, **dict(options)}
+    if security.tls_server_name:
+        merged["grpc.ssl_target_name_override"] = security.tls_server_name
+    arguments = list(merged.items())
+    interceptors = [_KeyOnUnary(security.api_key), _KeyOnStream(security.api_key)] if security.api_key else []
+    if security.has_tls:
+        return grpc.aio.secure_channel(address, _channel_credentials(security), arguments, interceptors=interceptors)
+    _warn_if_key_in_clear(security, address)
+    return grpc.aio.insecure_channel(address, arguments, interceptors=interceptors)
+
+
+class _Gate(grpc.aio.ServerInterceptor):
+    """Lets a call in when it has the key and a place is free. The loop of the server is its only thread."""
+
+    def __init__(self, api_key: str, max_calls: int) -> None:
+        self._expected = hashlib.sha256(_authorization(api_key).encode()).digest() if api_key else None
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        metadata = dict(handler_call_details.invocation_metadata)
+        if self._expected is not None and (wrong := self._what_is_wrong(metadata.get("authorization"))):
+            return _refusal(grpc.StatusCode.UNAUTHENTICATED, f"{wrong}; set {API_KEY} to the key of this server")
+        if self._num_calls >= self._max_calls:
+            detail = f"this server answers at most {self._max_calls} calls at once; try again later or at another one"
+            return _refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
+        self._num_calls += 1
+        # An interceptor runs in the task of its call, which ends with it: answered, cancelled or its client gone.
+        call = asyncio.current_task()
+        assert call is not None
+        call.add_done_callback(self._release)
+        return await continuation(handler_call_details)
+
+    def _release(self, _: object) -> None:
+        self._num_calls -= 1
+
+    def _what_is_wrong(self, sent: str | bytes | None) -> str:
+        """Empty if the key is right. Hashes are compared: equally long, in constant time."""
+        if sent is None:
+            return "the call has no API key"
+        given = hashlib.sha256(sent.encode() if isinstance(sent, str) else sent).digest()
+        assert self._expected is not None
+        return "" if hmac.compare_digest(given, self._expected) else "the API key of the call is wrong"
+
+
+def _refusal(code: grpc.StatusCode, detail: str) -> Handler:
+    """As a stream handler it fits every kind of method and answers without waiting for the request."""
+
+    async def refuse(_: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        await context.abort(code, detail)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class _KeyOnUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    """Call credentials would do, but gRPC refuses them on plain connections."""
+
+    def __init__(self, api_key: str) -> None:
+        self._api_key = api_key
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+    ) -> Any:
+        return await continuation(_with_key(client_call_details, self._api_key), request)
+
+
+class _KeyOnStream(grpc.aio.UnaryStreamClientInterceptor):
+    """A class of its own: a channel takes an interceptor for one kind of call only."""
+
+    def __init__(self, api_key: str) -> None:
+        self._api_key = api_key
+
+    async def intercept_unary_stream(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+    ) -> Any:
+        return await continuation(_with_key(client_call_details, self._api_key), request)
+
+
+def _with_key(call: grpc.aio.ClientCallDetails, api_key: str) -> grpc.aio.ClientCallDetails:
+    metadata = grpc.aio.Metadata(*(call.metadata or ()), ("authorization", _authorization(api_key)))
+    return grpc.aio.ClientCallDetails(call.method, call.timeout, metadata, call.credentials, call.wait_for_ready)
+
+
+def _authorization(api_key: str) -> str:
+    return f"Bearer {api_key}"
+
+
+def _server_credentials(security: WireSecurity) -> grpc.ServerCredentials:
+    assert security.tls_cert is not None
+    assert security.tls_key is not None
+    pair = (_read(TLS_KEY, security.tls_key), _read(TLS_CERT, security.tls_cert))
+    if security.tls_ca is None:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials([pair], _read(TLS_CA, security.tls_ca), require_client_auth=True)
+
+
+def _channel_credentials(security: WireSecurity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(TLS_CA, security.tls_ca) if security.tls_ca else None,
+        private_key=_read(TLS_KEY, security.tls_key) if security.tls_key else None,
+        certificate_chain=_read(TLS_CERT, security.tls_cert) if security.tls_cert else None,
+    )
+
+
+def _read(variable: str, path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{variable}={path} cannot be read: {error.strerror}") from error
+    if not content.strip():
+        raise ValueError(f"{variable}={path} is empty; it must be a PEM file")
+    return content
+
+
+def _warn_if_key_in_clear(security: WireSecurity, address: str) -> None:
+    if security.api_key and not _is_loopback(address):
+        _warn_of_key_in_clear()
+
+
+@functools.cache
+def _warn_of_key_in_clear() -> None:
+    """Once in a process, however many connections it opens."""
+    logger.warning("the key of the weights plane travels in the clear; set %s, %s and %s", TLS_CERT, TLS_KEY, TLS_CA)
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
