@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
-from onbeat.types import JobState
+from onbeat.types import JobState, PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
@@ -122,7 +122,7 @@ class StaleRollouts:
             row = torch.cat([row, token], dim=1)
         return row[:, 1:], torch.cat(picked, dim=1)
 
-    def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         self._snapshots[snapshot.policy_version] = snapshot
         self._snapshots.pop(snapshot.policy_version - self._staleness - 2, None)
 

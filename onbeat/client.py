@@ -17,7 +17,17 @@ import httpx
 
 from onbeat.config import JobConfig
 from onbeat.errors import ApiError, OnbeatError
-from onbeat.types import EvaluationRecord, Event, IterationRecord, JobRecord, JobState, Record, Sample, WorkerRecord
+from onbeat.types import (
+    EvaluationRecord,
+    Event,
+    IterationRecord,
+    JobRecord,
+    JobState,
+    Record,
+    Sample,
+    WeightsRecord,
+    WorkerRecord,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
@@ -30,6 +40,7 @@ RecordT = TypeVar("RecordT", bound=Record)
 JobRecords = list[JobRecord]
 Iterations = list[IterationRecord]
 Evaluations = list[EvaluationRecord]
+Weights = list[WeightsRecord]
 Samples = list[Sample]
 Events = list[Event]
 Series = dict[str, list[tuple[int, float]]]
@@ -92,6 +103,11 @@ class AsyncJobs:
         """A few responses of an evaluation that is done."""
         answer = await self._client.get(f"{job_path(job_id)}/evaluations/{evaluation}/samples")
         return parse_list(Sample, "samples", answer)
+
+    async def weights(self, job_id: str, after: int = -1) -> Weights:
+        """How policy versions above `after` came to the rollouts, in order."""
+        answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
+        return parse_list(WeightsRecord, "weights", answer)
 
     async def metrics(self, job_id: str) -> Series:
         """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation."""
@@ -263,6 +279,7 @@ class Jobs:
     iterations = jobs_face(AsyncJobs.iterations)
     evaluations = jobs_face(AsyncJobs.evaluations)
     evaluation_samples = jobs_face(AsyncJobs.evaluation_samples)
+    weights = jobs_face(AsyncJobs.weights)
     metrics = jobs_face(AsyncJobs.metrics)
     samples = jobs_face(AsyncJobs.samples)
     events = jobs_face(AsyncJobs.events)

@@ -23,6 +23,7 @@ from onbeat.types import (
     IterationState,
     JobRecord,
     JobState,
+    WeightsRecord,
     WorkerRecord,
 )
 
@@ -43,6 +44,7 @@ class JobProgress:
         self.job = job
         self.iterations: dict[int, IterationRecord] = {}
         self.evaluations: dict[int, EvaluationRecord] = {}
+        self.weights: list[WeightsRecord] = []  # once the job is final
         self.workers: list[WorkerRecord] = []
         self.trainer = "not started"
         self._cursor = "0"
@@ -72,6 +74,8 @@ class JobProgress:
         self.iterations.update({record.iteration: record for record in records})
         if self.job.config.get("evaluation"):
             await self._update_evaluations(client)
+        if self.job.state.is_final:
+            self.weights = await client.jobs.weights(self.job.id)
         for event in events:
             self._cursor = event.id
             self.trainer = trainer_activity(event) or self.trainer

@@ -18,7 +18,7 @@ NUM_EXAMPLES = 3
 
 async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:
     job, committed = progress.job, progress.committed
-    report = make_report(job, committed, progress.scored)
+    report = make_report(job, committed, progress.scored, progress.weights)
     table = Table.grid(padding=(0, 2))
     table.add_row("state", Text(job.state, style=state_style(job.state)))
     for label, text in total_rows(report):
@@ -56,11 +56,20 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "time", duration(totals["job_s"] if totals["job_s"] is not None else totals["wall_s"])
     yield "tokens", f"{totals['tokens']} ({totals['response_tokens']} generated)"
     yield "TPSPD", f"{number(totals['tpspd'], '.1f')} tokens per second per device"
+    if totals["weight_bytes_full"]:
+        yield "weights", weights_text(totals)
     trouble = {"stale": "num_stale", "duplicate": "num_duplicate", "failed": "num_failed_groups"}
     counts = [f"{totals[field]} {word}" for word, field in trouble.items() if totals[field]]
     if counts:
         yield "groups", ", ".join(counts)
     yield "checkpoint", report["checkpoint"] or "none"
+
+
+def weights_text(totals: dict[str, Any]) -> str:
+    text = f"{totals['weight_bytes_received'] / totals['weight_bytes_full']:.1%} of the bytes sent"
+    if totals["weight_open_s"] is not None:
+        text += f", engine open {totals['weight_open_s']:.2f} s after the step (median)"
+    return text
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:

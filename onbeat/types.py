@@ -128,6 +128,38 @@ class IterationRecord(Record):
     metrics: dict[str, float] = {}  # everything else, `area/name`
 
 
+class PublishedWeights(Record):
+    """What a trainer tells of a policy version when it publishes it."""
+
+    full_bytes: int
+    delta_bytes: int | None = None  # from the version published before; None: it can be had in full only
+    encode_s: float  # of the thread that makes digests and delta, beside the optimizer
+    publish_s: float  # from the optimizer step's begin to the announcement
+
+
+class WeightUpdate(Record):
+    """What a rollout tells of its move to a policy version. The three durations of its parts overlap."""
+
+    received_bytes: int  # over the network, by tries that failed as well; 0 when read from this machine's memory
+    sources: list[str] = []  # addresses of the trainer and of other rollouts
+    pull_s: float  # from the manifest to the last verified tensor
+    apply_s: float  # decoding and verifying; shards add up
+    load_s: float  # the engine, waiting for tensors included
+    open_s: float | None = None  # from the optimizer step's begin to the engine open; None: it joined with this version
+    num_faults: int = 0  # what went wrong on the way and was cured
+
+
+class WeightsRecord(Record):
+    """A policy version on its way from the trainer to the rollouts. None where the trainer told nothing."""
+
+    policy_version: int
+    full_bytes: int | None = None
+    delta_bytes: int | None = None
+    encode_s: float | None = None
+    publish_s: float | None = None
+    rollouts: dict[str, WeightUpdate] = {}  # by worker id: those that have served it
+
+
 class EvaluationRecord(Record):
     """A held-out set on one policy version. Scores are over all responses; None until it is DONE."""
 

@@ -1,26 +1,37 @@
 """Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from blake3 import blake3
+
 from onbeat.errors import WeightsError
-from onbeat.weights.client import ModelDescription, PullStats
+from onbeat.weights.client import Itinerary, ModelDescription, Peer, Source
+from onbeat.weights.framing import Manifest, TensorEntry
+from onbeat.weights.host import full_plan
+from onbeat.weights.payload import PayloadKey, Plan
 from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 
 TOKENS_PER_RESPONSE = 3
 
 
-def write_weights(path: Path, version: int) -> None:
-    path.write_text(str(version))
+def weights_of(version: int) -> bytes:
+    """The only tensor of the model: its version."""
+    return version.to_bytes(8, "little", signed=True)
+
+
+def manifest_of(version: int) -> Manifest:
+    content = weights_of(version)
+    return Manifest(version, (TensorEntry("version", "I64", (1,), len(content), blake3(content).digest()),))
 
 
 def read_weights(path: Path) -> int:
-    return int(path.read_text())
+    return int.from_bytes(path.read_bytes()[-8:], "little", signed=True)
 
 
 class FakeEngine:
-    """Serves "weights" that are a file holding the version's number; responses consist of that number."""
+    """Serves "weights" that are the version's number; responses consist of that number."""
 
     def __init__(self, capacity: int = 8, delay_s: float = 0.0, text: str = "4") -> None:
         self.delay_s, self.text = delay_s, text
@@ -64,10 +75,11 @@ class FakeEngine:
         token_ids, logprobs = [self._weights] * TOKENS_PER_RESPONSE, [-0.5] * TOKENS_PER_RESPONSE
         return GeneratedResponse(token_ids, logprobs, "stop", [span], self.text)
 
-    async def load(self, policy_version: int, weights_file: Path) -> None:
+    async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
         assert self._num_in_flight == 0, "load while generating"
         self._version = None
         self.loads.append(policy_version)
+        assert [name async for names in arrivals for name in names] == ["version"]
         await asyncio.sleep(0.01)
         if self.load_errors:
             raise self.load_errors.pop(0)
@@ -122,6 +134,8 @@ class FakeTrainer:
 
 
 class FakeSource:
+    """See `WeightsSource`."""
+
     def __init__(self, trainer: FakeTrainer, address: str) -> None:
         self._trainer, self._address = trainer, address
 
@@ -129,14 +143,25 @@ class FakeSource:
         self._trainer.check(self._address)
         return ModelDescription(self._trainer.files, self._trainer.newest)
 
-    async def pull(self, version: int, target: Path) -> PullStats:
+    async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary:
         await asyncio.sleep(0.01)
         self._trainer.check(self._address)
         if version in self._trainer.refused or version > self._trainer.newest:
             raise WeightsError(f"version {version} is not held")
-        write_weights(target, version)
-        self._trainer.pulls.append(version)
-        return PullStats(num_bytes=1, pull_s=0.01, digest=b"")
+        return Itinerary(manifest_of(version))
+
+    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> Source:
+        self._trainer.check(self._address)
+        return Source(self._address)
+
+    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncIterator[Plan | memoryview]:
+        self._trainer.check(self._address)
+        yield full_plan(manifest_of(key.policy_version), key.shard)
+        yield memoryview(weights_of(key.policy_version))
+        self._trainer.pulls.append(key.policy_version)
+
+    async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
+        self._trainer.check(self._address)
 
     async def watch(self) -> AsyncIterator[int]:
         self._trainer.num_watches += 1

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -93,6 +94,8 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         common["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHARED_SPINS)
     max_num_seqs = SHARED_MAX_NUM_SEQS if plan.is_shared else SPLIT_MAX_NUM_SEQS
     data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
+    # Other users of this machine reach the loopback interface, too.
+    wire = {"ONBEAT_WEIGHTS_API_KEY": os.environ.get("ONBEAT_WEIGHTS_API_KEY") or secrets.token_urlsafe(24)}
     broker = ServiceSpec(
         "broker",
         service_command("broker"),
@@ -107,7 +110,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         "ONBEAT_WEIGHTS_HOST": HOST,
     }
     trainer = ServiceSpec(
-        "trainer", service_command("trainer"), wave=2, env={**common, **data_dir, **trainer_env}, grace_s=20.0
+        "trainer", service_command("trainer"), wave=2, env={**common, **data_dir, **wire, **trainer_env}, grace_s=20.0
     )
     rollouts = [
         ServiceSpec(
@@ -116,6 +119,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
             wave=2,
             env={
                 **common,
+                **wire,
                 "ONBEAT_WORKER_ID": f"rollout-{index}",
                 "ONBEAT_ENGINE": options.engine,
                 "ONBEAT_CPU_CORES": format_cores(cores),

@@ -79,6 +79,10 @@ class JobKeys:
         """Hash: policy version -> time when the first rollout served it."""
         return self._key("versions")
 
+    def weights(self, version: int) -> str:
+        """Hash, numbers of a policy version as JSON: `published` by the trainer, `rollout:<worker id>`."""
+        return self._key(f"weights:{version}")
+
     def micro_batches(self, iteration: int) -> str:
         """Hash: `<trainer replica>:<index>` -> group ids of that micro-batch, comma separated; a replay follows it."""
         return self._key(f"micro_batches:{iteration}")

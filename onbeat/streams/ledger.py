@@ -28,7 +28,18 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.evaluations import Evaluations
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
-from onbeat.types import JOB_MOVES, EvaluationState, Event, IterationState, JobState, Verdict, WorkerRecord
+from onbeat.types import (
+    JOB_MOVES,
+    EvaluationState,
+    Event,
+    IterationState,
+    JobState,
+    PublishedWeights,
+    Verdict,
+    WeightsRecord,
+    WeightUpdate,
+    WorkerRecord,
+)
 
 
 class CancellableRedis(Redis):
@@ -175,9 +186,22 @@ class Ledger:
 
     # ---- iterations ----------------------------------------------------------------------------------------------
 
-    async def announce_version(self, job_id: str, epoch: str, version: int, address: str, digest: str) -> None:
-        """The weights can be pulled at `address`; the first version of a job is published by this. Raises LeaseLost."""
-        if not await self._run("announce_version", JobKeys(job_id), [], epoch, version, address, digest):
+    async def announce_version(
+        self,
+        job_id: str,
+        epoch: str,
+        version: int,
+        address: str,
+        digest: str,
+        published: PublishedWeights | None = None,
+    ) -> None:
+        """The weights can be pulled at `address`; the first version of a job is published by this. Raises LeaseLost.
+
+        `published`: the version's numbers, if they are to be known; those of its first announcement stay.
+        """
+        job = JobKeys(job_id)
+        args = (epoch, version, address, digest, "" if published is None else published.model_dump_json())
+        if not await self._run("announce_version", job, [job.weights(version)], *args):
             raise LeaseLost(f"job {job_id} has another trainer now")
 
     async def open_iteration(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
@@ -218,6 +242,18 @@ class Ledger:
         """Policy version -> Unix time when the first rollout served it."""
         times = await self.redis.hgetall(JobKeys(job_id).versions)
         return {int(version): float(time) for version, time in times.items()}
+
+    async def weights(self, job_id: str, version: int) -> WeightsRecord | None:
+        """What its trainer and its rollouts tell of a policy version; None when nobody has told anything."""
+        fields = await self.redis.hgetall(JobKeys(job_id).weights(version))
+        if not fields:
+            return None
+        published = json.loads(fields.pop(b"published", b"{}"))
+        rollouts = {
+            name.decode().removeprefix("rollout:"): WeightUpdate.model_validate_json(update)
+            for name, update in sorted(fields.items())
+        }
+        return WeightsRecord(policy_version=version, rollouts=rollouts, **published)
 
     async def published_at(self, job_id: str, version: int) -> float | None:
         """Unix time since when rollouts could have the version; None when its iteration is not committed."""
@@ -317,12 +353,11 @@ class Ledger:
         more_args = (versions, failure_text(group), group.timings.worker_busy_s, kind)
         return Verdict((await self._run("submit_group", job, more_keys, *args, *more_args)).decode())
 
-    async def engine_ready(
-        self, job_id: str, version: int, worker: str, pull_s: float, apply_s: float, num_bytes: int
-    ) -> None:
-        """Record that a rollout serves `version`."""
+    async def engine_ready(self, job_id: str, version: int, worker: str, update: WeightUpdate) -> None:
+        """Record that a rollout serves `version`, and how it came to it."""
         job = JobKeys(job_id)
-        await self._run("engine_ready", job, [job.versions], version, worker, pull_s, apply_s, num_bytes)
+        more_keys = [job.versions, job.weights(version)]
+        await self._run("engine_ready", job, more_keys, version, worker, update.model_dump_json())
 
     # ---- groups: the trainer's side ------------------------------------------------------------------------------
 

@@ -1,30 +1,30 @@
-"""Pulling policy weights: what a rollout, a relay or a tool needs to follow a job's policy.
+"""The calls of the weights service, typed. What a pull consists of is in `pull`.
 
-A pull becomes visible only when it is complete and every digest is right; anything else raises and leaves nothing.
+Every failure is a WeightsError that names the address; every wait has a deadline.
 """
 
 import asyncio
 import contextlib
-import mmap
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import grpc.aio
-from blake3 import blake3
 
 from onbeat.errors import WeightsError
-from onbeat.weights.framing import Manifest, TensorEntry, safetensors_header
+from onbeat.weights.framing import Manifest
+from onbeat.weights.payload import PayloadKey, Plan
+from onbeat.weights.security import PLAIN, WireSecurity, create_channel
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+from onbeat.weights.wire import key_message, pull_stub, read_manifest, read_message
 
 MESSAGE_DEADLINE_S = 30.0  # longest silence inside a pull
+MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
 CALL_DEADLINE_S = 60.0  # of calls that answer once
 CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 256 << 20),  # a tokenizer can be tens of MB
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # else a new client waits out the growing pauses of older ones' failed tries
+    ("grpc.max_reconnect_backoff_ms", 3_000),  # by default 2 minutes
 ]
 
 
@@ -37,68 +37,105 @@ class ModelDescription:
 
 
 @dataclass(frozen=True)
-class PullStats:
-    num_bytes: int  # received
-    pull_s: float
-    digest: bytes  # of the whole version
+class Step:
+    """A delta on the way from a base to a version."""
+
+    policy_version: int
+    base_version: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """A version, and the deltas that lead there from the base that was asked about; none: pull it in full."""
+
+    manifest: Manifest
+    steps: tuple[Step, ...] = ()
+    age_s: float = 0.0  # since the version's optimizer step began
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who pulls, and where others can pull from it. Empty means: serves nobody, unknown, not to be read by path."""
+
+    worker_id: str
+    address: str = ""
+    host_id: str = ""
+    zone: str = ""
+    shared_path: str = ""  # a safetensors file; readable where `shared_space` is the same
+    shared_space: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where to pull from. `shared_path` not empty: a file on this machine that holds the whole version."""
+
+    address: str
+    shared_path: str = ""
 
 
 class WeightsClient:
     """One job's weights at one address (`host:port`)."""
 
-    def __init__(self, address: str, job_id: str) -> None:
+    def __init__(self, address: str, job_id: str, security: WireSecurity = PLAIN) -> None:
         self.address = address
         self.job_id = job_id
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = create_channel(address, security, CHANNEL_OPTIONS)
         self._stub = weights_pb2_grpc.WeightsServiceStub(self._channel)
+        self._pull = pull_stub(self._channel)
 
     async def describe(self) -> ModelDescription:
-        """Raises WeightsError when the server does not answer in time."""
         request = weights_pb2.DescribeRequest(job_id=self.job_id)
         with self._as_weights_error("describe the model"):
             answer = await self._stub.Describe(request, timeout=CALL_DEADLINE_S)
         return ModelDescription({file.name: file.content for file in answer.files}, answer.policy_version)
 
-    async def manifest(self, version: int) -> Manifest:
+    async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary:
         """Raises WeightsError when the version is not held or the manifest contradicts its own digest."""
-        request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version)
+        request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version, base_version=base_version)
         with self._as_weights_error(f"get the manifest of version {version}"):
             answer = await self._stub.GetManifest(request, timeout=CALL_DEADLINE_S)
-        tensors = tuple(
-            TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest)
-            for tensor in answer.tensors
+            manifest = read_manifest(answer)
+        if manifest.policy_version != version:
+            raise WeightsError(f"{self.address} sent the manifest of version {manifest.policy_version}, not {version}")
+        steps = tuple(Step(step.policy_version, step.base_version, step.size_bytes) for step in answer.steps)
+        return Itinerary(manifest, steps, answer.age_s)
+
+    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> Source:
+        """Whom to pull from; `failed` are addresses that did not deliver."""
+        request = weights_pb2.LocateRequest(
+            job_id=self.job_id,
+            key=key_message(key),
+            puller=weights_pb2.Peer(**vars(puller)),
+            failed_addresses=failed,
         )
-        manifest = Manifest(version, tensors)
-        if answer.policy_version != version or manifest.digest != answer.digest:
-            raise WeightsError(f"{self.address} sent a manifest of version {version} that contradicts its digest")
-        return manifest
+        with self._as_weights_error(f"locate {key}"):
+            answer = await self._stub.Locate(request, timeout=CALL_DEADLINE_S)
+        return Source(answer.address, answer.shared_path)
 
-    async def pull(self, version: int, target: Path) -> PullStats:
-        """Write the version to `target` as safetensors, verified and atomically. Raises WeightsError."""
-        started = time.monotonic()
-        manifest = await self.manifest(version)
-        partial = target.with_name(target.name + ".partial")
+    async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
+        """`is_complete`: this shard of the version is held here now, in full."""
+        request = weights_pb2.FinishRequest(
+            job_id=self.job_id, key=key_message(key), worker_id=worker_id, is_complete=is_complete
+        )
+        with self._as_weights_error(f"finish {key}"):
+            await self._stub.Finish(request, timeout=CALL_DEADLINE_S)
+
+    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncIterator[Plan | memoryview]:
+        """The plan, then the payload's bytes from the offset on. Raises WeightsError, also after a long silence."""
+        request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key), offset_bytes=offset_bytes)
+        call = self._pull(request)
         try:
-            await self._receive(manifest, partial)
-            partial.rename(target)
+            with self._as_weights_error(f"pull {key}"):
+                messages = aiter(call)
+                while True:
+                    async with asyncio.timeout(MESSAGE_DEADLINE_S):
+                        message = await anext(messages, None)
+                    if message is None:
+                        return
+                    yield read_message(key, message)
         finally:
-            partial.unlink(missing_ok=True)
-        return PullStats(manifest.size_bytes, time.monotonic() - started, manifest.digest)
-
-    async def _receive(self, manifest: Manifest, path: Path) -> None:
-        request = weights_pb2.PullRequest(job_id=self.job_id, policy_version=manifest.policy_version)
-        with (
-            TensorFile(manifest, path) as file,
-            self._as_weights_error(f"pull version {manifest.policy_version}"),
-        ):
-            stream = aiter(self._stub.Pull(request))
-            while True:
-                async with asyncio.timeout(MESSAGE_DEADLINE_S):
-                    message = await anext(stream, None)
-                if message is None:
-                    break
-                file.write(message)
-            file.check_complete()
+            call.cancel()
 
     async def watch(self) -> AsyncIterator[int]:
         """The current version, then each newer one. Raises WeightsError when the server is gone."""
@@ -119,61 +156,9 @@ class WeightsClient:
             ) from error
         except TimeoutError as error:
             raise WeightsError(f"could not {doing} at {self.address}: silent for {MESSAGE_DEADLINE_S:.0f} s") from error
-
-
-class TensorFile:
-    """A safetensors file being written chunk by chunk; hashes what it writes, refuses what does not fit."""
-
-    def __init__(self, manifest: Manifest, path: Path) -> None:
-        self._manifest = manifest
-        self._path = path
-        header = safetensors_header(manifest)
-        self._starts = []
-        offset = len(header)
-        for tensor in manifest.tensors:
-            self._starts.append(offset)
-            offset += tensor.size_bytes
-        with path.open("wb") as file:
-            file.write(header)
-            file.truncate(offset)
-        self._file = path.open("r+b")
-        self._map = mmap.mmap(self._file.fileno(), 0)
-        self._next_tensor = 0
-        self._received = 0  # bytes of the tensor that is being received
-        self._hash = blake3()
-
-    def __enter__(self) -> "TensorFile":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._map.close()
-        self._file.close()
-
-    def write(self, message: weights_pb2.PullResponse) -> None:
-        """Place one chunk. Chunks come in manifest order; anything else raises WeightsError."""
-        index, size = message.tensor_index, len(message.data)
-        if index != self._next_tensor or index >= len(self._manifest.tensors):
-            raise WeightsError(f"version {self._manifest.policy_version}: tensor {index} came out of order")
-        tensor = self._manifest.tensors[index]
-        if message.encoding != weights_pb2.ENCODING_RAW:
-            raise WeightsError(f"{tensor.name}: encoding {message.encoding} is not known here; upgrade this side")
-        if message.offset_bytes != self._received or self._received + size > tensor.size_bytes:
-            raise WeightsError(f"{tensor.name}: a chunk does not fit at byte {message.offset_bytes}")
-        start = self._starts[index] + self._received
-        self._map[start : start + size] = message.data
-        self._hash.update(message.data)
-        self._received += size
-        if message.is_last:
-            self._finish(tensor)
-
-    def _finish(self, tensor: TensorEntry) -> None:
-        if self._received != tensor.size_bytes or self._hash.digest() != tensor.digest:
-            raise WeightsError(f"{tensor.name}: the received bytes do not match the digest; nothing was applied")
-        self._next_tensor += 1
-        self._received = 0
-        self._hash = blake3()
-
-    def check_complete(self) -> None:
-        if self._next_tensor != len(self._manifest.tensors):
-            num = f"{self._next_tensor} of {len(self._manifest.tensors)}"
-            raise WeightsError(f"version {self._manifest.policy_version}: the stream ended after {num} tensors")
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC says so too when the channel is closed; a task that ended with it would pass for a cancelled one.
+            raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error

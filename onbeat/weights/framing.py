@@ -1,15 +1,19 @@
-"""Tensors as bytes: the manifest of a version, its digests, and the safetensors file that a pull writes.
+"""Tensors as bytes: the manifest of a version, its digests, and the safetensors layout that a host keeps it in.
 
 Digests are BLAKE3: fast enough to be always on, strong enough for an audit.
 """
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from blake3 import blake3
 
 CHUNK_BYTES = 1 << 20  # about 1 MiB a message is the sweet spot of gRPC from Python
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,23 @@ class TensorEntry:
 class Manifest:
     policy_version: int
     tensors: tuple[TensorEntry, ...]
+    shard_starts: tuple[int, ...] = ()  # first tensor of each shard but the first
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.size_bytes for tensor in self.tensors)
+        return self.starts[-1]
 
-    @property
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each tensor begins when they lie back to back; at last where they end."""
+        return tuple(accumulate((tensor.size_bytes for tensor in self.tensors), initial=0))
+
+    @cached_property
+    def shards(self) -> tuple[range, ...]:
+        """The tensors of each shard."""
+        return tuple(range(first, end) for first, end in pairwise((0, *self.shard_starts, len(self.tensors))))
+
+    @cached_property
     def digest(self) -> bytes:
         """BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are."""
         whole = blake3()
@@ -41,15 +56,17 @@ class Manifest:
             whole.update(tensor.digest)
         return whole.digest()
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What stays the same from version to version of a model."""
+        return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors), self.shard_starts
+
 
 def safetensors_header(manifest: Manifest) -> bytes:
     """The header of a safetensors file that holds the manifest's tensors back to back, padded to 8 bytes."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "policy_version": str(manifest.policy_version)}}
-    offset = 0
-    for tensor in manifest.tensors:
-        end = offset + tensor.size_bytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor, (start, end) in zip(manifest.tensors, pairwise(manifest.starts), strict=True):
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from onbeat.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
+from onbeat.types import JobState, WeightsRecord
 
 OUTCOMES = {
     "accepted": "num_accepted",
@@ -19,6 +19,33 @@ OUTCOMES = {
     "duplicate": "num_duplicate",
 }
 LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+
+
+class WeightGauges:
+    """Of the newest policy version of each job that a rollout has served."""
+
+    def __init__(self) -> None:
+        self._open_s = GaugeMetricFamily(
+            "onbeat_weight_open_seconds",
+            "From the optimizer step's begin to the engine open on its version, at the slowest rollout.",
+            labels=["job_id"],
+        )
+        self._full_bytes = GaugeMetricFamily("onbeat_weight_full_bytes", "Size of the version.", labels=["job_id"])
+        self._received_bytes = GaugeMetricFamily(
+            "onbeat_weight_received_bytes", "What its rollouts received, together.", labels=["job_id"]
+        )
+        self.families: list[Metric] = [self._open_s, self._full_bytes, self._received_bytes]
+
+    def add(self, job_id: str, record: WeightsRecord | None) -> None:
+        if record is None:
+            return
+        updates = record.rollouts.values()
+        open_s = [update.open_s for update in updates if update.open_s is not None]
+        if open_s:
+            self._open_s.add_metric([job_id], max(open_s))
+        if record.full_bytes is not None:
+            self._full_bytes.add_metric([job_id], record.full_bytes)
+        self._received_bytes.add_metric([job_id], sum(update.received_bytes for update in updates))
 
 
 @dataclass
@@ -65,6 +92,7 @@ class Meters:
         iterations = CounterMetricFamily("onbeat_iterations_committed", "Committed iterations.", labels=["job_id"])
         versions = GaugeMetricFamily("onbeat_policy_version", "Newest published policy version.", labels=["job_id"])
         groups = CounterMetricFamily("onbeat_groups", "Submitted groups by outcome.", labels=["job_id", "outcome"])
+        weights = WeightGauges()
         for job_id in await ledger.job_ids():
             totals = self._totals.setdefault(job_id, JobTotals())
             if totals.state.is_final:
@@ -78,13 +106,14 @@ class Meters:
             next_iteration = int(fields["next_iteration"])
             iterations.add_metric([job_id], next_iteration)
             versions.add_metric([job_id], float(fields.get("policy_version", "-1")))
+            weights.add(job_id, await newest_served(ledger, job_id, int(fields.get("policy_version", "-1"))))
             num_opened = int(fields["num_opened"])
             for outcome, count in (await self._count_groups(ledger, job_id, next_iteration, num_opened)).items():
                 groups.add_metric([job_id, outcome], count)
         states = Counter(totals.state for totals in self._totals.values())
         for state in JobState:
             jobs.add_metric([state.value], states[state])
-        return [jobs, iterations, versions, groups]
+        return [jobs, iterations, versions, groups, *weights.families]
 
     async def _count_groups(self, ledger: Ledger, job_id: str, next_iteration: int, num_opened: int) -> Counter[str]:
         totals = self._totals[job_id]
@@ -104,3 +133,12 @@ async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[
     counts = Counter({outcome: int(fields.get(name, "0")) for outcome, name in OUTCOMES.items()})
     counts["accepted"] -= counts["failed"]
     return counts
+
+
+async def newest_served(ledger: Ledger, job_id: str, version: int) -> WeightsRecord | None:
+    """The published version, or the one before it as long as no rollout serves this one."""
+    for candidate in (version, version - 1):
+        record = await ledger.weights(job_id, candidate)
+        if record is not None and record.rollouts:
+            return record
+    return None

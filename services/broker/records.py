@@ -10,7 +10,7 @@ from typing import Any
 
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Sample
+from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Sample, WeightsRecord
 
 Fields = dict[str, str]
 
@@ -118,6 +118,18 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
             previous_commit_at=float(previous),
         )
         records.append(iteration_record(sources))
+    return records
+
+
+async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> list[WeightsRecord]:
+    """Published versions above `after`, in order. Raises JobNotFound."""
+    newest = int((await ledger.job_fields(job_id)).get("policy_version", "-1"))
+    records: list[WeightsRecord] = []
+    for version in range(after + 1, newest + 1):
+        if len(records) == limit:
+            break
+        if (record := await ledger.weights(job_id, version)) is not None:
+            records.append(record)
     return records
 
 

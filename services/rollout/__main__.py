@@ -48,7 +48,8 @@ async def supervise(settings: Settings) -> int:
             cpu_cores=settings.cpu_cores or None,
         )
 
-    worker = Worker(settings, ledger, engine_of, WeightsClient)
+    security = settings.wire_security()
+    worker = Worker(settings, ledger, engine_of, lambda address, job_id: WeightsClient(address, job_id, security))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)
     try:

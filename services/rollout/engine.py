@@ -3,6 +3,7 @@
 An engine holds exactly one policy version at a time and refuses requests that are pinned to another one.
 """
 
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -61,10 +62,16 @@ class Engine(Protocol):
         Any other error is taken for a defect of the engine.
         """
 
-    async def load(self, policy_version: int, weights_file: Path) -> None:
-        """Replace all weights by those of a verified safetensors file (HF names); caches of older weights are dropped.
+    async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
+        """Move to `policy_version`; caches of older weights are dropped.
 
-        On failure the engine serves no version until a later load succeeds.
+        weights_file: safetensors (HF names) with a complete header, whose tensors may still change under the engine.
+        arrivals: names of tensors whose bytes are final and verified. Each is read from the file once it is named, and
+            until `load` returns; one that is never named is the same as in the version served before. Over the whole
+            load, not in each batch, names come in whole modules (`whole_modules`), each once.
+
+        Raises BadWeightFile if the file is of another model; what `arrivals` raises; ValueError if tensors did not
+        arrive that had to. After any error the engine serves no version until a later load names every tensor.
         """
 
     def version(self) -> int | None:

@@ -1,7 +1,7 @@
 """The gate in front of the engine: a group generates only while the engine serves the version it is pinned to.
 
     group pinned to the served version   -> enters at once
-    group pinned to another version      -> holds the entrance: pull it, wait until nothing is in flight, load, enter
+    group pinned to another version      -> holds the entrance: wait until nothing is in flight, load while it is pulled
     everybody behind it                  -> waits in line; whoever wants the same version finds it loaded
 
 The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
@@ -15,22 +15,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from onbeat.errors import WeightsError
+from onbeat.weights.framing import Manifest
+from onbeat.weights.pull import Pull
 from services.rollout.engine import Engine
 from services.rollout.engines import EngineBroken
-from services.rollout.puller import PulledWeights, WeightsPuller
+from services.rollout.puller import VersionGone, WeightsPuller
+from services.rollout.weight_file import whole_modules
 
 logger = logging.getLogger(__name__)
 
-MAX_LOADS = 2  # tries of one version, each with a fresh copy
+MAX_LOADS = 2  # tries of one version
 CLOSE_DEADLINE_S = 10.0
 
-# Called after each load with the weights and the seconds that the load took.
-LoadedCallback = Callable[[PulledWeights, float], Awaitable[None]]
+# Called after each load with the pull and the seconds that the load took.
+LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 
 
 class VersionGate:
-    def __init__(self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback) -> None:
+    def __init__(self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback, held: Manifest) -> None:
+        """`held`: what the engine was started on."""
         self._engine = engine
+        self._held = held
         self._puller = puller
         self._on_loaded = on_loaded
         self._entrance = asyncio.Lock()  # first in, first out
@@ -45,9 +50,7 @@ class VersionGate:
     async def pinned(self, version: int) -> AsyncIterator[None]:
         """Inside, the engine serves `version`. Raises WeightsError (it cannot be had; VersionGone: not for
         a long time) or EngineBroken."""
-        arrived_at = time.monotonic()
-        with self._puller.needing(version):
-            await self._enter(version, arrived_at)
+        await self._enter(version, time.monotonic())
         try:
             yield
         finally:
@@ -83,29 +86,46 @@ class VersionGate:
             return
         self.is_updating = True
         try:
-            await self._puller.fetch(version)
+            pull = await self._puller.obtain(version)
+            await pull.known()
             await self._is_empty.wait()
-            self._load = asyncio.create_task(self._replace(version), name=f"load version {version}")
+            self._load = asyncio.create_task(self._replace(pull), name=f"load version {version}")
             await asyncio.shield(self._load)
         except WeightsError as error:
-            self._failure = (version, time.monotonic(), error)
-            raise
+            gone = VersionGone(str(error)) if self._puller.is_announced(version + 1) else error
+            self._failure = (version, time.monotonic(), gone)
+            raise gone from error
         finally:
             self.is_updating = False
 
-    async def _replace(self, version: int) -> None:
+    async def _replace(self, pull: Pull) -> None:
+        """Raises WeightsError, and the engine serves nothing, when the version does not arrive."""
+        host, manifest = self._puller.mover.host, await pull.known()
+        assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
-            weights = await self._puller.fetch(version)
             started = time.monotonic()
-            load = asyncio.create_task(self._engine.load(version, weights.path))
+            names = self._names_to_load(manifest)
+            load = asyncio.create_task(self._engine.load(pull.version, host.path, pull.arrivals(names)))
             await asyncio.wait({load})
             error = load.exception()
-            self._puller.discard(version)
             if error is None:
-                await self._on_loaded(weights, time.monotonic() - started)
+                self._held = manifest
+                await pull.complete()
+                await self._on_loaded(pull, time.monotonic() - started)
+                self._puller.loaded(pull.version)
                 return
-            logger.error("policy version %d was not loaded: %s: %s", version, type(error).__name__, error)
-        raise EngineBroken(f"policy version {version} could not be loaded: {error}") from error
+            if isinstance(error, WeightsError):
+                raise error
+            logger.error("policy version %d was not loaded: %s: %s", pull.version, type(error).__name__, error)
+        raise EngineBroken(f"policy version {pull.version} could not be loaded: {error}") from error
+
+    def _names_to_load(self, manifest: Manifest) -> set[str]:
+        """What differs from what the engine serves; everything if it serves nothing."""
+        names = [tensor.name for tensor in manifest.tensors]
+        if self._engine.version() is None:
+            return set(names)
+        held = {tensor.name: tensor.digest for tensor in self._held.tensors}
+        return whole_modules((tensor.name for tensor in manifest.tensors if held[tensor.name] != tensor.digest), names)
 
     async def close(self) -> None:
         """Let a running load come to its end, so that the engine can be stopped."""

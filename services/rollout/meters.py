@@ -7,6 +7,10 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from onbeat.types import WeightUpdate
+
+WEIGHT_BUCKETS_S = (0.03, 0.1, 0.3, 1, 3, 10, 60)
+
 GROUPS = Counter("onbeat_rollout_groups", "Groups by what became of them", ["outcome"])
 RESPONSE_TOKENS = Counter("onbeat_rollout_response_tokens", "Tokens of finished responses")
 RELEASED = Counter("onbeat_rollout_released_groups", "Leases handed back after an error")
@@ -14,12 +18,33 @@ IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet
 POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
 GENERATE_S = Histogram("onbeat_rollout_generate_seconds", "Generating one group", buckets=(0.1, 0.5, 1, 5, 10, 60, 300))
 SCORE_S = Histogram("onbeat_rollout_score_seconds", "Scoring one group", buckets=(0.01, 0.1, 0.5, 1, 5, 10, 60))
-WEIGHT_PULL_S = Histogram("onbeat_rollout_weight_pull_seconds", "Pulling a version", buckets=(0.1, 0.5, 1, 5, 10, 60))
-WEIGHT_LOAD_S = Histogram("onbeat_rollout_weight_load_seconds", "Loading a version", buckets=(0.1, 0.5, 1, 5, 10, 60))
-WEIGHT_BYTES = Counter("onbeat_rollout_weight_bytes", "Bytes of pulled weights")
+WEIGHT_PULL_S = Histogram("onbeat_rollout_weight_pull_seconds", "Pulling a version", buckets=WEIGHT_BUCKETS_S)
+WEIGHT_APPLY_S = Histogram(
+    "onbeat_rollout_weight_apply_seconds", "Decoding and verifying a version", buckets=WEIGHT_BUCKETS_S
+)
+WEIGHT_LOAD_S = Histogram("onbeat_rollout_weight_load_seconds", "Loading a version", buckets=WEIGHT_BUCKETS_S)
+WEIGHT_OPEN_S = Histogram(
+    "onbeat_rollout_weight_open_seconds", "From the optimizer step's begin to the engine open", buckets=WEIGHT_BUCKETS_S
+)
+WEIGHT_RECEIVED_BYTES = Counter("onbeat_rollout_weight_received_bytes", "Bytes that came for versions that are served")
+WEIGHT_FULL_BYTES = Counter("onbeat_rollout_weight_full_bytes", "Sizes of these versions")
+WEIGHT_FAULTS = Counter("onbeat_rollout_weight_faults", "What went wrong in pulls of these versions and was cured")
 
 RATE_WINDOW_S = 10.0
 MAX_ITERATIONS = 16  # newest ones whose busy time is kept
+
+
+def record_update(version: int, full_bytes: int, update: WeightUpdate) -> None:
+    """This rollout serves the version now."""
+    POLICY_VERSION.set(version)
+    WEIGHT_PULL_S.observe(update.pull_s)
+    WEIGHT_APPLY_S.observe(update.apply_s)
+    WEIGHT_LOAD_S.observe(update.load_s)
+    if update.open_s is not None:
+        WEIGHT_OPEN_S.observe(update.open_s)
+    WEIGHT_RECEIVED_BYTES.inc(update.received_bytes)
+    WEIGHT_FULL_BYTES.inc(full_bytes)
+    WEIGHT_FAULTS.inc(update.num_faults)
 
 
 class BusyMeter:

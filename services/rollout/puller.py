@@ -1,24 +1,19 @@
-"""Follows a job's weights: hears of new versions, pulls them at once to local disk, survives a trainer that moves.
+"""Follows a job's weights: hears of new versions and pulls them at once, survives a trainer that moves.
 
-The trainer's address is in the job; it is read again before every try, because a restarted trainer has another one.
+There is one copy of the weights here, so there is one pull at a time, and the copy stays at a version until the engine
+has read it. The trainer's address is in the job; it is read again before every try: a restarted trainer has another.
 """
 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import ModelDescription, PullStats
+from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES = 2  # the newest versions; besides them those that somebody waits for
 FIRST_ANSWER_S = 10.0  # a server that accepts a watch answers at once with its current version
 ADDRESS_CHECK_S = 2.0
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
@@ -29,81 +24,38 @@ class VersionGone(WeightsError):
     """The server that is followed has told of a newer version, and cannot give this one: it may never again."""
 
 
-class WeightsSource(Protocol):
-    """The part of WeightsClient that a rollout needs."""
-
-    async def describe(self) -> ModelDescription: ...
-
-    async def pull(self, version: int, target: Path) -> PullStats: ...
-
-    def watch(self) -> AsyncIterator[int]: ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class PulledWeights:
-    policy_version: int
-    path: Path  # a complete, verified safetensors file
-    num_bytes: int
-    pull_s: float
-
-
 class WeightsPuller:
     """`find_address` reads the job; what it raises (the job is gone, Redis is down) ends `follow`."""
 
     def __init__(
         self,
+        mover: WeightsMover,
         connect: Callable[[str], WeightsSource],
         find_address: Callable[[], Awaitable[str]],
-        staging_dir: Path,
     ) -> None:
-        self._connect = connect
-        self._find_address = find_address
-        self._staging_dir = staging_dir
-        self._pulls: dict[int, asyncio.Task[PulledWeights]] = {}  # running or finished
-        self._newest = -1  # that was ever staged
-        self._needed: Counter[int] = Counter()  # how many wait for a version: not to be dropped under their hands
+        self.mover = mover
+        self._connect, self._find_address = connect, find_address
+        self._current: Pull | None = None  # what the copy holds, or moves to
+        self._loaded: int | None = None  # the version that the engine has read
         self._is_following: bool | None = None
         self._announced: int | None = None
-        self._staged = asyncio.Event()
+        self._news = asyncio.Event()
 
-    async def describe(self) -> ModelDescription:
-        """The model without weights. One try; raises WeightsError."""
-        source = self._connect(await self._find_address())
-        try:
-            return await source.describe()
-        finally:
-            await source.close()
-
-    @contextmanager
-    def needing(self, version: int) -> Iterator[None]:
-        """Inside, the file of this version is not dropped for newer ones."""
-        self._needed[version] += 1
-        try:
-            yield
-        finally:
-            self._needed[version] -= 1
-
-    async def fetch(self, version: int, deadline_s: float = PULL_DEADLINE_S) -> PulledWeights:
-        """The version on local disk, pulled before or now. Raises VersionGone, or WeightsError after tries for
-        `deadline_s`."""
-        deadline = time.monotonic() + deadline_s
-        delay_s = FIRST_RETRY_S
+    async def obtain(self, version: int, deadline_s: float = PULL_DEADLINE_S) -> Pull:
+        """The pull of this version, running or done: this one's or a new one, when the running one is over."""
         while True:
-            try:
-                with self.needing(version):
-                    return await asyncio.shield(self._start_pull(version))
-            except WeightsError as error:
-                if self.is_announced(version + 1):
-                    raise VersionGone(str(error)) from error
-                if time.monotonic() + delay_s > deadline:
-                    raise
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, MAX_RETRY_S)
+            current = self._current
+            if current is not None and current.version == version and current.error is None:
+                current.deadline = max(current.deadline, time.monotonic() + deadline_s)
+                return current
+            if current is None or current.is_over:
+                return self._start(version, deadline_s)
+            await current.over()
 
-    def newest_staged(self) -> int | None:
-        return max((version for version, pull in self._pulls.items() if is_staged(pull)), default=None)
+    def loaded(self, version: int) -> None:
+        """The engine has read the copy: it may move on."""
+        self._loaded = version
+        self._prefetch()
 
     def is_announced(self, version: int) -> bool:
         """Whether the weights server that is followed now has told of this version or a later one.
@@ -112,20 +64,14 @@ class WeightsPuller:
         """
         return self._announced is not None and self._announced >= version
 
-    async def wait_for_staged(self) -> None:
-        """Return when another version has been staged since the last call."""
-        await self._staged.wait()
-        self._staged.clear()
-
-    def discard(self, version: int) -> None:
-        """Drop the file of a version that is loaded or useless."""
-        pull = self._pulls.get(version)
-        if pull is not None and pull.done():
-            del self._pulls[version]
-            self._path(version).unlink(missing_ok=True)
+    async def wait_for_news(self) -> int | None:
+        """The newest version that was told of, when it is another one than at the last call."""
+        await self._news.wait()
+        self._news.clear()
+        return self._announced
 
     async def follow(self) -> None:
-        """Watch for versions and stage each newer one, for ever; every change of the link is one line in the log."""
+        """Watch for versions and pull each newer one, for ever; every change of the link is one line in the log."""
         delay_s = FIRST_RETRY_S
         while True:
             address = await self._find_address()
@@ -143,10 +89,9 @@ class WeightsPuller:
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
     async def close(self) -> None:
-        pulls = list(self._pulls.values())
-        for pull in pulls:
-            pull.cancel()
-        await asyncio.gather(*pulls, return_exceptions=True)
+        if self._current is not None:
+            await self._current.cancel()
+        await self.mover.close()
 
     async def _watch(self, address: str) -> None:
         """Until the server is silent at first or gone (WeightsError), or the job names another address."""
@@ -179,40 +124,17 @@ class WeightsPuller:
             logger.info("following the weights at %s, now at policy version %d", address, version)
         self._is_following = True
         self._announced = version
-        if version > self._newest:
-            self._start_pull(version)
+        self._news.set()
+        self._prefetch()
 
-    def _start_pull(self, version: int) -> asyncio.Task[PulledWeights]:
-        """The one pull of this version, running or done."""
-        if version not in self._pulls:
-            self._pulls[version] = asyncio.create_task(self._pull(version), name=f"pull version {version}")
-            self._pulls[version].add_done_callback(lambda pull: self._finish_pull(version, pull))
-        return self._pulls[version]
+    def _prefetch(self) -> None:
+        """Pull what was told of before anybody asks for it, unless the copy is still wanted as it is."""
+        current, announced = self._current, self._announced
+        is_newer = announced is not None and (self._loaded is None or announced > self._loaded)
+        is_wanted = current is not None and current.error is None and current.version != self._loaded
+        if announced is not None and is_newer and not is_wanted and (current is None or current.is_over):
+            self._start(announced, deadline_s=0.0)  # one try, unless somebody asks for it
 
-    async def _pull(self, version: int) -> PulledWeights:
-        source = self._connect(await self._find_address())
-        try:
-            path = self._path(version)
-            stats = await source.pull(version, path)
-            return PulledWeights(version, path, stats.num_bytes, stats.pull_s)
-        finally:
-            await source.close()
-
-    def _finish_pull(self, version: int, pull: asyncio.Task[PulledWeights]) -> None:
-        if is_staged(pull):
-            self._newest = max(self._newest, version)
-            self._staged.set()
-            for old in sorted(self._pulls)[:-MAX_FILES]:
-                if not self._needed[old]:
-                    self.discard(old)
-            return
-        del self._pulls[version]  # the next announcement tries again
-        if not pull.cancelled():
-            logger.warning("policy version %d was not pulled: %s", version, pull.exception())
-
-    def _path(self, version: int) -> Path:
-        return self._staging_dir / f"policy-{version}.safetensors"
-
-
-def is_staged(pull: asyncio.Task[PulledWeights]) -> bool:
-    return pull.done() and not pull.cancelled() and pull.exception() is None
+    def _start(self, version: int, deadline_s: float) -> Pull:
+        self._current = self.mover.start(version, deadline_s, lambda: self.is_announced(version + 1))
+        return self._current

@@ -12,15 +12,18 @@ from typing import Any, TypeVar
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
-from onbeat.weights.client import ModelDescription
+from onbeat.types import JobState, WeightUpdate
+from onbeat.weights.client import ModelDescription, Peer
+from onbeat.weights.host import host_id, shared_space
+from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
+from onbeat.weights.server import PayloadServer
 from services.rollout import meters
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine
 from services.rollout.gate import VersionGate
 from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
-from services.rollout.puller import PulledWeights, WeightsPuller, WeightsSource
+from services.rollout.puller import WeightsPuller
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.settings import Settings
 
@@ -61,8 +64,7 @@ class Session:
         """Until the job is over or `stop` is called. Raises EngineBroken and what Redis or the engine's start raise."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
-            puller = WeightsPuller(self._connect, self._find_address, staging_dir)
-            cleanup.push_async_callback(puller.close)
+            puller = await self._create_puller(cleanup, staging_dir)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self._follow_job())]
                 loop = await self._unless_ending(self._attach(cleanup, staging_dir, puller))
@@ -104,19 +106,34 @@ class Session:
     def tokens_per_s(self) -> float | None:
         return self._producer.token_rate.per_second() if self._producer is not None else None
 
+    async def _create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
+        """And the server that passes on what it pulls."""
+        settings, security = self._settings, self._settings.wire_security()
+        peer = Peer(
+            settings.worker_id, "", host_id(), settings.zone, "", shared_space() if settings.weights_relay else ""
+        )
+        mover = WeightsMover(self._connect, self._find_address, peer, staging_dir)
+        puller = WeightsPuller(mover, self._connect, self._find_address)
+        cleanup.push_async_callback(puller.close)
+        if settings.weights_relay and security.can_serve:
+            server = PayloadServer(self.job_id, mover, security)
+            port = await server.start(settings.weights_host, settings.weights_port)
+            cleanup.push_async_callback(server.stop)
+            mover.address = f"{settings.weights_advertise or settings.weights_host}:{port}"
+        return puller
+
     # ---- attach --------------------------------------------------------------------------------------------------
 
     async def _attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> ClaimLoop:
         """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order."""
-        description, weights = await self._fetch_model(puller)
+        description, pull = await self._fetch_model(puller)
         model_dir = staging_dir / "model"
         write_model_files(model_dir, description.files)
         encoder = await asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
         engine = self._create_engine(self._config)
         cleanup.push_async_callback(engine.stop)
-        await self._start_engine(engine, model_dir, weights)
-        puller.discard(weights.policy_version)
-        gate = VersionGate(engine, puller, self._record_ready)
+        await self._start_engine(engine, model_dir, pull, puller)
+        gate = VersionGate(engine, puller, self._record_ready, await pull.known())
         cleanup.push_async_callback(gate.close)
         rewards = RewardPool(self._settings.reward_processes)
         cleanup.push_async_callback(rewards.close)
@@ -128,34 +145,54 @@ class Session:
         self._engine, self._gate, self._producer, self._loop = engine, gate, producer, loop
         return loop
 
-    async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, PulledWeights]:
+    async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer as long as the job is active: whoever calls this gives up when it is not."""
         last_reason = ""
         while True:
             try:
-                description = await puller.describe()
-                return description, await puller.fetch(description.policy_version, deadline_s=0)
+                description = await puller.mover.describe()
+                pull = await puller.obtain(description.policy_version, deadline_s=0)
+                await pull.complete()
+                return description, pull
             except WeightsError as error:
                 if str(error) != last_reason:
                     logger.warning("job %s: waiting for its trainer: %s", self.job_id, error)
                 last_reason = str(error)
             await asyncio.sleep(ATTACH_RETRY_S)
 
-    async def _start_engine(self, engine: Engine, model_dir: Path, weights: PulledWeights) -> None:
-        weights_file = weights.path.rename(model_dir / "model.safetensors")
+    async def _start_engine(self, engine: Engine, model_dir: Path, pull: Pull, puller: WeightsPuller) -> None:
+        assert puller.mover.host is not None
+        (model_dir / "model.safetensors").symlink_to(puller.mover.host.path)
         started = time.monotonic()
-        await engine.start(model_dir, weights.policy_version)
-        weights_file.unlink()
-        await self._record_ready(weights, time.monotonic() - started)
+        await engine.start(model_dir, pull.version)
+        await self._record_ready(pull, time.monotonic() - started)
+        puller.loaded(pull.version)
 
-    async def _record_ready(self, weights: PulledWeights, load_s: float) -> None:
-        version, worker = weights.policy_version, self._settings.worker_id
-        meters.POLICY_VERSION.set(version)
-        meters.WEIGHT_PULL_S.observe(weights.pull_s)
-        meters.WEIGHT_LOAD_S.observe(load_s)
-        meters.WEIGHT_BYTES.inc(weights.num_bytes)
-        await self._ledger.engine_ready(self.job_id, version, worker, weights.pull_s, load_s, weights.num_bytes)
-        logger.info("serving policy version %d: pulled in %.2f s, loaded in %.2f s", version, weights.pull_s, load_s)
+    async def _record_ready(self, pull: Pull, load_s: float) -> None:
+        stats, version, worker = pull.stats, pull.version, self._settings.worker_id
+        is_joining = self._engine is None  # there was no engine that the step could have closed
+        update = WeightUpdate(
+            received_bytes=stats.received_bytes,
+            sources=list(dict.fromkeys(stats.sources)),
+            pull_s=stats.pull_s,
+            apply_s=stats.apply_s,
+            load_s=load_s,
+            open_s=None if is_joining else time.monotonic() - pull.stepped_at,
+            num_faults=len(stats.faults),
+        )
+        meters.record_update(version, stats.full_bytes, update)
+        await self._ledger.engine_ready(self.job_id, version, worker, update)
+        for fault in stats.faults:
+            await self._ledger.emit(self.job_id, "weights.fault", f"{worker}, policy version {version}: {fault}")
+        logger.info(
+            "serving policy version %d: pulled %.1f of %.1f MB in %.2f s from %s, loaded in %.2f s",
+            version,
+            stats.received_bytes / 1e6,
+            stats.full_bytes / 1e6,
+            stats.pull_s,
+            ", ".join(update.sources) or "nowhere",
+            load_s,
+        )
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
@@ -191,10 +228,12 @@ class Session:
         assert self._gate is not None
         assert self._loop is not None
         while True:
-            await puller.wait_for_staged()
-            version = puller.newest_staged()
+            version = await puller.wait_for_news()
             if version is not None and not len(self._loop.flights):
-                await self._gate.advance(version)
+                try:
+                    await self._gate.advance(version)
+                except WeightsError as error:
+                    logger.warning("policy version %d is not loaded before it is asked for: %s", version, error)
 
     async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of the work, or None if the end came first: the work is cancelled then."""

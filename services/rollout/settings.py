@@ -9,12 +9,14 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.weights.security import WireSettings
+
 
 def new_worker_id() -> str:
     return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-class Settings(BaseSettings):
+class Settings(WireSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
     redis_url: str = Field("redis://127.0.0.1:6379", description="the Redis of broker, trainers and rollouts")
@@ -26,7 +28,14 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for the engine's cache on a CPU")
     lease_s: float = Field(30.0, gt=0, description="others take over a prompt when its rollout is silent for so long")
-    staging_dir: Path | None = Field(None, description="where pulled weights lie; default: the system's temp folder")
+    staging_dir: Path | None = Field(
+        None, description="where the model's configuration lies; default: the system's temp folder"
+    )
+    weights_relay: bool = Field(True, description="pass weights on to other rollouts")
+    weights_host: str = Field("127.0.0.1", description="interface that weights are passed on from")
+    weights_port: int = Field(0, ge=0, lt=65536, description="0: chosen by the system")
+    weights_advertise: str = Field("", description="host name that others reach it by; default: weights_host")
+    zone: str = Field("", description="label of what is near: weights are pulled within a zone where possible")
     reward_processes: int = Field(1, ge=1, description="groups scored concurrently")
     drain_s: float = Field(60.0, ge=0, description="after SIGTERM: time to finish what is in flight")
     metrics_port: int = Field(0, ge=0, lt=65536, description="Prometheus metrics over HTTP; 0: off")

@@ -5,16 +5,18 @@ Slow and simple on purpose. Tests compare vLLM with it, and it serves where vLLM
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.rollout.arrivals import gathered
 from services.rollout.engine import FinishReason, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
-from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
+from services.rollout.weight_file import LM_HEAD_WEIGHT, TensorShapes, check_weight_file, read_checkpoint_shapes
 
 
 class TransformersEngine:
@@ -103,19 +105,25 @@ class TransformersEngine:
             text=self._tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=True),
         )
 
-    async def load(self, policy_version: int, weights_file: Path) -> None:
-        """See `Engine`. Raises BadWeightFile."""
+    async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
+        """See `Engine`."""
         assert self._model is not None, "load before start"
         assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
-        self._version = None
-        await asyncio.to_thread(self._replace_weights, weights_file)
+        served, self._version = self._version, None
+        is_tied = self._model.config.tie_word_embeddings
+        names_in_file = check_weight_file(weights_file, self._shapes, is_tied=is_tied)
+        async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
+            while names := await arrived.take():
+                await asyncio.to_thread(self._replace_weights, weights_file, names)
+            arrived.check()
         self._version = policy_version
 
-    def _replace_weights(self, weights_file: Path) -> None:
-        with self._lock:
-            check_weight_file(weights_file, self._shapes, is_tied=self._model.config.tie_word_embeddings)
-            # Not strict: tied weights are under one name in the file. check_weight_file has been strict already.
-            self._model.load_state_dict(load_file(weights_file), strict=False)
+    def _replace_weights(self, weights_file: Path, names: Sequence[str]) -> None:
+        with self._lock, safe_open(weights_file, framework="pt") as tensors:
+            weights = {name: tensors.get_tensor(name) for name in names}
+            if self._model.config.tie_word_embeddings:
+                weights.pop(LM_HEAD_WEIGHT, None)  # it would overwrite the embedding
+            self._model.load_state_dict(weights, strict=False)
 
     def version(self) -> int | None:
         return self._version

@@ -7,11 +7,13 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from services.rollout.arrivals import Arrivals, gathered
 from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
@@ -101,6 +103,9 @@ class VllmEngine:
         # A forked child of a process with gRPC and Redis threads can deadlock.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if self._is_cpu:
+            # A load copies the embedding through fresh memory, whose page faults take longer than the copying: with
+            # huge pages a whole load of a 135M model takes a sixth less.
+            os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB; would override kv_cache_memory_bytes
             if self._cpu_cores is not None:
@@ -140,13 +145,19 @@ class VllmEngine:
             self._num_in_flight -= num_samples
         raise RuntimeError("vLLM ended a request without finishing it")
 
-    async def load(self, policy_version: int, weights_file: Path) -> None:
-        """See `Engine`. Raises BadWeightFile; after any other error, or if cancelled, stop and start the engine."""
+    async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
+        """See `Engine`. When vLLM itself fails, a load of all tensors repairs it if it can; if that fails too, or if
+        this is cancelled, stop and start the engine.
+        """
         assert self._llm is not None, "load before start"
         assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
-        self._version = None
-        check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
-        await _replace_weights(self._llm, policy_version, weights_file.absolute())  # noqa: ASYNC240, no disk involved
+        served, self._version = self._version, None
+        names_in_file = check_weight_file(weights_file, self._shapes, is_tied=self._is_tied)
+        async with gathered(arrivals, names_in_file, must_be_all=served is None) as arrived:
+            await _replace_weights(self._llm, weights_file, arrived)
+            arrived.check()
+        await self._llm.update_weight_version(str(policy_version))
+        await self._llm.resume_generation()
         self._version = policy_version
 
     def version(self) -> int | None:
@@ -184,14 +195,20 @@ class VllmEngine:
             asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
 
 
-async def _replace_weights(llm: "AsyncLLM", policy_version: int, weights_file: Path) -> None:
+async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrivals) -> None:
+    """Load what arrives; generation stays paused. The update is finished even if the arrivals have failed: then every
+    layer is whole again, some with meaningless weights, until a later update of all tensors.
+    """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    await llm.pause_generation(mode="wait", clear_cache=True)
+    # Not pause_generation, which sleeps 20 ms besides: for outputs of requests, of which there are none.
+    await llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
     await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest({"weights_file": str(weights_file)}))
-    await llm.finish_weight_update(str(policy_version))
-    await llm.resume_generation()
+    while names := await arrived.take():
+        # Not resolved: a file without a name in any folder is reached through a link of /proc that only looks like one.
+        update_info = {"weights_file": str(weights_file.absolute()), "names": names}  # noqa: ASYNC240, no disk involved
+        await llm.update_weights(WeightTransferUpdateRequest(update_info))
+    await llm.finish_weight_update()
 
 
 def _sampling_params(sampling: Sampling, num_samples: int) -> "SamplingParams":

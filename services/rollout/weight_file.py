@@ -1,9 +1,10 @@
-"""Checks a safetensors file against the checkpoint an engine was started on, by headers alone.
+"""Checks a safetensors file against the checkpoint an engine was started on, by headers alone, and groups its names.
 
 Loaders of both engines fill what they are given and keep the rest: a file that lacks a tensor would silently mix two
 policies. So a file must hold exactly the tensors of the checkpoint before an engine touches a single weight.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -37,8 +38,11 @@ def read_checkpoint_shapes(model_dir: Path) -> TensorShapes:
     return shapes
 
 
-def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bool) -> None:
-    """Raise BadWeightFile unless the file holds exactly the `expected` tensors (dtypes may differ)."""
+def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bool) -> set[str]:
+    """The names in the file. Raises BadWeightFile unless it holds exactly the `expected` tensors (dtypes may differ).
+
+    A tied model's own output head, which no engine reads, may be there or not.
+    """
     found = read_shapes(weights_file)
     ignored = {LM_HEAD_WEIGHT} if is_tied else set()
     names, expected_names = found.keys() - ignored, expected.keys() - ignored
@@ -51,3 +55,29 @@ def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bo
     for name in sorted(names):
         if found[name] != expected[name]:
             raise BadWeightFile(f"{name} in {weights_file} has shape {found[name]}, the model's is {expected[name]}")
+    return set(found)
+
+
+def whole_modules(changed: Iterable[str], names: Iterable[str]) -> set[str]:
+    """`changed` and their siblings among `names`: engines fuse q/k/v, gate/up and experts, and reload a fused layer as
+    a whole. E.g. `model.layers.3.self_attn.q_proj.weight` brings all of `model.layers.3.self_attn`.
+    """
+    groups = {_fusion_group(name) for name in changed}
+    return {name for name in names if _fusion_group(name) in groups}
+
+
+def _fusion_group(name: str) -> str:
+    """What a tensor may be fused within: all experts of a layer, else the parent of its module, but the module alone
+    outside the numbered layers.
+
+    model.layers.3.mlp.experts.7.up_proj.weight  ->  model.layers.3.mlp.experts
+    model.layers.3.self_attn.q_proj.weight       ->  model.layers.3.self_attn
+    model.layers.3.input_layernorm.weight        ->  model.layers.3    (the norms directly below the layer)
+    model.embed_tokens.weight                    ->  model.embed_tokens
+    """
+    path = name.split(".")
+    if "experts" in path:
+        return ".".join(path[: path.index("experts") + 1])
+    module = path[:-1]
+    is_in_layer = any(part.isdigit() for part in module)
+    return ".".join(module[:-1] if is_in_layer else module)

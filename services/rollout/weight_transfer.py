@@ -1,4 +1,4 @@
-"""vLLM plug-in: loads a policy's safetensors file into the model inside a vLLM worker process.
+"""vLLM plug-in: loads tensors of a policy's safetensors file into the model inside a vLLM worker process.
 
 It is reached only through the `vllm.general_plugins` entry point, because workers are separate processes. The file is
 checked before it gets here (weight_file); what is done here is the loading, and the repair of tied output heads.
@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
@@ -20,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "onbeat_safetensors"
@@ -36,45 +37,63 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    weights_file: str  # absolute path, readable by the worker; complete weights under HF names
+    weights_file: str  # absolute path of a safetensors file that the worker can read, HF names
+    names: list[str] | None = None  # of the tensors to load; None is all of the file
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """start -> receive (the whole file, once) -> finish. A load that fails in between leaves layers half restored,
-    and the next one is refused: the layerwise loader would count the tensors it already has twice.
+    """start -> receive (whole modules over all calls) -> finish. What is never named keeps its weights.
+
+    After a failure in between, nothing may be generated before an update of all tensors has succeeded. Its start closes
+    the failed one: then every layer is whole again, and only its weights are meaningless.
     """
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
     supports_draft_weight_update = False
-    _is_loading = False
+    _file: tuple[str, Any] | None = None  # path and open file of an update that has touched layers
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        if self._is_loading:
-            raise RuntimeError("an earlier weight update failed half way; restart the engine")
+        self.finish_weight_update()  # of an update that failed half way, if one did
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        with safe_open(update_info.weights_file, framework="pt") as tensors:  # mmap: pages are read as they are copied
-            self._is_loading = True
+        tensors = self._open(update_info.weights_file)
+        names = tensors.keys() if update_info.names is None else update_info.names
+        # Views of the mapped file: a layer's loaders copy them once it is complete.
+        self.model.load_weights((name, tensors.get_tensor(name)) for name in names)
+
+    def _open(self, weights_file: str) -> Any:
+        """The layers are touched only when there is a file to load; its header is read once per update."""
+        if self._file is None:
+            file = safe_open(weights_file, framework="pt")
             initialize_layerwise_reload(self.model)
-            self.model.load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+            self._file = (weights_file, file)
+        path, file = self._file
+        if path != weights_file:
+            raise ValueError(f"this update loads from {path}; finish it before one that loads from {weights_file}")
+        return file
 
     def finish_weight_update(self) -> None:
+        if self._file is None:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.model_config.hf_text_config.tie_word_embeddings:
-            self._repack_tied_heads()
-        self._is_loading = False
+            self._share_packed_embedding()
+        self._file = None
 
-    def _repack_tied_heads(self) -> None:
-        """On the CPU a head computes with a packed copy of its weight, and packs it when its weight is loaded. A tied
-        head's weight is loaded as the embedding's, so nothing packs it again and it would stay the old policy's.
+    def _share_packed_embedding(self) -> None:
+        """On the CPU a layer computes with a packed copy of its weight, made when its weight is loaded. A tied head's
+        weight is loaded as the embedding's, which packs it and never uses that copy: the head takes it.
         """
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+        embeddings = [module for module in self.model.modules() if isinstance(module, VocabParallelEmbedding)]
+        heads = [module for module in embeddings if isinstance(module, ParallelLMHead)]
+        for head in heads:
+            for embedding in embeddings:
+                if embedding not in heads and embedding.weight is head.weight and hasattr(embedding, "cpu_linear"):
+                    head.cpu_linear = embedding.cpu_linear
 
     def shutdown(self) -> None:
         pass

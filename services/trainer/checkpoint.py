@@ -1,9 +1,10 @@
 """Checkpoints at iteration boundaries: a Hugging Face model folder plus what training needs to go on. No pickle.
 
     checkpoints/iteration-000040/
-      model.safetensors config.json tokenizer...   loads anywhere with from_pretrained
+      model.safetensors config.json tokenizer...   loads anywhere with from_pretrained; of a sharded model one file for
+                                                   each rank, and model.safetensors.index.json
       optimizer/rank-00000-of-00002.safetensors    that rank's rows: float32 masters, both moments, GAC's last gradient
-      policies/000038.safetensors                  published versions that open iterations are generated with
+      policies/000038-00000.safetensors            published versions that open iterations are generated with
       state.json                                   written last, with the size of every file: without it nothing counts
 
 A folder appears under its name only when it is complete and on disk. It is written in the background, by all ranks
@@ -17,7 +18,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as futures_wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,9 @@ class Content:
 
     state: TrainState
     shards: HostShards
-    weights: Tensors = field(default_factory=dict)  # this and the following: on rank 0 only
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes]  # on rank 0 only
+    holders: Mapping[str, int] | None  # which rank writes each of the weights; None: rank 0 all of them
+    weights: Tensors = field(default_factory=dict)
     policies: Mapping[int, Tensors] = field(default_factory=dict)
 
 
@@ -82,17 +85,20 @@ class CheckpointStore:
         tensors: Tensors,
         files: Mapping[str, bytes],
         policies: Mapping[int, NamedTensors] | None = None,
+        holders: Mapping[str, int] | None = None,
     ) -> None:
         """Copy `tensors` to the host and return; writing goes on behind. Waits first for the save before.
 
         `weights` (in the dtype they are published in) and `policies` (by version) are host tensors that nobody will
-        change, such as a Snapshot's; only rank 0's count. Raises as `wait`.
+        change, such as a Snapshot's. They are rank 0's, unless `holders` says which rank has each tensor: then each
+        rank gives its own. Raises as `wait`.
         """
         self.wait()
-        content = Content(state, HostShards.copy_of(tensors, self._world.is_main))
-        if self._world.is_main:
+        shards = HostShards.copy_of(tensors, self._world.is_main)
+        content = Content(state, shards, files if self._world.is_main else {}, holders)
+        if self._world.is_main or holders is not None:
             frozen = {version: dict(named) for version, named in (policies or {}).items()}
-            content = Content(state, content.shards, dict(weights), files, frozen)
+            content = replace(content, weights=dict(weights), policies=frozen)
         self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
 
     def wait(self, timeout_s: float = 1800.0) -> None:
@@ -207,8 +213,10 @@ class CheckpointStore:
 
     def policies(self, next_iteration: int) -> dict[int, Iterator[tuple[str, torch.Tensor]]]:
         """The frozen policies of a complete checkpoint by version, each read as it is iterated."""
-        files = sorted((self.path(next_iteration) / "policies").glob("*.safetensors"))
-        return {int(file.stem): read_named(file) for file in files}
+        files: dict[int, list[Path]] = {}
+        for file in sorted((self.path(next_iteration) / "policies").glob("*.safetensors")):
+            files.setdefault(int(file.stem.partition("-")[0]), []).append(file)
+        return {version: chain.from_iterable(map(read_named, parts)) for version, parts in files.items()}
 
 
 def folder_name(next_iteration: int) -> str:
@@ -255,14 +263,23 @@ def write_content(partial: Path, content: Content, rank: int, size: int) -> Size
         content.shards.write(new(f"optimizer/rank-{rank:05d}-of-{size:05d}.safetensors"))
     for name, file in content.files.items():
         new(name).write_bytes(file)
+    weights_file = "model.safetensors" if content.holders is None else shard_name(rank, size)
     if content.weights:
-        save_file(content.weights, new("model.safetensors"), metadata={"format": "pt"})
+        save_file(content.weights, new(weights_file), metadata={"format": "pt"})
+    if content.holders is not None and rank == 0:
+        index = {name: shard_name(holder, size) for name, holder in content.holders.items()}
+        new("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2))
     for version, policy in content.policies.items():
-        save_file(policy, new(f"policies/{version:06d}.safetensors"), metadata={"format": "pt"})
+        if policy:
+            save_file(policy, new(f"policies/{version:06d}-{rank:05d}.safetensors"), metadata={"format": "pt"})
     for path in paths:
         path.chmod(0o644)  # safetensors writes for the owner only
         sync_path(path)
     return {str(path.relative_to(partial)): path.stat().st_size for path in paths}
+
+
+def shard_name(rank: int, size: int) -> str:
+    return f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
 def read_named(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

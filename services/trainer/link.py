@@ -1,6 +1,7 @@
 """The training loop's link to its job: lease, groups in, weights out. Synchronous face of the ledger."""
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -13,8 +14,13 @@ from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost, OnbeatError
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationState, JobState
+from onbeat.types import IterationState, JobState, PublishedWeights
+from onbeat.weights.client import Peer
+from onbeat.weights.host import host_id
 from services.trainer.background import Background
+from services.trainer.distributed import World
+from services.trainer.settings import Settings
+from services.trainer.sources import Sources
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import Snapshot, WeightStore
 
@@ -46,7 +52,7 @@ class Link(Protocol):
     def taken_groups(self, iteration: int) -> set[str]: ...
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]: ...
     def hold(self, snapshot: Snapshot) -> None: ...
-    def publish(self, snapshot: Snapshot) -> None: ...
+    def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None: ...
     def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool: ...
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
     def wait_for_evaluation(self) -> None: ...
@@ -117,25 +123,34 @@ class JobLink:
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def serve_weights(self, files: dict[str, bytes], host: str, port: int, advertise: str) -> None:
-        async def start() -> tuple[WeightServer, int]:
-            server = WeightServer(self.job_id, files, self._store)
-            return server, await server.start(host, port)
+    def serve_weights(self, files: dict[str, bytes], settings: Settings, shards: World) -> None:
+        """On rank 0, and on every rank of `shards`: each serves what it holds, and rank 0 knows who holds what.
 
-        self._server, bound = self._background.run(start())
-        self._address = f"{advertise or host}:{bound}"
+        Raises WeightsError when the port is taken, ValueError when certificates are not usable.
+        """
+        if self._rank > 0 and shards.size == 1:
+            return
+        security = settings.wire_security()
+        server = WeightServer(self.job_id, files, self._store, security, settings.weights_max_calls)
+        port = settings.weights_port + self._rank if settings.weights_port else 0
+        bound = self._background.run(server.start(settings.weights_host, port))
+        self._server = server
+        self._address = f"{settings.weights_advertise or settings.weights_host}:{bound}"
+        own = Peer(settings.trainer_id, self._address, host_id(), settings.zone)
+        roots = [Peer(**json.loads(message)) for message in shards.all_gather_bytes(json.dumps(vars(own)).encode())]
+        server.sources = Sources(roots, settings.weights_egress, settings.weights_fanout)
 
     def hold(self, snapshot: Snapshot) -> None:
         """Rollouts may pull this version; nobody is told."""
         self._store.add(snapshot)
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Rollouts pull this version from now on."""
+    def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
+        """Rollouts pull this version, which is held, from now on."""
         assert self._server is not None
-        self._store.add(snapshot)
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         self._background.run(self._server.announce())
-        self._run(self._ledger.announce_version(self.job_id, self._epoch, version, self._address, digest))
+        place = (self._epoch, version, self._address, digest)
+        self._run(self._ledger.announce_version(self.job_id, *place, published))
 
     # ---- groups --------------------------------------------------------------------------------------------------
 

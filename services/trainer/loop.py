@@ -118,6 +118,7 @@ class TrainLoop:
 
     def _accumulate_rows(self, packed: list[list[Part]], stats: IterationStats, scale: float) -> None:
         num_passes = self._lockstep(len(packed))
+        stats.add_micro_batch(num_passes)
         for row in packed:
             self._rows.append(row)
             self.accumulate_row(row, stats, scale)
@@ -171,7 +172,8 @@ class TrainLoop:
         if decision.action is GacAction.SKIP and self._config.gac.mode == "control":
             optimizer.drop_gradients()
         else:
-            stats.values["train/learning_rate"] = optimizer.step()
+            is_last = self._num_updates_done == self._config.training.num_updates_per_iteration - 1
+            stats.values["train/learning_rate"] = optimizer.step(self._publisher.begin() if is_last else None)
 
     def _clip(self) -> float:
         """Raises JobFailed, naming groups, when the gradient is not finite: it never reaches the weights."""

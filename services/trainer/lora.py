@@ -12,7 +12,7 @@ published, a mean gap of 0.21 where noise is 0.04. Here the gap is 0, and small 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,20 +117,30 @@ class MergedLinear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def published_tensors(model: Any, whole: Whole = lambda parameter: parameter) -> Iterator[tuple[str, torch.Tensor]]:
+def published_tensors(
+    model: Any, whole: Whole = lambda parameter: parameter, skip: Container[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of the model as if it had no adapters, merged one at a time; nothing in training is touched.
 
     Names, order and shapes are those of the base model; without adapters this is `named_parameters()`. `whole` puts the
-    shards of a parameter together, in the compute dtype.
+    shards of a parameter together, in the compute dtype. Parameters named in `skip` are left out.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
+        if name in skip:
+            continue
         layer_name, _, suffix = name.partition(".base_layer.")
         if suffix == "weight":
             a, b, scale = adapter(layers[layer_name])
             yield f"{layer_name}.weight", merged_weight(whole(parameter), whole(a), whole(b), scale)
         elif ".lora_" not in name:
             yield name.replace(".base_layer.", "."), whole(parameter)
+
+
+def published_sizes(model: Any) -> dict[str, int]:
+    """Names of `published_tensors`, in order, and their numbers of elements."""
+    parameters = model.named_parameters()
+    return {name.replace(".base_layer.", "."): p.numel() for name, p in parameters if ".lora_" not in name}
 
 
 @contextmanager

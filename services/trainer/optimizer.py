@@ -10,6 +10,7 @@ So the weights that compute, the weights that are published and the weights that
 and small updates are not lost in bf16. Only parameters that require a gradient take part.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from onbeat.errors import JobFailed
 from services.trainer.device import has_fused_adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BUCKET_NUMEL = 8 << 20  # of parameters that are stepped together; the next are stepped while these are published
+
+Written = Callable[[list[str]], None]  # names of parameters that have their new values
 
 
 class MasterAdamW:
@@ -29,15 +33,19 @@ class MasterAdamW:
         self.config = config
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}
-        self._adamw = torch.optim.AdamW(
-            list(self.masters.values()),
+        self._buckets = [(names, self._adamw(names)) for names in buckets(self.masters)]
+        self.num_steps = 0
+
+    def _adamw(self, names: list[str]) -> torch.optim.AdamW:
+        masters, config = [self.masters[name] for name in names], self.config
+        return torch.optim.AdamW(
+            masters,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=has_fused_adamw(next(iter(self.masters.values())).device),
+            fused=has_fused_adamw(masters[0].device),
         )
-        self.num_steps = 0
 
     def _master(self, parameter: torch.Tensor) -> torch.Tensor:
         """The float32 tensor that AdamW moves for this parameter, and that its gradients arrive in."""
@@ -88,45 +96,56 @@ class MasterAdamW:
         return norm.item()
 
     @torch.no_grad()
-    def step(self) -> float:
-        """One AdamW step; parameters become the rounded masters. Returns the learning rate used."""
+    def step(self, on_written: Written | None = None) -> float:
+        """One AdamW step; parameters become the rounded masters. Returns the learning rate used.
+
+        `on_written` hears of some parameters at a time that they are moved, while others are still to come: every rank
+        in the same order.
+        """
         self.num_steps += 1
         warmup = self.config.num_warmup_iterations
         learning_rate = self.config.learning_rate * min(1.0, self.num_steps / (warmup + 1))
-        self._adamw.param_groups[0]["lr"] = learning_rate
-        self._adamw.step()
-        self.drop_gradients()
-        self.write_parameters()
+        for names, adamw in self._buckets:
+            adamw.param_groups[0]["lr"] = learning_rate
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+            self.write_parameters(names)
+            if on_written is not None:
+                on_written(names)
         return learning_rate
 
     @torch.no_grad()
-    def write_parameters(self) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.masters[name])
+    def write_parameters(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.parameters[name].copy_(self.masters[name])
 
     def drop_gradients(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for _, adamw in self._buckets:
+            adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters and both moments by name, for a checkpoint; no copies."""
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
-        for name, master in self.masters.items():
-            state = self._adamw.state.get(master, {})
-            tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
+        for names, adamw in self._buckets:
+            for name in names:
+                state = adamw.state.get(self.masters[name], {})
+                tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """Raises ValueError naming the first tensor that is missing or of another shape."""
-        for name, master in self.masters.items():
-            master.copy_(state_tensor(tensors, f"master.{name}", master))
-            if num_steps > 0:
-                moments = {moment: state_tensor(tensors, f"{moment}.{name}", master) for moment in MOMENTS}
-                step = torch.tensor(float(num_steps), device=master.device)
-                copies = {moment: tensor.to(master.device, copy=True) for moment, tensor in moments.items()}
-                self._adamw.state[master] = {"step": step, **copies}
+        for names, adamw in self._buckets:
+            for name in names:
+                master = self.masters[name]
+                master.copy_(state_tensor(tensors, f"master.{name}", master))
+                if num_steps > 0:
+                    moments = {moment: state_tensor(tensors, f"{moment}.{name}", master) for moment in MOMENTS}
+                    step = torch.tensor(float(num_steps), device=master.device)
+                    copies = {moment: tensor.to(master.device, copy=True) for moment, tensor in moments.items()}
+                    adamw.state[master] = {"step": step, **copies}
         self.num_steps = num_steps
-        self.write_parameters()
+        self.write_parameters(self.masters)
 
 
 class ShardedAdamW(MasterAdamW):
@@ -136,8 +155,21 @@ class ShardedAdamW(MasterAdamW):
         assert isinstance(parameter, DTensor), "shard the model first"
         return parameter
 
-    def write_parameters(self) -> None:
+    def write_parameters(self, names: Iterable[str]) -> None:
         pass
+
+
+def buckets(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Names in order, in runs of about BUCKET_NUMEL elements."""
+    runs: list[list[str]] = [[]]
+    numel = 0
+    for name, tensor in tensors.items():
+        if numel >= BUCKET_NUMEL:
+            runs.append([])
+            numel = 0
+        runs[-1].append(name)
+        numel += tensor.numel()
+    return runs
 
 
 def state_tensor(tensors: dict[str, torch.Tensor], key: str, master: torch.Tensor) -> torch.Tensor:

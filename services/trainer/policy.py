@@ -7,7 +7,7 @@
 Each is left out where the algebra makes it redundant: old while it equals the policy, reference without a KL term.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from onbeat.config import JobConfig, OnlineDpoObjective
 from services.trainer.batch import MicroBatch
 from services.trainer.distributed import ALONE, World
 from services.trainer.gradient_control import GradientControl
-from services.trainer.lora import add_adapters, published_tensors
+from services.trainer.lora import add_adapters, published_sizes, published_tensors
 from services.trainer.model import (
     DTYPES,
     enable_gradient_checkpointing,
@@ -31,20 +31,20 @@ from services.trainer.objective import Logprobs, needs_reference
 from services.trainer.optimizer import MasterAdamW, ShardedAdamW
 from services.trainer.packing import choose_attention
 from services.trainer.sharding import gather_full, load_shards, shard
-from services.trainer.weight_store import Snapshot
+from services.trainer.weight_store import Snapshot, split_evenly
 
 
 class OldPolicy:
     """One frozen model that takes on the weights of any version that is held."""
 
     def __init__(self, model: Any | None, is_sharded: bool) -> None:
-        self.snapshots: dict[int, Snapshot | None] = {}  # by policy version; None: rank 0 holds it for all shards
+        self.snapshots: dict[int, Snapshot] = {}  # by policy version; of a sharded model each rank's part
         self._model, self._is_sharded = model, is_sharded
         self._loaded: int | None = None
 
-    def hold(self, version: int, snapshot: Snapshot | None, oldest_wanted: int) -> None:
+    def hold(self, snapshot: Snapshot, oldest_wanted: int) -> None:
         """Versions below `oldest_wanted` are dropped."""
-        held = self.snapshots | {version: snapshot}
+        held = self.snapshots | {snapshot.policy_version: snapshot}
         self.snapshots = {version: held[version] for version in sorted(held) if version >= oldest_wanted}
 
     def at(self, version: int) -> Any:
@@ -52,9 +52,8 @@ class OldPolicy:
         if self._loaded != version:
             snapshot = self.snapshots[version]
             if self._is_sharded:
-                load_shards(self._model, snapshot.tensors() if snapshot else None)
+                load_shards(self._model, snapshot.tensors(), snapshot.holders())
             else:
-                assert snapshot is not None
                 load_frozen(self._model, snapshot.tensors())
             self._loaded = version
         return self._model
@@ -87,11 +86,24 @@ class Policy:
         control = GradientControl(config.gac, world)
         return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
 
-    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def published(self, skip: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and weights in the compute dtype, one after another; all ranks of a sharded model must go through."""
         if not self.is_sharded:
-            return published_tensors(self.model)
-        return published_tensors(self.model, lambda parameter: gather_full(parameter, self.compute_dtype))
+            return published_tensors(self.model, skip=skip)
+        return published_tensors(self.model, lambda parameter: gather_full(parameter, self.compute_dtype), skip)
+
+    def published_shard(self, world: World) -> dict[str, int]:
+        """The published tensors that this rank keeps a copy of: all, or a run of them if the model is sharded."""
+        sizes = published_sizes(self.model)
+        if not self.is_sharded:
+            return sizes
+        own = split_evenly(list(sizes.values()), world.size)[world.rank]
+        return dict(list(sizes.items())[own.start : own.stop])
+
+    def published_parameter(self, name: str) -> torch.Tensor:
+        """One of `published`, of a model without adapters; all ranks of a sharded model must call it."""
+        parameter = self.optimizer.parameters[name]
+        return gather_full(parameter, self.compute_dtype) if self.is_sharded else parameter
 
     def logprobs(self, batch: MicroBatch, temperature: float, old_version: int | None) -> tuple[Logprobs, torch.Tensor]:
         """All policies on one packed micro-batch, and the entropy [N]. `old_version` None: old is the policy itself."""

@@ -1,16 +1,20 @@
 """From weights to versions: snapshot, publish, commit, checkpoint."""
 
+import json
 import logging
+import time
 from dataclasses import replace
 
 from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
+from onbeat.types import PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import World
 from services.trainer.link import Link
+from services.trainer.optimizer import Written
 from services.trainer.policy import Policy, has_old_policies
 from services.trainer.stats import IterationStats
-from services.trainer.weight_store import Snapshot, take_snapshot
+from services.trainer.weight_store import Snapshot, SnapshotWriter
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +36,37 @@ class Publisher:
         self._link, self._config, self._policy, self._world = link, config, policy, world
         self._checkpoints, self._files = checkpoints, files
         self._durable_until = state.next_iteration  # iterations before this one are in a checkpoint
-        self._newest: Snapshot | None = None  # what a checkpoint exports; on rank 0 if sharded
+        self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
+        self._newest: Snapshot | None = None  # what a checkpoint exports
+        self._published: Snapshot | None = None  # what rollouts hold; the base of the next delta
+        self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
+        self._written: set[str] = set()  # by whichever rank
 
     def start(self) -> None:
         """What rollouts may ask for when training starts here: the newest version, and those of open iterations."""
         current = self._snapshot()
-        if not self._world.is_main:
-            return
-        assert current is not None
         held = self._policy.old.snapshots | {current.policy_version: current}
         for version in sorted(held):
-            snapshot = held[version]
-            assert snapshot is not None, "rank 0 has them all"
             if version < self.state.published_version:
-                self._link.hold(snapshot)
+                self._link.hold(held[version])
             if version == self.state.published_version:
-                self._link.publish(snapshot)
+                self._publish(held[version])
+
+    def begin(self) -> Written | None:
+        """The iteration's last step begins: whom to tell which parameters have been moved, so that they are copied and
+        encoded while others are moved. None where the published weights are not the parameters themselves (LoRA)."""
+        if self._config.lora is not None:
+            return None
+        writer = self._writer = self._create_writer(self.state.policy_version + 1)
+
+        def written(names: list[str]) -> None:
+            self._written.update(names)
+            for name in names:
+                tensor = self._policy.published_parameter(name)
+                if name in self._shard:
+                    writer.put(name, tensor)
+
+        return written
 
     def commit(self, iteration: int, stats: IterationStats) -> None:
         """The iteration is over: publish its version, unless it has hardly moved (`bounded` only), and commit."""
@@ -58,10 +77,8 @@ class Publisher:
         stats.merge(self._world.others(stats.to_bytes()))
         if is_published := self._is_worth_publishing(stats):
             self.state = replace(self.state, published_version=version)
+            self._publish(snapshot)
         if self._world.is_main:
-            assert snapshot is not None
-            if is_published:
-                self._link.publish(snapshot)
             report = stats.report(self._world.size)
             is_new = self._link.commit(iteration, snapshot, report, is_published)
             log_iteration(iteration, report, is_new)
@@ -82,26 +99,49 @@ class Publisher:
         is_last = self.state.next_iteration == schedule.num_iterations  # it is evaluated, and what users want
         return is_due or is_last or stats.divergence > schedule.publish_above_kl
 
-    def _snapshot(self) -> Snapshot | None:
-        """Of the weights as they are now; held where a later ratio may need them. Of a sharded model on rank 0 only.
+    def _snapshot(self) -> Snapshot:
+        """Of the weights as they are now; held where a later ratio may need them. Of a sharded model each rank's part.
 
         Raises JobFailed when replicas, which must hold the same bits, do not.
         """
-        version, tensors = self.state.policy_version, self._policy.published()
-        if self._policy.is_sharded and not self._world.is_main:
-            for _ in tensors:  # gathered with the others
-                pass
-            snapshot = None
+        version = self.state.policy_version
+        writer, self._writer = self._writer or self._create_writer(version), None
+        for name, tensor in self._policy.published(skip=self._written):
+            if name in self._shard:
+                writer.put(name, tensor)
+        self._written = set()
+        if self._policy.is_sharded:
+            snapshot = writer.finish(self._shard, self._world)
         else:
-            snapshot = take_snapshot(version, tensors)
-        if snapshot is not None and not self._policy.is_sharded:
+            snapshot = writer.finish(self._shard)
             digest = snapshot.manifest.digest
             if any(other != digest for other in self._world.others(digest)):
                 raise JobFailed(f"the trainer's replicas hold different weights of version {version}; start them again")
         self._newest = snapshot
         if has_old_policies(self._config):
-            self._policy.old.hold(version, snapshot, self.state.next_iteration - self._config.max_staleness)
+            self._policy.old.hold(snapshot, self.state.next_iteration - self._config.max_staleness)
         return snapshot
+
+    def _create_writer(self, version: int) -> SnapshotWriter:
+        """Encodes the delta where it is served: on every rank of a sharded model, else on rank 0."""
+        return SnapshotWriter(version, self._published if self._policy.is_sharded or self._world.is_main else None)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        """Every rank serves what it holds, before rank 0 tells rollouts of it."""
+        self._link.hold(snapshot)
+        delta_bytes = snapshot.delta.plan.size_bytes if snapshot.delta else None
+        own = json.dumps({"delta_bytes": delta_bytes, "encode_s": snapshot.encode_s}).encode()
+        everywhere = [json.loads(message) for message in self._world.all_gather_bytes(own)]
+        if self._world.is_main:
+            shards = everywhere if self._policy.is_sharded else everywhere[:1]
+            published = PublishedWeights(
+                full_bytes=snapshot.manifest.size_bytes,
+                delta_bytes=None if delta_bytes is None else sum(shard["delta_bytes"] for shard in shards),
+                encode_s=max(shard["encode_s"] for shard in shards),
+                publish_s=time.monotonic() - snapshot.started_at,
+            )
+            self._link.publish(snapshot, published)
+        self._published = snapshot
 
     def _checkpoint_if_due(self) -> None:
         done = self.state.next_iteration
@@ -109,9 +149,11 @@ class Publisher:
         if not is_last and done % self._config.checkpoint.every_iterations:
             return
         snapshots = self._policy.old.snapshots.items()
-        older = {version: held.tensors() for version, held in snapshots if held and version < self.state.policy_version}
-        weights = self._newest.tensors() if self._newest else ()
-        self._checkpoints.save(self.state, weights, self._policy.state_tensors(), self._files, older)
+        older = {version: held.tensors() for version, held in snapshots if version < self.state.policy_version}
+        assert self._newest is not None
+        holders = self._newest.holders() if self._policy.is_sharded else None
+        tensors = self._policy.state_tensors()
+        self._checkpoints.save(self.state, self._newest.tensors(), tensors, self._files, older, holders)
 
     def _tell_durable(self) -> None:
         """Checkpoints are written in the background; only on disk do they let go of the groups that they contain."""

@@ -20,7 +20,7 @@ from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger, connect
-from onbeat.types import IterationState, JobState
+from onbeat.types import IterationState, JobState, PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores
 from services.trainer.distributed import World
@@ -71,7 +71,7 @@ class RecordedLink:
     def hold(self, snapshot: Snapshot) -> None:
         pass
 
-    def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         pass
 
     def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool:

@@ -7,7 +7,7 @@ import torch
 from onbeat.config import JobConfig
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import pin_cores
-from services.trainer.distributed import World
+from services.trainer.distributed import ALONE, World
 from services.trainer.link import JobLink
 from services.trainer.loop import TrainLoop
 from services.trainer.model import model_files, resolve_model
@@ -42,13 +42,12 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
         link.emit("trainer.not_packed", message)
     folder = settings.data_dir / "jobs" / link.job_id / "checkpoints"
     checkpoints = CheckpointStore(folder, config.checkpoint.keep, world, writer=link.epoch)
-    restored = restore(checkpoints, link.job_id, config, policy)
+    restored = restore(checkpoints, link.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     state = restored or TrainState.fresh(link.job_id, config.model.path)
     files = model_files(source)
-    if world.is_main:
-        link.serve_weights(files, settings.weights_host, settings.weights_port, settings.weights_advertise)
+    link.serve_weights(files, settings, world if is_sharded else ALONE)
     try:
         TrainLoop(link, config, policy, state, checkpoints, files, world).run()
     finally:
@@ -56,7 +55,12 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
 
 
 def restore(
-    checkpoints: CheckpointStore, job_id: str, config: JobConfig, policy: Policy, before: int | None = None
+    checkpoints: CheckpointStore,
+    job_id: str,
+    config: JobConfig,
+    policy: Policy,
+    before: int | None = None,
+    world: World = ALONE,
 ) -> TrainState | None:
     """Load the newest checkpoint (that does not contain iteration `before`) into the policy; None: there is none.
 
@@ -66,7 +70,9 @@ def restore(
     state = checkpoints.restore(job_id, config.model.path, policy.load_state_tensors, before, sharded)
     if state is not None:
         for version, tensors in checkpoints.policies(state.next_iteration).items():
-            policy.old.hold(version, take_snapshot(version, tensors), oldest_wanted=0)
+            own = policy.published_shard(world)
+            kept = ((name, tensor) for name, tensor in tensors if name in own)
+            policy.old.hold(take_snapshot(version, kept, own, world if policy.is_sharded else ALONE), oldest_wanted=0)
     return state
 
 

@@ -8,8 +8,10 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.weights.security import WireSettings
 
-class Settings(BaseSettings):
+
+class Settings(WireSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
     redis_url: str = Field("redis://127.0.0.1:6379", description="the Redis of broker, trainers and rollouts")
@@ -34,6 +36,12 @@ class Settings(BaseSettings):
     weights_advertise: str = Field(
         "", description="host name that rollouts reach the weights service by; default: weights_host"
     )
+    weights_egress: int = Field(
+        1, ge=1, description="rollouts on other machines that pull from here at a time; the others pull from rollouts"
+    )
+    weights_fanout: int = Field(1, ge=1, description="the same of each rollout that passes weights on")
+    weights_max_calls: int = Field(1024, ge=1, description="calls to the weights service at a time; more are refused")
+    zone: str = Field("", description="label of what is near: weights are pulled within a zone where possible")
     lease_s: float = Field(30.0, gt=0, description="another trainer takes over when this one is silent for so long")
     redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
     log_format: str = Field("text", description="text or json")

@@ -48,6 +48,11 @@ class IterationStats:
             self._add("train_s", elapsed_s)
             self._add(name, elapsed_s)
 
+    def add_micro_batch(self, num_rows: int) -> None:
+        """`num_rows`: how many times it went through the model."""
+        self._add("train/micro_batches", 1)
+        self._add("train/passes", num_rows)
+
     def start_update(self) -> None:
         self.tally = Tally()
 

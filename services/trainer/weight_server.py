@@ -1,41 +1,48 @@
-"""WeightsService over gRPC: serves the snapshots of one job's weight store to whoever pulls."""
+"""WeightsService over gRPC: the versions of one job, and who pulls them from whom."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc
-import grpc.aio
 
-from onbeat.weights.client import CHANNEL_OPTIONS
-from onbeat.weights.framing import CHUNK_BYTES
-from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+from onbeat.weights.client import Peer
+from onbeat.weights.host import host_id
+from onbeat.weights.security import PLAIN, WireSecurity
+from onbeat.weights.server import PayloadServer
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import read_key, tensor_messages
+from services.trainer.sources import Sources
 from services.trainer.weight_store import Snapshot, WeightStore
 
 
-class WeightServer(weights_pb2_grpc.WeightsServiceServicer):
+class WeightServer(PayloadServer):
     """Runs on the trainer's background event loop. `announce` may only be called on that loop."""
 
-    def __init__(self, job_id: str, model_files: dict[str, bytes], store: WeightStore) -> None:
-        self._job_id = job_id
+    def __init__(
+        self,
+        job_id: str,
+        model_files: dict[str, bytes],
+        store: WeightStore,
+        security: WireSecurity = PLAIN,
+        max_concurrent_calls: int = 1024,
+    ) -> None:
+        super().__init__(job_id, store, security, max_concurrent_calls)
         self._model_files = model_files
         self._store = store
         self._changed = asyncio.Condition()
-        self._server = grpc.aio.server(options=[*CHANNEL_OPTIONS, ("grpc.max_send_message_length", 256 << 20)])
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, self._server)
+        self.sources = Sources([])
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port, chosen by the system when 0 was asked for."""
-        bound = self._server.add_insecure_port(f"{host}:{port}")
-        await self._server.start()
+        """See `PayloadServer`. Serves all that there is; set `sources` where others have a part in it."""
+        bound = await super().start(host, port)
+        self.sources = Sources([Peer("", f"{host}:{bound}", host_id())])
         return bound
 
     async def announce(self) -> None:
         """Wake everybody who watches: the store has a newer version."""
         async with self._changed:
             self._changed.notify_all()
-
-    async def stop(self) -> None:
-        await self._server.stop(grace=1.0)
 
     async def Describe(self, request, context):
         await self._check_job(request, context)
@@ -46,33 +53,33 @@ class WeightServer(weights_pb2_grpc.WeightsServiceServicer):
 
     async def GetManifest(self, request, context):
         await self._check_job(request, context)
-        manifest = (await self._find(request.policy_version, context)).manifest
-        tensors = [
-            weights_pb2.Tensor(
-                name=tensor.name,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                size_bytes=tensor.size_bytes,
-                digest=tensor.digest,
-            )
-            for tensor in manifest.tensors
-        ]
-        version = manifest.policy_version
-        return weights_pb2.GetManifestResponse(policy_version=version, tensors=tensors, digest=manifest.digest)
-
-    async def Pull(self, request, context) -> AsyncIterator[weights_pb2.PullResponse]:
-        await self._check_job(request, context)
         snapshot = await self._find(request.policy_version, context)
-        for index, buffer in enumerate(snapshot.buffers):
-            for offset in range(0, max(1, len(buffer)), CHUNK_BYTES):
-                end = min(offset + CHUNK_BYTES, len(buffer))
-                yield weights_pb2.PullResponse(
-                    tensor_index=index,
-                    encoding=weights_pb2.ENCODING_RAW,
-                    offset_bytes=offset,
-                    data=bytes(buffer[offset:end]),
-                    is_last=end == len(buffer),
-                )
+        manifest = snapshot.manifest
+        steps = (
+            self._store.steps(request.base_version, manifest.policy_version) if request.HasField("base_version") else ()
+        )
+        return weights_pb2.GetManifestResponse(
+            policy_version=manifest.policy_version,
+            tensors=tensor_messages(manifest),
+            digest=manifest.digest,
+            shard_starts=manifest.shard_starts,
+            steps=[weights_pb2.Step(**vars(step)) for step in steps],
+            age_s=time.monotonic() - snapshot.started_at,
+        )
+
+    async def Locate(self, request, context):
+        await self._check_job(request, context)
+        key, puller = read_key(request.key), request.puller
+        if key.shard >= self.sources.num_shards or not puller.worker_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"nobody here serves {key} to {puller.worker_id!r}")
+        peer = Peer(**{name: getattr(puller, name) for name in Peer.__dataclass_fields__})
+        source = self.sources.locate(key, peer, set(request.failed_addresses))
+        return weights_pb2.LocateResponse(address=source.address, shared_path=source.shared_path)
+
+    async def Finish(self, request, context):
+        await self._check_job(request, context)
+        self.sources.finish(read_key(request.key), request.worker_id, request.is_complete)
+        return weights_pb2.FinishResponse()
 
     async def Watch(self, request, context) -> AsyncIterator[weights_pb2.WatchResponse]:
         await self._check_job(request, context)
@@ -85,11 +92,6 @@ class WeightServer(weights_pb2_grpc.WeightsServiceServicer):
                 continue
             async with self._changed:
                 await self._changed.wait()
-
-    async def _check_job(self, request, context) -> None:
-        if request.job_id != self._job_id:
-            detail = f"this trainer serves job {self._job_id}, not {request.job_id}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
 
     async def _newest(self, context) -> Snapshot:
         newest = self._store.newest()

@@ -1,13 +1,23 @@
-"""Snapshots of published weights in host memory, by policy version. Newest few are kept."""
+"""Published weights in host memory, by policy version: the newest in full, and the deltas that lead to them."""
 
+import json
 import threading
+import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from blake3 import blake3
 
+from onbeat.weights import delta
+from onbeat.weights.client import Step
 from onbeat.weights.framing import Manifest, TensorEntry
+from onbeat.weights.host import full_plan
+from onbeat.weights.payload import Payload, PayloadKey, Plan, PlanEntry
+from services.trainer.distributed import ALONE, World
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -15,10 +25,14 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Immutable: what `manifest` says is what `buffers` hold, tensor by tensor."""
+    """Immutable: what `manifest` says of the tensors of `shard` is what `buffers` hold, tensor by tensor."""
 
     manifest: Manifest
     buffers: tuple[memoryview, ...]
+    shard: int = 0  # the rank that holds it; a version in one piece has one shard
+    delta: Payload | None = None  # from `delta.key.base_version`
+    encode_s: float = 0.0  # of a thread, for digests and delta
+    started_at: float = 0.0  # time.monotonic() when the optimizer's step began
 
     @property
     def policy_version(self) -> int:
@@ -26,36 +40,167 @@ class Snapshot:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the buffers by name; not to be written."""
-        for entry, buffer in zip(self.manifest.tensors, self.buffers, strict=True):
-            flat = torch.frombuffer(buffer.obj, dtype=torch.uint8).view(TORCH_DTYPES[entry.dtype])
+        for entry, buffer in zip(self.entries, self.buffers, strict=True):
+            dtype = TORCH_DTYPES[entry.dtype]
+            flat = torch.frombuffer(buffer.obj, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
             yield entry.name, flat.view(entry.shape)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of this shard."""
+        return sum(len(buffer) for buffer in self.buffers)
 
-def take_snapshot(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-    """Copy the tensors to host memory, with their digests."""
-    entries, buffers = [], []
-    for name, tensor in tensors:
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Of this shard."""
+        tensors = self.manifest.shards[self.shard]
+        return self.manifest.tensors[tensors.start : tensors.stop]
+
+    def holders(self) -> dict[str, int]:
+        """Which shard each tensor of the version is in."""
+        tensors = self.manifest.tensors
+        return {tensors[index].name: shard for shard, run in enumerate(self.manifest.shards) for index in run}
+
+    def full(self) -> Payload:
+        key = PayloadKey(self.policy_version, None, self.shard)
+        return Payload(key, full_plan(self.manifest, self.shard), self.buffers)
+
+
+class SnapshotWriter:
+    """Takes a snapshot tensor by tensor, while the optimizer is at the next ones.
+
+    `put` copies and returns; a thread makes the digest, and the delta from `base` if there is one.
+    """
+
+    def __init__(self, version: int, base: Snapshot | None = None) -> None:
+        self._version, self._base = version, base
+        self._started_at = time.monotonic()
+        self._buffers: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}  # dtype, shape, bytes
+        self._encoded: dict[str, Future[tuple[bytes, delta.Encoding, memoryview]]] = {}
+        self._held = {}
+        if base is not None:
+            entries = zip(base.entries, base.buffers, strict=True)
+            self._held = {entry.name: (entry, buffer) for entry, buffer in entries}
+        self._encode_s = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode-weights")
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Its bits are those of the version from now on."""
+        assert name not in self._encoded, f"{name} is put twice"
         buffer = host_bytes(tensor)
+        self._buffers[name] = (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), buffer)
+        self._encoded[name] = self._thread.submit(self._encode, name, buffer, tensor.element_size())
+
+    def finish(self, order: Iterable[str] | None = None, world: World = ALONE) -> Snapshot:
+        """All tensors are put. Waits for the thread. `order`: of the manifest; by default that of `put`.
+
+        With a `world` of several ranks each puts its own run of the tensors, ascending by rank: its shard. All must
+        call this.
+        """
+        entries, encoded_sizes, segments = [], [], []
+        for index, name in enumerate(self._encoded if order is None else order):
+            dtype, shape, buffer = self._buffers[name]
+            digest, encoding, encoded = self._encoded[name].result()
+            entries.append(TensorEntry(name, dtype, shape, len(buffer), digest))
+            if encoding is not delta.Encoding.UNCHANGED:
+                encoded_sizes.append((index, encoding, len(encoded)))
+                segments.append(encoded)
+        self._thread.shutdown()
+        manifest = join_shards(self._version, entries, world)
+        first = manifest.shards[world.rank].start
+        change = None
+        if self._base is not None and self._base.manifest.layout == manifest.layout:
+            key = PayloadKey(self._version, self._base.policy_version, world.rank)
+            plan = Plan(tuple(PlanEntry(first + index, encoding, size) for index, encoding, size in encoded_sizes))
+            change = Payload(key, plan, segments)
+        buffers = tuple(self._buffers[entry.name][2] for entry in entries)
+        return Snapshot(manifest, buffers, world.rank, change, self._encode_s, self._started_at)
+
+    def _encode(self, name: str, buffer: memoryview, item_bytes: int) -> tuple[bytes, delta.Encoding, memoryview]:
+        started = time.monotonic()
         digest = blake3(buffer).digest()
-        entries.append(TensorEntry(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), len(buffer), digest))
-        buffers.append(buffer)
-    return Snapshot(Manifest(version, tuple(entries)), tuple(buffers))
+        encoding, encoded = delta.Encoding.RAW, buffer
+        entry, base = self._held.get(name, (None, None))
+        if entry is not None and base is not None and len(base) == len(buffer):
+            if entry.digest == digest:
+                encoding, encoded = delta.Encoding.UNCHANGED, buffer[:0]
+            else:
+                encoding, change = delta.encode(base, buffer, item_bytes)
+                encoded = memoryview(change)
+        self._encode_s += time.monotonic() - started
+        return digest, encoding, encoded
+
+
+def join_shards(version: int, entries: list[TensorEntry], world: World) -> Manifest:
+    """One manifest of what all ranks hold."""
+    own = json.dumps(
+        [[entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex()] for entry in entries]
+    )
+    shards = [json.loads(message) for message in world.all_gather_bytes(own.encode())]
+    tensors = [
+        TensorEntry(name, dtype, tuple(shape), size_bytes, bytes.fromhex(digest))
+        for shard in shards
+        for name, dtype, shape, size_bytes, digest in shard
+    ]
+    *starts, _ = accumulate(len(shard) for shard in shards)
+    return Manifest(version, tuple(tensors), tuple(starts))
+
+
+def split_evenly(sizes: list[int], num_shards: int) -> list[range]:
+    """Consecutive runs of about equally many bytes, one for each shard; some may be empty.
+
+    >>> split_evenly([5, 1, 1, 1, 4, 4], 2)
+    [range(0, 4), range(4, 6)]
+    """
+    ends = list(accumulate(sizes))
+    shards = [
+        min(num_shards - 1, (2 * end - size) * num_shards // (2 * ends[-1]))
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+    return [range(bisect_left(shards, shard), bisect_left(shards, shard + 1)) for shard in range(num_shards)]
+
+
+def take_snapshot(
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    order: Iterable[str] | None = None,
+    world: World = ALONE,
+    base: Snapshot | None = None,
+) -> Snapshot:
+    """Copy the tensors to host memory, with their digests, and what has changed since `base`. See `SnapshotWriter`."""
+    writer = SnapshotWriter(version, base)
+    for name, tensor in tensors:
+        writer.put(name, tensor)
+    return writer.finish(order, world)
 
 
 class WeightStore:
-    """Written by the training thread, read by the weight server's thread."""
+    """Written by the training thread, read by the weight server's thread.
+
+    The newest `num_kept` versions are there in full. Deltas are kept as long as all of them together are smaller than a
+    full copy: beyond that nobody would want the chain.
+    """
 
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
         self._snapshots: dict[int, Snapshot] = {}
+        self._deltas: dict[int, Payload] = {}  # by the version that they lead to
         self._lock = threading.Lock()
 
     def add(self, snapshot: Snapshot) -> None:
-        """Make it available; the oldest beyond `num_kept` is dropped."""
         with self._lock:
             self._snapshots[snapshot.policy_version] = snapshot
             for old in sorted(self._snapshots)[: -self._num_kept]:
                 del self._snapshots[old]
+            if snapshot.delta is not None:
+                self._deltas[snapshot.policy_version] = snapshot.delta
+            self._drop_deltas(snapshot.size_bytes)
+
+    def _drop_deltas(self, room: int) -> None:
+        for version in sorted(self._deltas, reverse=True):
+            room -= self._deltas[version].plan.size_bytes
+            if room <= 0:
+                del self._deltas[version]
 
     def get(self, version: int) -> Snapshot | None:
         with self._lock:
@@ -68,6 +213,31 @@ class WeightStore:
     def versions(self) -> list[int]:
         with self._lock:
             return sorted(self._snapshots)
+
+    def steps(self, base_version: int, version: int) -> tuple[Step, ...]:
+        """The deltas from the base to the version, if they are all here and smaller than the whole; else none.
+
+        Of a sharded version this rank's shard decides, and its sizes are told: the others change about as much.
+        """
+        steps: list[Step] = []
+        with self._lock:
+            size = self._snapshots[version].size_bytes if version in self._snapshots else 0
+            while version > base_version and version in self._deltas:
+                change = self._deltas[version]
+                assert change.key.base_version is not None
+                steps.insert(0, Step(version, change.key.base_version, change.plan.size_bytes))
+                version = change.key.base_version
+        is_worth_it = version == base_version and sum(step.size_bytes for step in steps) < size
+        return tuple(steps) if is_worth_it else ()
+
+    async def payload(self, key: PayloadKey) -> Payload | None:
+        """See `onbeat.weights.server.Holder`."""
+        with self._lock:
+            if key.base_version is None:
+                snapshot = self._snapshots.get(key.policy_version)
+                return None if snapshot is None or snapshot.shard != key.shard else snapshot.full()
+            change = self._deltas.get(key.policy_version)
+            return change if change is not None and change.key == key else None
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState, WorkerRecord
+from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
 from tests.integration.broker_fixtures import (
     commit,
     drain,
@@ -31,6 +31,11 @@ async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncCli
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as client:
         yield client
+
+
+def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
+    numbers = {"pull_s": 0.1, "apply_s": 0.05, "load_s": 0.1, "open_s": open_s}
+    return WeightUpdate(received_bytes=received_bytes, sources=["h:1"], **numbers)
 
 
 async def submit(broker: httpx.AsyncClient, **sections: Any) -> str:
@@ -265,7 +270,8 @@ async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient,
 
 
 async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
-    for path in ("", "/iterations", "/evaluations", "/evaluations/0/samples", "/metrics", "/samples", "/events"):
+    evaluations, rest = ("/evaluations", "/evaluations/0/samples"), ("/weights", "/metrics", "/samples", "/events")
+    for path in ("", "/iterations", *evaluations, *rest):
         assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
     for verb in ("cancel", "pause", "resume"):
         problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
@@ -333,7 +339,7 @@ async def test_iterations_metrics_and_samples_of_a_run(broker: httpx.AsyncClient
     epoch = await start_training(ledger, job_id)
     for iteration in range(2):
         await wait_open(ledger, job_id, iteration)
-        await ledger.engine_ready(job_id, iteration, "w1", 0.1, 0.1, 1000)
+        await ledger.engine_ready(job_id, iteration, "w1", update_of(1000))
         assert len(await drain(ledger, job_id)) == 2
         numbers = {"prompt_tokens": 12, "response_tokens": 8, "reward_mean": 0.5, "train_s": 0.001}
         await commit(ledger, job_id, epoch, iteration, **numbers, **{"train/loss": 1.0 + iteration})
@@ -435,12 +441,12 @@ async def test_bounded_job_shows_what_is_open_and_what_each_version_cost(
     for iteration in (0, 1):
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)
-    await ledger.engine_ready(job_id, 0, "w1", 0.1, 0.1, 1000)
+    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
     await commit(ledger, job_id, epoch, 0, staleness_max=0)
     await commit(ledger, job_id, epoch, 1, staleness_max=1)
     await wait_open(ledger, job_id, 2)
     await asyncio.sleep(0.1)
-    await ledger.engine_ready(job_id, 2, "w1", 0.1, 0.1, 1000)
+    await ledger.engine_ready(job_id, 2, "w1", update_of(1000))
     records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert [(record["iteration"], record["policy_version"], record["staleness_max"]) for record in records] == [
         (0, 0, 0),
@@ -456,6 +462,64 @@ async def test_bounded_job_shows_what_is_open_and_what_each_version_cost(
         1
     ] * 4
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 4.0' in (await broker.get("/metrics")).text
+
+
+async def test_weights_by_version_with_the_numbers_of_trainer_and_rollouts(
+    broker: httpx.AsyncClient, ledger: Ledger
+) -> None:
+    job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
+    weights, gauges = f"/v1/jobs/{job_id}/weights", f'{{job_id="{job_id}"}}'
+    assert (await broker.get(weights)).json() == {"weights": []}
+    epoch = await start_training(ledger, job_id)
+    for iteration in (0, 1, 2):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    for version in (1, 3):
+        published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+        await ledger.announce_version(job_id, epoch, version, "127.0.0.1:1", "d", published)
+        for worker, open_s in (("w1", 0.5 * version), ("w2", 0.25)):
+            await ledger.engine_ready(job_id, version, worker, update_of(20, open_s))
+    await commit(ledger, job_id, epoch, 0)
+    text = (await broker.get("/metrics")).text
+    assert f"onbeat_weight_open_seconds{gauges} 0.5" in text  # version 3 is not published yet
+    for iteration in (1, 2):
+        await commit(ledger, job_id, epoch, iteration, is_published=iteration == 2)
+    joined, first, second = (await broker.get(weights)).json()["weights"]
+    assert [record["policy_version"] for record in (joined, first, second)] == [0, 1, 3]
+    assert (joined["full_bytes"], joined["rollouts"]["w1"]["open_s"]) == (None, None)
+    assert second == {
+        "policy_version": 3,
+        "full_bytes": 1000,
+        "delta_bytes": 20,
+        "encode_s": 0.5,
+        "publish_s": 0.75,
+        "rollouts": {"w1": update_of(20, 1.5).model_dump(), "w2": update_of(20, 0.25).model_dump()},
+    }
+    assert (await broker.get(f"{weights}?after=1")).json()["weights"] == [second]
+    assert (await broker.get(f"{weights}?limit=2")).json()["weights"] == [joined, first]
+    problem_of(await broker.get(f"{weights}?limit=0"), 422)
+    text = (await broker.get("/metrics")).text
+    assert f"onbeat_weight_open_seconds{gauges} 1.5" in text  # the slowest rollout
+    assert f"onbeat_weight_full_bytes{gauges} 1000.0" in text
+    assert f"onbeat_weight_received_bytes{gauges} 40.0" in text
+
+
+async def test_weight_gauges_keep_the_version_before_while_nobody_serves_the_newest(
+    broker: httpx.AsyncClient, ledger: Ledger
+) -> None:
+    job_id = await submit(broker)
+    epoch = await start_training(ledger, job_id)
+    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    await wait_open(ledger, job_id, 0)
+    await drain(ledger, job_id)
+    await ledger.announce_version(
+        job_id, epoch, 1, "127.0.0.1:1", "d1", PublishedWeights(full_bytes=1000, encode_s=0.5, publish_s=0.75)
+    )
+    await commit(ledger, job_id, epoch, 0)
+    text = (await broker.get("/metrics")).text
+    assert f'onbeat_weight_received_bytes{{job_id="{job_id}"}} 1000.0' in text
+    assert f'onbeat_weight_open_seconds{{job_id="{job_id}"}}' not in text  # it joined
 
 
 async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
@@ -485,8 +549,8 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
     spec = (await broker.get("/openapi.json")).json()
     listed = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
     job = "/v1/jobs/{job_id}"
-    parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "metrics", "samples", "events")
-    reads = ("/v1/jobs", job, *(f"{job}/{part}" for part in parts), "/v1/workers")
+    parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "weights", "metrics", "samples")
+    reads = ("/v1/jobs", job, *(f"{job}/{part}" for part in (*parts, "events")), "/v1/workers")
     moves = ("/v1/jobs", f"{job}:cancel", f"{job}:pause", f"{job}:resume")
     assert {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {
         ("POST", p) for p in moves

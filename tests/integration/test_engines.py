@@ -1,11 +1,15 @@
 """Real engines on tiny models: what an engine samples after a load is what a fresh engine on those weights samples."""
 
 import asyncio
+import json
+import os
+import random
 import shutil
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +17,14 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
 from services.rollout import vllm_engine
 from services.rollout.engine import Engine, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 from services.rollout.transformers_engine import TransformersEngine
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.weight_file import BadWeightFile
+from services.rollout.weight_file import BadWeightFile, read_shapes, whole_modules
 from tests.integration.tiny_models import (
     build_tokenizer,
     write_perturbed_weights,
@@ -45,13 +49,36 @@ class Subject:
     first_weights: Path  # what the engine was started on
     second_weights: Path
     second_model_dir: Path  # a whole model with `second_weights`
-    fresh_probe: list[GeneratedResponse]  # of an engine started in `second_model_dir`
+    fresh_probe: list[GeneratedResponse]  # of an engine started on `second_weights`, in a file without a name
     next_version: int = FIRST_VERSION
 
-    async def load(self, weights_file: Path) -> int:
+    async def load(self, weights_file: Path, batches: Iterable[Sequence[str]] | None = None) -> int:
+        """`batches` of names that arrive; None is all of them at once."""
+        arrivals = arriving([self.names()] if batches is None else batches)
         self.next_version += 1
-        await self.engine.load(self.next_version, weights_file)
+        await self.engine.load(self.next_version, weights_file, arrivals)
         return self.next_version
+
+    def names(self) -> list[str]:
+        return list(read_shapes(self.first_weights))
+
+
+async def arriving(batches: Iterable[Sequence[str]]) -> AsyncIterator[Sequence[str]]:
+    for names in batches:
+        yield names
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def file_without_a_name(content: bytes) -> Iterator[Path]:
+    """A file in memory, as other processes reach it: the link does not lead to a name in any folder."""
+    fd = os.memfd_create("weights")
+    try:
+        os.truncate(fd, len(content))
+        os.pwrite(fd, content, 0)
+        yield Path(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 async def probe(engine: Engine, version: int, temperature: float = 1.0) -> list[GeneratedResponse]:
@@ -89,8 +116,11 @@ async def open_subject(tmp_path: Path, model_dir: Path, new_engine) -> Subject:
     first_weights = model_dir / "model.safetensors"
     second_model_dir = Path(shutil.copytree(model_dir, tmp_path / "second"))
     second_weights = write_perturbed_weights(model_dir, second_model_dir / "model.safetensors", seed=1)
-    fresh = new_engine()
-    await fresh.start(second_model_dir, FRESH_VERSION)
+    fresh_dir = Path(shutil.copytree(model_dir, tmp_path / "fresh", ignore=shutil.ignore_patterns("*.safetensors")))
+    with file_without_a_name(second_weights.read_bytes()) as weights_file:
+        (fresh_dir / "model.safetensors").symlink_to(weights_file)
+        fresh = new_engine()
+        await fresh.start(fresh_dir, FRESH_VERSION)
     fresh_probe = await probe(fresh, FRESH_VERSION)
     await fresh.stop()
     engine = new_engine()
@@ -145,16 +175,129 @@ async def test_loading_the_first_weights_again_restores_them(subject: Subject) -
     assert sampled(await probe(subject.engine, await subject.load(subject.first_weights))) == sampled(first)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_rollout_logprobs_are_the_models_own_to_bfloat16_noise(subject: Subject, temperature: float) -> None:
-    responses = await probe(subject.engine, await subject.load(subject.second_weights), temperature)
+def assert_logprobs_are_the_models(
+    model_dir: Path, responses: list[GeneratedResponse], temperature: float = 1.0
+) -> None:
+    """To bfloat16 noise. `responses` are of a probe."""
     for prompt, response in zip((SHORT_PROMPT, LONG_PROMPT, SHORT_PROMPT[:5]), responses, strict=True):
-        expected = teacher_forced_logprobs(
-            subject.second_model_dir, prompt, response.token_ids, torch.float32, temperature
-        )
+        expected = teacher_forced_logprobs(model_dir, prompt, response.token_ids, torch.float32, temperature)
         gap = (torch.tensor(response.rollout_logprobs) - expected).abs()
         assert gap.mean() < 0.05
         assert gap.max() < 0.2
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_rollout_logprobs_are_the_models_own_to_bfloat16_noise(subject: Subject, temperature: float) -> None:
+    responses = await probe(subject.engine, await subject.load(subject.second_weights), temperature)
+    assert_logprobs_are_the_models(subject.second_model_dir, responses, temperature)
+
+
+RUBBISH = float("nan")  # in a file where a tensor may not be read: it would spoil every response
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_after_random_partial_loads_an_engine_is_what_a_fresh_one_is(
+    subject: Subject, tmp_path: Path, seed: int
+) -> None:
+    """Away from second_weights in three loads and back in one, each of some modules. What a file has of the others is
+    rubbish."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    model_dir = Path(shutil.copytree(subject.second_model_dir, tmp_path / "model"))
+    second = load_file(subject.second_weights)
+    served, moved = dict(second), set[str]()
+
+    async def load(named: set[str]) -> list[GeneratedResponse]:
+        content = {name: served[name] if name in named else torch.full_like(served[name], RUBBISH) for name in served}
+        save_file(content, tmp_path / "part.safetensors")
+        order = rng.sample(sorted(named), len(named))
+        cut = rng.randint(0, len(order))
+        version = await subject.load(tmp_path / "part.safetensors", [order[:cut], order[cut:]])
+        return await probe(subject.engine, version)
+
+    await subject.load(subject.second_weights)
+    for _ in range(3):
+        named = whole_modules(rng.sample(sorted(served), 2), served)
+        for name in named:
+            noise = 0.02 * torch.randn(served[name].shape, generator=generator)
+            served[name] = (served[name].float() + noise).to(served[name].dtype)
+        responses = await load(named)
+        save_file(served, model_dir / "model.safetensors", metadata={"format": "pt"})
+        assert_logprobs_are_the_models(model_dir, responses)
+        assert sampled(responses) != sampled(subject.fresh_probe)
+        moved |= named
+    served.update({name: second[name] for name in moved})
+    assert sampled(await load(moved)) == sampled(subject.fresh_probe)
+
+
+async def test_a_tensor_is_read_once_it_is_named(subject: Subject) -> None:
+    """One name at a time, in any order, and its bytes come into the file only just before."""
+    weights = load_file(subject.second_weights)
+    final = save(weights)
+    rubbish = save({name: torch.full_like(weight, RUBBISH) for name, weight in weights.items()})
+    header_bytes = 8 + int.from_bytes(final[:8], "little")
+    assert final[:header_bytes] == rubbish[:header_bytes]
+    offsets = json.loads(final[8:header_bytes])
+    order = random.Random(0).sample(sorted(weights), len(weights))
+
+    async def arrivals(weights_file: Path) -> AsyncIterator[Sequence[str]]:
+        with weights_file.open("r+b", buffering=0) as file:
+            for name in order:
+                start, end = (header_bytes + offset for offset in offsets[name]["data_offsets"])
+                file.seek(start)
+                file.write(final[start:end])
+                yield [name]
+                await asyncio.sleep(0.002)
+
+    await subject.load(subject.first_weights)
+    subject.next_version += 1
+    with file_without_a_name(rubbish) as weights_file:
+        await subject.engine.load(subject.next_version, weights_file, arrivals(weights_file))
+    assert sampled(await probe(subject.engine, subject.next_version)) == sampled(subject.fresh_probe)
+
+
+async def test_a_load_that_names_nothing_is_the_same_model_as_another_version(subject: Subject) -> None:
+    await subject.load(subject.second_weights)
+    version = await subject.load(subject.first_weights, batches=[])
+    responses = await probe(subject.engine, version)
+    assert sampled(responses) == sampled(subject.fresh_probe)
+    assert {span.policy_version for response in responses for span in response.version_spans} == {version}
+
+
+def fails_half_way(names: list[str]) -> Iterator[list[str]]:
+    """Ends within a fused layer."""
+    yield names[: names.index("model.layers.1.self_attn.k_proj.weight") + 1]
+    raise OSError("the stream broke")
+
+
+async def test_load_whose_arrivals_fail_half_way_is_repaired_by_one_of_all_tensors(subject: Subject) -> None:
+    await subject.load(subject.first_weights)
+    with pytest.raises(OSError, match="the stream broke"):
+        await subject.load(subject.second_weights, fails_half_way(subject.names()))
+    assert subject.engine.version() is None
+    for some in ([], [subject.names()[1:]]):
+        with pytest.raises(ValueError, match="no version is served"):
+            await subject.load(subject.second_weights, some)
+        assert subject.engine.version() is None
+    assert sampled(await probe(subject.engine, await subject.load(subject.second_weights))) == sampled(
+        subject.fresh_probe
+    )
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([["model.layers.0.self_attn.q_proj.weight"]], "modules load as a whole"),
+        ([["model.layers.7.mlp.up_proj.weight"]], "the model does not have"),
+        ([["model.norm.weight"], ["model.norm.weight"]], "arrived twice"),
+    ],
+)
+async def test_names_that_make_no_whole_load_are_refused(
+    either_engine: Subject, batches: list[list[str]], message: str
+) -> None:
+    await either_engine.load(either_engine.first_weights)
+    with pytest.raises(ValueError, match=message):
+        await either_engine.load(either_engine.second_weights, batches)
+    assert either_engine.engine.version() is None
 
 
 async def test_prompt_blocks_shared_within_one_step_give_the_models_logprobs(tied: Subject) -> None:
@@ -221,7 +364,7 @@ async def test_load_while_generating_is_refused(either_engine: Subject) -> None:
     await asyncio.sleep(0)
     assert engine.num_in_flight() == 4
     with pytest.raises(AssertionError, match="4 responses in flight"):
-        await engine.load(version + 1, either_engine.second_weights)
+        await engine.load(version + 1, either_engine.second_weights, arriving([either_engine.names()]))
     responses = await generating
     assert {span.policy_version for response in responses for span in response.version_spans} == {version}
     assert engine.num_in_flight() == 0
@@ -266,13 +409,18 @@ async def test_failed_load_serves_nothing_until_a_good_one(
     assert sampled(await probe(either_engine.engine, repaired)) == sampled(either_engine.fresh_probe)
 
 
+@pytest.mark.parametrize(
+    ("write_bad_file", "message"), [(write_nothing, "No such file"), (write_file_with_a_wrong_shape, "Worker failed")]
+)
 async def test_load_that_fails_in_the_vllm_worker_is_repaired_by_a_good_one(
-    tied: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_bad_file, message: str
 ) -> None:
+    write_bad_file(tied.second_weights, tmp_path / "bad.safetensors")
+    await tied.load(tied.first_weights)
     with monkeypatch.context() as unchecked:
-        unchecked.setattr(vllm_engine, "check_weight_file", lambda *_, **__: None)
-        with pytest.raises(Exception, match="vanished"):
-            await tied.load(tmp_path / "vanished.safetensors")
+        unchecked.setattr(vllm_engine, "check_weight_file", lambda *_, **__: tied.names())
+        with pytest.raises(Exception, match=message):
+            await tied.load(tmp_path / "bad.safetensors")
     assert tied.engine.version() is None
     assert sampled(await probe(tied.engine, await tied.load(tied.second_weights))) == sampled(tied.fresh_probe)
 
@@ -295,6 +443,19 @@ async def test_same_seed_draws_the_same_and_samples_of_a_request_differ(referenc
     assert sampled(draw[0]) == sampled(draw[1])
     assert sampled(draw[0]) != sampled(draw[2])
     assert len({tuple(response.token_ids) for response in draw[0]}) == 4
+
+
+async def test_every_rank_of_two_loads_its_shard(tmp_path: Path) -> None:
+    model_dir = write_tied_model(tmp_path / "first")
+    second_dir = Path(shutil.copytree(model_dir, tmp_path / "second"))
+    second_weights = write_perturbed_weights(model_dir, second_dir / "model.safetensors", seed=1)
+    engine = VllmEngine(cpu_cores="0|1", kv_cache_gib=0.25, max_num_seqs=8, tensor_parallel_size=2)
+    await engine.start(model_dir, FIRST_VERSION)
+    try:
+        await engine.load(FRESH_VERSION, second_weights, arriving([[name] for name in read_shapes(second_weights)]))
+        assert_logprobs_are_the_models(second_dir, await probe(engine, FRESH_VERSION))
+    finally:
+        await engine.stop()
 
 
 START_AND_SLEEP = """

@@ -7,7 +7,16 @@ import pytest
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JOB_MOVES, IterationState, JobState, Verdict, WorkerRecord
+from onbeat.types import (
+    JOB_MOVES,
+    IterationState,
+    JobState,
+    PublishedWeights,
+    Verdict,
+    WeightsRecord,
+    WeightUpdate,
+    WorkerRecord,
+)
 from tests.integration.broker_fixtures import (
     claim_all,
     commit,
@@ -103,13 +112,15 @@ async def test_zombie_trainer_can_do_nothing(ledger: Ledger) -> None:
     assert new == "2"
     with pytest.raises(LeaseLost):
         await ledger.renew_job(job_id, old, 30)
+    evil = PublishedWeights(full_bytes=1, encode_s=0.0, publish_s=0.0)
     with pytest.raises(LeaseLost):
-        await ledger.announce_version(job_id, old, 1, "127.0.0.1:9", "evil")
+        await ledger.announce_version(job_id, old, 1, "127.0.0.1:9", "evil", evil)
     with pytest.raises(LeaseLost):
         await commit(ledger, job_id, old, 0)
     with pytest.raises(LeaseLost):
         await ledger.checkpointed(job_id, old, 0, 1, "/evil")
     assert (await ledger.job_fields(job_id))["policy_version"] == "0"
+    assert await ledger.weights(job_id, 1) is None
     assert await commit(ledger, job_id, new, 0)
 
 
@@ -244,6 +255,59 @@ async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledge
         await commit(ledger, job_id, epoch, 2, is_published=False)
     assert await commit(ledger, job_id, epoch, 2)
     assert (await ledger.job_fields(job_id))["policy_version"] == "3"
+
+
+# ---- numbers of weight updates -----------------------------------------------------------------------------------
+
+
+def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
+    numbers = {"pull_s": 0.25, "apply_s": 0.125, "load_s": 0.5, "open_s": open_s, "num_faults": 1}
+    return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
+
+
+async def test_version_has_the_numbers_of_its_trainer_and_of_each_rollout(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.weights(job_id, 0) is None  # announced without numbers, served by nobody
+    published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+    await ledger.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
+    assert await ledger.weights(job_id, 1) == WeightsRecord(policy_version=1, rollouts={"w:1": update_of(20, 1.5)})
+    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+    await ledger.engine_ready(job_id, 1, "published", update_of(1000))  # a worker may have any name
+    assert await ledger.weights(job_id, 1) == WeightsRecord(
+        policy_version=1,
+        full_bytes=1000,
+        delta_bytes=20,
+        encode_s=0.5,
+        publish_s=0.75,
+        rollouts={"published": update_of(1000), "w:1": update_of(20, 1.5)},
+    )
+    assert await ledger.weights(job_id, 0) is None
+
+
+async def test_repeated_version_keeps_its_first_numbers_and_tells_the_new_ones_in_an_event(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    for delta_bytes, received_bytes, open_s in ((20, 20, 1.5), (None, 1000, None)):  # the second time after a restart
+        published = PublishedWeights(full_bytes=1000, delta_bytes=delta_bytes, encode_s=0.5, publish_s=0.75)
+        await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+        await ledger.engine_ready(job_id, 1, "w1", update_of(received_bytes, open_s))
+    record = await ledger.weights(job_id, 1)
+    assert record is not None
+    assert record.delta_bytes == 20
+    assert record.rollouts == {"w1": update_of(20, 1.5)}
+    told = [event for event in await ledger.events(job_id) if event.kind == "worker.updated"]
+    assert [(event.data["num_bytes"], event.data.get("open_s")) for event in told] == [(20, 1.5), (1000, None)]
+    assert told[0].message == "w1 serves policy version 1"
+    assert told[0].data == {
+        "policy_version": 1,
+        "worker_id": "w1",
+        "num_bytes": 20,
+        "pull_s": 0.25,
+        "apply_s": 0.125,
+        "load_s": 0.5,
+        "open_s": 1.5,
+    }
 
 
 # ---- groups ------------------------------------------------------------------------------------------------------

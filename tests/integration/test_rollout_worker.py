@@ -545,7 +545,7 @@ async def test_tokens_stamped_with_another_version_end_the_process_and_cost_the_
 
 @pytest.mark.parametrize("max_group_attempts", [1, 2])
 async def test_version_that_cannot_be_had_for_long_costs_the_group_no_attempt(rig, monkeypatch, max_group_attempts):
-    monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.01,))
+    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(claim_loop, "MISSING_VERSION_S", 0.01)
     await rig.replace_job(max_group_attempts=max_group_attempts)
@@ -560,7 +560,7 @@ async def test_version_that_cannot_be_had_for_long_costs_the_group_no_attempt(ri
 
 
 async def test_worker_claims_nothing_while_the_trainer_is_behind_what_the_groups_want(rig, monkeypatch):
-    monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.01,))
+    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
     num_claims = 0
@@ -588,7 +588,7 @@ async def test_worker_claims_nothing_while_the_trainer_is_behind_what_the_groups
 
 
 async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
-    monkeypatch.setattr(puller.WeightsPuller.fetch, "__defaults__", (0.2,))
+    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.2,))
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))

@@ -4,6 +4,7 @@ The test plays broker and rollouts: it opens iterations by the rule of the mode 
 """
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -23,6 +24,8 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger, connect
 from onbeat.types import JobState
+from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.pull import WeightsMover
 from services.trainer.background import Background
 from services.trainer.link import JobLink
 from tests.integration.broker_fixtures import eventually
@@ -96,7 +99,7 @@ def trainer(num_ranks: int, pool: str, redis_url: str, folder: Path, parallelism
             raise
 
 
-async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None) -> None:
+async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None, on_version=None) -> None:
     """Open each iteration with version t - max_staleness exactly, and submit its groups; until the job is over."""
     for iteration in range(NUM_ITERATIONS):
         version = max(0, iteration - config.max_staleness)
@@ -107,6 +110,8 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
             return int(fields.get("policy_version", "-1")) == version
 
         await eventually(f"version {version} is published", is_published, timeout_s=90)
+        if on_version is not None:
+            await on_version(job_id, version)
         tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
         assert await ledger.open_iteration(job_id, iteration, version, tasks) == ""
         for index, claim in enumerate(await ledger.claim_groups(job_id, "w", NUM_GROUPS, 60)):
@@ -120,7 +125,18 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
     await eventually("the job is over", is_over, timeout_s=90)
 
 
-async def train(ledger, redis_url, model, folder, sections, num_ranks=1, parallelism="ddp", max_restarts=0, chaos=None):
+async def train(
+    ledger,
+    redis_url,
+    model,
+    folder,
+    sections,
+    num_ranks=1,
+    parallelism="ddp",
+    max_restarts=0,
+    chaos=None,
+    on_version=None,
+):
     """The final weights, and which rank trained which micro-batches by iteration."""
     folder.mkdir(parents=True)
     pool = f"ranks-{uuid.uuid4().hex[:8]}"
@@ -128,11 +144,17 @@ async def train(ledger, redis_url, model, folder, sections, num_ranks=1, paralle
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
     with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts) as process:
-        await play_rollouts(ledger, job_id, config, chaos and chaos(process))
+        await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
     fields = await ledger.job_fields(job_id)
     assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
     taken = [await ledger.recorded_micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
-    return load_file(Path(fields["checkpoint"]) / "model.safetensors"), taken
+    return exported_weights(Path(fields["checkpoint"])), taken
+
+
+def exported_weights(checkpoint):
+    """Of a sharded trainer each rank has written a file."""
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_same_weights(found, expected):
@@ -166,6 +188,44 @@ async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, m
     sharded, taken = await train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp")
     assert_each_group_once(taken)
     assert_same_weights(sharded, alone)
+
+
+class Follower:
+    """Pulls each version as it is published, like a rollout."""
+
+    def __init__(self, ledger, folder):
+        self._ledger, self._folder = ledger, folder
+        self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
+        self._mover = None
+
+    async def __call__(self, job_id, version):
+        async def find_trainer():
+            return (await self._ledger.job_fields(job_id))["weights_address"]
+
+        if self._mover is None:
+            connect = functools.partial(WeightsClient, job_id=job_id)
+            self._mover = WeightsMover(connect, find_trainer, Peer("follower"), self._folder)
+        pull = self._mover.start(version, 30)
+        await pull.complete()
+        self.weights[version] = load_file(self._mover.host.path)
+        self.sources.append(set(pull.stats.sources))
+        self.received.append(pull.stats.received_bytes)
+
+
+async def test_a_sharded_version_is_pulled_from_all_ranks_and_none_holds_it_whole(ledger, redis_url, model, tmp_path):
+    arguments = (ledger, redis_url, model)
+    whole, sharded = Follower(ledger, tmp_path), Follower(ledger, tmp_path)
+    sections = {"schedule": PERIODIC, "model": {"dtype": "bfloat16"}}
+    await train(*arguments, tmp_path / "alone", sections, on_version=whole)
+    options = {"num_ranks": 2, "parallelism": "fsdp", "on_version": sharded}
+    await train(*arguments, tmp_path / "fsdp", sections, **options)
+    assert [len(sources) for sources in whole.sources] == [1] * NUM_ITERATIONS
+    assert [len(sources) for sources in sharded.sources] == [2] * NUM_ITERATIONS
+    full_bytes = sum(tensor.nbytes for tensor in whole.weights[0].values())
+    assert sharded.received[0] == full_bytes, "each rank sends its own part, once"
+    assert max(sharded.received[1:]) < full_bytes, "deltas of both shards"
+    for version in range(NUM_ITERATIONS):
+        assert_same_weights(sharded.weights[version], whole.weights[version])
 
 
 async def test_fewer_replicas_repeat_what_the_lost_ones_took_in_the_order_of_recording(ledger):

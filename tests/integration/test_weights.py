@@ -1,186 +1,720 @@
-"""Weights over real gRPC: every version arrives bit for bit or not at all."""
+"""Weights over real gRPC: every version arrives bit for bit or not at all, whatever happens on the way."""
 
 import asyncio
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-import grpc
 import pytest
 import torch
-from safetensors.torch import load_file
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from onbeat.errors import WeightsError
+from onbeat.weights import client as client_module
+from onbeat.weights import server as server_module
 from onbeat.weights.client import WeightsClient
-from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import data_message, plan_message, read_message
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import WeightStore, take_snapshot
+from tests.weight_plane import JOB, MIB, Plane, bits, hosts_apart, stepped, until, weights
 
-MIB = 1 << 20
 
-
-def weights(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "big": torch.randn(3 * MIB // 2 + 5, generator=generator).bfloat16(),  # several chunks, the last one partial
-        "small": torch.randn(4, 3, generator=generator),
-        "scalar": torch.tensor(float(seed)),
-        "empty": torch.zeros(0, 7),
-    }
+@pytest.fixture(autouse=True, scope="module")
+def apart() -> Iterator[None]:
+    with hosts_apart():
+        yield
 
 
 @pytest.fixture
-async def served():
-    store = WeightStore(num_kept=2)
-    server = WeightServer("job", {"config.json": b'{"a": 1}', "tokenizer.json": b"x" * 6 * MIB}, store)
-    port = await server.start("127.0.0.1", 0)
-    client = WeightsClient(f"127.0.0.1:{port}", "job")
-    yield store, server, client
+def small_messages(monkeypatch):
+    """So that a small payload is many messages."""
+    monkeypatch.setattr(server_module, "CHUNK_BYTES", 64 << 10)
+
+
+@pytest.fixture
+async def plane(tmp_path):
+    async with Plane(tmp_path) as plane:
+        yield plane
+
+
+@pytest.fixture
+async def client(plane):
+    client = WeightsClient(plane.trainer.address, JOB)
+    yield client
+    await client.close()
+
+
+def size_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+# ---- what a trainer tells --------------------------------------------------------------------------------------------
+
+
+async def test_describe_carries_files_beyond_grpcs_default_limit():
+    store, files = WeightStore(), {"config.json": b'{"a": 1}', "tokenizer.json": b"x" * 6 * MIB}
+    store.add(take_snapshot(7, weights(0, 10).items()))
+    server = WeightServer(JOB, files, store)
+    client = WeightsClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", JOB)
+    description = await client.describe()
+    assert (description.policy_version, description.files) == (7, files)
     await client.close()
     await server.stop()
 
 
-async def test_every_version_arrives_bit_for_bit(served, tmp_path):
-    store, _, client = served
+async def test_a_version_that_is_not_held_is_refused_by_name(plane, client):
     for version in range(3):
-        store.add(take_snapshot(version, weights(version).items()))
-        stats = await client.pull(version, tmp_path / "weights.safetensors")
-        received = load_file(tmp_path / "weights.safetensors")
-        assert stats.num_bytes == sum(tensor.nbytes for tensor in weights(version).values())
-        assert stats.digest == store.get(version).manifest.digest
-        for name, tensor in weights(version).items():
-            assert received[name].dtype == tensor.dtype
-            assert torch.equal(received[name], tensor)
-
-
-async def test_a_snapshot_does_not_change_when_training_goes_on(served, tmp_path):
-    store, _, client = served
-    live = {"w": torch.zeros(10)}
-    store.add(take_snapshot(0, live.items()))
-    live["w"].add_(1.0)
-    await client.pull(0, tmp_path / "w.safetensors")
-    assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], torch.zeros(10))
-
-
-async def test_describe_carries_files_beyond_grpcs_default_limit(served):
-    store, _, client = served
-    store.add(take_snapshot(7, weights(0).items()))
-    description = await client.describe()
-    assert description.policy_version == 7
-    assert len(description.files["tokenizer.json"]) == 6 * MIB
-
-
-async def test_a_version_that_is_not_held_is_refused_by_name(served, tmp_path):
-    store, _, client = served
-    for version in range(3):
-        store.add(take_snapshot(version, weights(version).items()))
+        await plane.trainer.publish(version, weights(version, 10))
     with pytest.raises(WeightsError, match=r"NOT_FOUND.*held: \[1, 2\]"):
-        await client.pull(0, tmp_path / "w.safetensors")
-    assert list(tmp_path.iterdir()) == []
+        await client.itinerary(0)
+    with pytest.raises(WeightsError, match=r"NOT_FOUND.*version 0 in full is not held here; versions held: \[1, 2\]"):
+        await anext(client.pull(PayloadKey(0)))
 
 
-async def test_another_job_is_refused(served):
-    store, _, client = served
-    store.add(take_snapshot(0, weights(0).items()))
+async def test_another_job_is_refused(plane, client):
+    await plane.trainer.publish(0, weights(0, 10))
     client.job_id = "other"
-    with pytest.raises(WeightsError, match="serves job job, not other"):
-        await client.describe()
+    for call in (client.describe(), client.itinerary(0), anext(client.pull(PayloadKey(0))), anext(client.watch())):
+        with pytest.raises(WeightsError, match="serves job job, not other"):
+            await call
 
 
-async def test_watch_sees_the_current_and_each_newer_version(served):
-    store, server, client = served
-    store.add(take_snapshot(3, weights(3).items()))
+async def test_an_offset_beyond_the_end_is_refused(plane, client):
+    await plane.trainer.publish(0, weights(0, 10))
+    with pytest.raises(WeightsError, match="OUT_OF_RANGE"):
+        await anext(client.pull(PayloadKey(0), 1000 * MIB))
+
+
+async def test_watch_sees_the_current_and_each_newer_version(plane, client):
+    await plane.trainer.publish(3, weights(3, 10))
     versions = client.watch()
     assert await anext(versions) == 3
     waiting = asyncio.ensure_future(anext(versions))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    store.add(take_snapshot(4, weights(4).items()))
-    await server.announce()
+    await plane.trainer.publish(4, weights(4, 10))
     assert await asyncio.wait_for(waiting, 5) == 4
 
 
-async def test_a_server_that_is_gone_is_an_error_not_a_wait(tmp_path):
-    client = WeightsClient("127.0.0.1:1", "job")
-    with pytest.raises(WeightsError, match="UNAVAILABLE"):
-        await client.pull(0, tmp_path / "w.safetensors")
-    with pytest.raises(WeightsError, match="UNAVAILABLE"):
-        await anext(client.watch())
+async def test_a_server_that_is_gone_is_an_error_not_a_wait():
+    client = WeightsClient("127.0.0.1:1", JOB)
+    for call in (client.describe(), client.itinerary(0), anext(client.pull(PayloadKey(0))), anext(client.watch())):
+        with pytest.raises(WeightsError, match=r"at 127.0.0.1:1: UNAVAILABLE"):
+            await asyncio.wait_for(call, 5)
+    await client.close()
 
 
-class FaultyServer(weights_pb2_grpc.WeightsServiceServicer):
-    """Serves a real snapshot, but spoils the stream on its way."""
+async def test_a_pull_whose_connection_is_closed_here_fails_and_does_not_pass_for_cancelled(plane, client):
+    """A task that ends with CancelledError is nobody's failure, so its part would be missed in silence."""
+    await plane.trainer.publish(0, weights(0, 10))
+    plane.trainer.server.faults = [silent]
+    messages = client.pull(PayloadKey(0))
+    await anext(messages)
+    waiting = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0.05)
+    await client.close()
+    with pytest.raises(WeightsError, match="closed here"):
+        await asyncio.wait_for(waiting, 5)
 
-    def __init__(self, store, spoil):
-        self._real = WeightServer("job", {}, store)
-        self._spoil = spoil
 
-    async def GetManifest(self, request, context):
-        return await self._real.GetManifest(request, context)
+def change_shape(answer):
+    answer.tensors[0].shape[0] += 1
 
-    async def Pull(self, request, context):
-        messages = [message async for message in self._real.Pull(request, context)]
-        for message in self._spoil(messages):
+
+def change_digest(answer):
+    answer.tensors[0].digest = bytes(32)
+
+
+def change_size(answer):
+    answer.tensors[0].size_bytes = 1 << 50
+
+
+def change_version(answer):
+    answer.policy_version += 1
+
+
+def overlap_shards(answer):
+    answer.shard_starts.extend([4, 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (change_shape, "contradicts its digest"),
+        (change_digest, "contradicts its digest"),
+        (change_size, "has 1125899906842624 bytes"),
+        (change_version, "sent the manifest of version 1, not 0"),
+        (overlap_shards, "shards that overlap"),
+    ],
+)
+async def test_an_impossible_manifest_is_refused_before_memory_is_taken(plane, spoil, problem):
+    await plane.trainer.publish(0, weights(0, 10))
+    rollout = await plane.join("r0")
+    plane.trainer.server.spoil_manifest = spoil
+    with pytest.raises(WeightsError, match=problem):
+        await rollout.pull(0, deadline_s=0)
+    assert rollout.mover.host is None
+
+
+async def test_another_model_is_refused_and_the_one_held_stays(plane):
+    await plane.trainer.publish(0, weights(0, 10))
+    rollout = await plane.join("r0")
+    await rollout.pull(0)
+    await plane.trainer.publish(1, weights(1, 20))
+    with pytest.raises(WeightsError, match="another model"):
+        await rollout.pull(1, deadline_s=0)
+    rollout.assert_holds(0)
+
+
+# ---- every version arrives bit for bit -------------------------------------------------------------------------------
+
+
+async def test_versions_of_several_mib_arrive_in_full_and_then_as_deltas(plane):
+    rollout = await plane.join("r0")
+    tensors = weights(0, 3 * MIB)
+    for version in range(4):
+        snapshot = await plane.trainer.publish(version, tensors)
+        pull = await rollout.pull(version)
+        assert pull.manifest.digest == snapshot.manifest.digest
+        assert pull.stats.received_bytes == (snapshot.delta.plan.size_bytes if version else size_of(tensors))
+        assert pull.stats.full_bytes == size_of(tensors)
+        assert (pull.stats.faults, pull.stats.sources) == ([], [plane.trainer.address])
+        tensors = stepped(tensors, version)
+
+
+async def test_an_equal_version_takes_no_bytes(plane):
+    rollout = await plane.join("r0")
+    for version in range(2):
+        await plane.trainer.publish(version, weights(0))
+        pull = await rollout.pull(version)
+    assert pull.stats.received_bytes == 0
+
+
+async def test_who_has_missed_versions_follows_the_chain_of_deltas(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    sizes = []
+    for version in range(1, 5):
+        # Some tensors change in every step, one only at first, and one goes back to what it was.
+        tensors = stepped(tensors, version, names=["big", "half"] if version == 1 else ["big"])
+        tensors["scalar"] = torch.tensor(float(version % 4))
+        sizes.append((await plane.trainer.publish(version, tensors)).delta.plan.size_bytes)
+    pull = await rollout.pull(4)
+    assert pull.stats.received_bytes == sum(sizes) < size_of(tensors)
+    assert pull.stats.faults == []
+
+
+async def test_a_chain_that_is_larger_than_the_whole_is_not_followed(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    sizes = [(await plane.trainer.publish(version, weights(version))).delta.plan.size_bytes for version in (1, 2)]
+    assert max(sizes) < size_of(tensors) < sum(sizes)
+    pull = await rollout.pull(2)
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert pull.stats.faults == []
+
+
+async def test_an_older_version_comes_in_full(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    for version in range(2):
+        await plane.trainer.publish(version, tensors)
+        await rollout.pull(version)
+        tensors = stepped(tensors, version)
+    pull = await rollout.pull(0)
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert (await rollout.pull(1)).stats.received_bytes < size_of(tensors) / 10
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["update", "update", "join", "pull", "all", "all", "leave", "back", "restart"]),
+        st.integers(0, 9),
+    ),
+    max_size=25,
+)
+
+
+class Life:
+    """A job's random life. Each operation takes a number that says whom, or how much."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane, self.rollouts = plane, []
+        self.version, self.num_done = 0, 0
+
+    async def run(self, operations):
+        await self.plane.trainer.publish(0, weights(0, 2000))
+        for operation, number in [("join", 0), *operations, ("join", 1), ("all", 0)]:
+            self.num_done += 1
+            await getattr(self, operation)(number)
+
+    async def update(self, number):
+        share = (0.0, 0.001, 0.02, 0.3, 1.0)[number % 5]
+        names = (None, ["big"], ["half", "small"])[number % 3]
+        tensors = stepped(self.plane.trainer.tensors[self.version], self.num_done, share, names)
+        self.version += 1
+        await self.plane.trainer.publish(self.version, tensors)
+
+    async def join(self, number):
+        name = f"rollout-{self.num_done}"
+        place = {"host": f"host-{number % 3}", "is_sharing": number % 2 == 0, "is_relay": number != 7}
+        self.rollouts.append(await self.plane.join(name, **place))
+
+    async def pull(self, number):
+        if self.rollouts:
+            await self.rollouts[number % len(self.rollouts)].pull(self.version)
+
+    async def all(self, _):
+        await asyncio.gather(*(rollout.pull(self.version) for rollout in self.rollouts))
+
+    async def leave(self, number):
+        if self.rollouts:
+            await self.rollouts.pop(number % len(self.rollouts)).leave()
+
+    async def back(self, number):
+        if self.rollouts:
+            await self.rollouts[number % len(self.rollouts)].pull(min(self.plane.trainer.store.versions()))
+
+    async def restart(self, number):
+        """At the same or an older version; now and then its bits are not those of before."""
+        self.version = max(0, self.version - number % 3)
+        tensors = self.plane.trainer.tensors[self.version]
+        await self.plane.trainer.restart()
+        await self.plane.trainer.publish(self.version, stepped(tensors, self.num_done, share=0.01 * (number > 5)))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(OPERATIONS)
+def test_every_version_is_equal_everywhere_whatever_the_job_lives_through(operations):
+    async def live():
+        with tempfile.TemporaryDirectory() as folder:
+            async with Plane(Path(folder)) as plane:
+                await Life(plane).run(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "CHUNK_BYTES", 1000)
+        asyncio.run(live())
+
+
+# ---- what breaks on the way ------------------------------------------------------------------------------------------
+
+
+def edited(edit):
+    """A fault that changes the list of a pull's messages."""
+
+    async def fault(messages, key):
+        for message in edit([message async for message in messages], key):
             yield message
 
-
-def flip_a_bit(messages):
-    data = bytearray(messages[1].data)
-    data[100] ^= 1
-    messages[1].data = bytes(data)
-    return messages
+    return fault
 
 
-def swap_two(messages):
-    messages[0], messages[1] = messages[1], messages[0]
-    return messages
+def flip_a_bit(messages, key):
+    spoiled = bytearray(messages[len(messages) // 2])
+    spoiled[-len(spoiled) // 2] ^= 4
+    return [*messages[: len(messages) // 2], bytes(spoiled), *messages[len(messages) // 2 + 1 :]]
 
 
-def unknown_encoding(messages):
-    messages[0].encoding = 99
-    return messages
+def spoil_the_start(messages, key):
+    """Of an encoded tensor: what its streams' sizes are."""
+    first = read_message(key, messages[1])
+    return [messages[0], data_message([memoryview(b"\xff" * 8), first[8:]]), *messages[2:]]
 
 
-SPOILERS = {
-    "corrupt byte": (flip_a_bit, "do not match the digest"),
-    "short stream": (lambda messages: messages[:-1], "stream ended after"),
-    "missing chunk": (lambda messages: messages[1:], "does not fit"),
-    "wrong order": (swap_two, "does not fit"),
-    "repeated chunk": (lambda messages: [messages[0], *messages], "does not fit"),
-    "future encoding": (unknown_encoding, "upgrade this side"),
+def flip_the_plans_digest(messages, key):
+    answer = weights_pb2.PullResponse.FromString(messages[0])
+    answer.plan.digest = bytes(32)
+    return [answer.SerializeToString(), *messages[1:]]
+
+
+def with_plan(change):
+    """Another plan, which agrees with its digest."""
+
+    def edit(messages, key):
+        return [plan_message(key, Plan(tuple(change(read_message(key, messages[0]).entries)))), *messages[1:]]
+
+    return edit
+
+
+def of_another_version(messages, key):
+    return [plan_message(replace(key, policy_version=99), read_message(key, messages[0])), *messages[1:]]
+
+
+async def broken(messages, key):
+    yield await anext(messages)
+    yield await anext(messages)
+    raise RuntimeError("the source breaks, as it was asked to")
+
+
+async def silent(messages, key):
+    yield await anext(messages)
+    await asyncio.sleep(60)
+
+
+def inserted(message):
+    return lambda messages, key: [*messages[:1], message, *messages[1:]]
+
+
+FAULTS = {
+    "flipped bit": (edited(flip_a_bit), "does not match its digest|came|not a zstd frame|ends at|comes after"),
+    "spoiled start": (edited(spoil_the_start), "does not match its digest|a stream ends at"),
+    "flipped digest of the plan": (edited(flip_the_plans_digest), "plan contradicts its digest"),
+    "short stream": (edited(lambda messages, key: messages[:-1]), r"ended after \d+ of \d+ bytes"),
+    "only a plan": (edited(lambda messages, key: messages[:1]), r"ended after 0 of \d+ bytes"),
+    "nothing": (edited(lambda messages, key: []), "ended after 0 of 0 bytes"),
+    "long stream": (edited(lambda messages, key: [*messages, data_message([memoryview(b"x")])]), "bytes came of"),
+    "data first": (edited(lambda messages, key: [messages[1], messages[0], *messages[2:]]), "before its plan"),
+    "no plan": (edited(lambda messages, key: messages[1:]), "before its plan"),
+    "plan out of order": (edited(with_plan(reversed)), "another model|out of order"),
+    "plan of another shard": (
+        edited(with_plan(lambda entries: [replace(entry, tensor_index=entry.tensor_index + 9) for entry in entries])),
+        "another model|another shard",
+    ),
+    "plan that is too large": (
+        edited(with_plan(lambda entries: [replace(entry, size_bytes=1 << 50) for entry in entries])),
+        "another model|larger than the tensor",
+    ),
+    "plan that is too small": (
+        edited(with_plan(lambda entries: [replace(entry, size_bytes=entry.size_bytes // 2) for entry in entries])),
+        "another model|bytes came of|came|ends at",
+    ),
+    "plan without a tensor": (edited(with_plan(lambda entries: entries[1:])), "another model|bytes came of|came"),
+    "plan with an unknown encoding": (
+        edited(with_plan(lambda entries: [PlanEntry(entry.tensor_index, 99, entry.size_bytes) for entry in entries])),
+        "another model|encoding 99 is not known",
+    ),
+    "plan of another version": (edited(of_another_version), "plan contradicts its digest"),
+    "noise": (edited(inserted(b"\xff" * 20)), "neither a plan nor data"),
+    "empty message": (edited(inserted(b"")), "plan contradicts its digest"),
+    "data without a byte": (edited(inserted(data_message([]))), "without a byte"),
+    "message without a size": (edited(inserted(b"\x12\xff")), "ends in its header"),
+    "message with a wrong size": (edited(inserted(b"\x12\x09abc")), "says 9 bytes and holds 3"),
+    "broken source": (broken, "UNKNOWN"),
+    "silent source": (silent, "silent for"),
 }
 
 
-@pytest.mark.parametrize("fault", SPOILERS)
-async def test_a_spoiled_stream_leaves_nothing(fault, tmp_path):
-    spoil, message = SPOILERS[fault]
-    store = WeightStore()
-    store.add(take_snapshot(0, weights(0).items()))
-    server = grpc.aio.server()
-    weights_pb2_grpc.add_WeightsServiceServicer_to_server(FaultyServer(store, spoil), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    client = WeightsClient(f"127.0.0.1:{port}", "job")
-    with pytest.raises(WeightsError, match=message):
-        await client.pull(0, tmp_path / "w.safetensors")
-    assert list(tmp_path.iterdir()) == []
-    await client.close()
-    await server.stop(None)
+@pytest.fixture
+def short_silence(monkeypatch):
+    monkeypatch.setattr(client_module, "MESSAGE_DEADLINE_S", 0.3)
 
 
-async def test_manifest_that_contradicts_its_digest_is_refused(tmp_path):
-    store = WeightStore()
-    store.add(take_snapshot(0, weights(0).items()))
+@pytest.mark.parametrize("way", ["in full", "delta"])
+@pytest.mark.parametrize("where", ["trainer", "relay"])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_messages, short_silence):
+    spoil, problem = FAULTS[fault]
+    rollout, relay = await plane.join("r0", zone="near"), await plane.join("relay", zone="near")
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    if way == "delta":
+        await relay.pull(0)
+        await rollout.pull(0)
+        tensors = stepped(tensors, 1, share=0.3)
+        await plane.trainer.publish(1, tensors)
+    version = max(plane.trainer.tensors)
+    server = plane.trainer.server
+    if where == "relay":
+        await relay.pull(version)
+        server = relay.server
+    server.faults = [spoil]
 
-    class Liar(FaultyServer):
-        async def GetManifest(self, request, context):
-            manifest = await self._real.GetManifest(request, context)
-            manifest.tensors[0].shape[0] += 1
-            return weights_pb2.GetManifestResponse.FromString(manifest.SerializeToString())
+    pull = await rollout.pull(version)
+    assert server.faults == []
+    assert re.match(
+        f"{relay.mover.address if where == 'relay' else plane.trainer.address}: .*({problem})", pull.stats.faults[0]
+    )
+    # Where the first part of a delta cannot be trusted, the next source's contradicts it: then it comes in full.
+    assert all("is another payload here" in fault for fault in pull.stats.faults[1:2])
+    assert len(pull.stats.faults) <= 2
 
-    server = grpc.aio.server()
-    weights_pb2_grpc.add_WeightsServiceServicer_to_server(Liar(store, lambda messages: messages), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    client = WeightsClient(f"127.0.0.1:{port}", "job")
-    with pytest.raises(WeightsError, match="contradicts its digest"):
-        await client.pull(0, tmp_path / "w.safetensors")
-    await client.close()
-    await server.stop(None)
+    await plane.trainer.publish(version + 1, stepped(tensors, 2))
+    pull = await rollout.pull(version + 1)
+    assert pull.stats.faults == []
+    assert pull.stats.received_bytes < size_of(tensors) / 10
+
+
+@pytest.mark.parametrize("way", ["in full", "delta"])
+@pytest.mark.parametrize("fault", ["flipped bit", "short stream", "plan out of order", "broken source"])
+async def test_a_trainer_that_never_delivers_is_an_error_in_time_and_leaves_no_version(
+    fault, way, plane, small_messages
+):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    if way == "delta":
+        await rollout.pull(0)
+        await plane.trainer.publish(1, stepped(tensors, 1, share=0.3))
+    version = max(plane.trainer.tensors)
+    plane.trainer.server.faults = [FAULTS[fault][0]] * 1000
+    started = time.monotonic()
+    with pytest.raises(WeightsError, match=FAULTS[fault][1]):
+        await rollout.pull(version, deadline_s=0.5)
+    assert time.monotonic() - started < 3
+    assert rollout.version is None
+    assert len(plane.trainer.server.pulled) < 20, "it was asked again and again without a pause"
+    plane.trainer.server.faults = []
+    assert (await rollout.pull(version)).stats.faults == []
+
+
+async def held_back(messages, key):
+    """Slowly enough for the source to be stopped meanwhile."""
+    async for message in messages:
+        yield message
+        await asyncio.sleep(0.05)
+
+
+async def test_a_pull_goes_on_at_another_source_where_the_first_one_died(plane, small_messages, monkeypatch):
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [held_back]
+    pull = rollout.start(0)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    await relay.leave()
+    await rollout.see_through(pull)
+    assert relay.server.pulled == [(PayloadKey(0), 0)]
+    (_, (_, offset)) = plane.trainer.server.pulled
+    assert offset >= 100_000
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert len(pull.stats.faults) == 1
+    assert pull.stats.faults[0].startswith(relay.mover.address)
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_a_source_with_another_plan_than_the_one_before_is_not_mixed_in(plane, small_messages):
+    """A delta whose entries are swapped for others is cut; the trainer's goes on differently, so it starts anew."""
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    await plane.trainer.publish(1, stepped(tensors, 1, share=0.3))
+    plane.trainer.server.faults = [
+        edited(lambda messages, key: with_plan(lambda entries: entries[:1])(messages, key)[:2])
+    ]
+    pull = await rollout.pull(1)
+    assert [("another payload here" in fault) for fault in pull.stats.faults] == [False, True]
+
+
+async def test_what_is_final_is_not_written_again_whatever_the_next_source_sends(plane, small_messages):
+    """An engine may be reading it. The first stream is wrong in `big`, the second in `half`."""
+    tensors = {name: weights(0)[name] for name in ("half", "big")}
+    await plane.trainer.publish(0, tensors)
+    rollout, seen = await plane.join("r0"), []
+
+    def flipped(is_meant):
+        async def fault(messages, key):
+            start = 0
+            async for message in messages:
+                piece = read_message(key, message)
+                if isinstance(piece, memoryview):
+                    is_wrong, start = is_meant(start), start + len(piece)
+                    message = data_message([memoryview(bytes(255 * is_wrong ^ byte for byte in piece))])
+                yield message
+                await asyncio.sleep(0.01)
+                seen.append(0 in pull.final and bytes(rollout.mover.host.tensor(0)) == bits(tensors["half"]))
+
+        return fault
+
+    end_of_half = tensors["half"].nbytes
+    plane.trainer.server.faults = [flipped(lambda start: start > end_of_half), flipped(lambda start: start < 100_000)]
+    pull = rollout.start(0)
+    await rollout.see_through(pull)
+    assert len(pull.stats.faults) == 1, "wrong bytes for what is final already do no harm"
+    first_seen = seen.index(True)
+    assert all(seen[first_seen:])
+
+
+async def test_when_all_sources_are_gone_it_is_an_error_in_time_and_the_next_trainer_delivers(
+    plane, small_messages, monkeypatch
+):
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    await plane.trainer.publish(0, weights(0))
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [held_back]
+    pull = rollout.start(0, deadline_s=0.5)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    started = time.monotonic()
+    await plane.trainer.server.stop()
+    await relay.leave()
+    with pytest.raises(WeightsError, match="UNAVAILABLE"):
+        await rollout.see_through(pull)
+    assert time.monotonic() - started < 5
+    assert rollout.version is None
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, weights(0))
+    await rollout.pull(0)
+
+
+async def test_a_trainer_that_is_away_leaves_the_version_that_is_held(plane):
+    await plane.trainer.publish(0, weights(0, 10))
+    rollout = await plane.join("r0")
+    await rollout.pull(0)
+    await plane.trainer.server.stop()
+    with pytest.raises(WeightsError, match="UNAVAILABLE"):
+        await rollout.pull(1, deadline_s=0.2)
+    rollout.assert_holds(0)
+
+
+async def test_a_trainer_that_comes_back_elsewhere_is_found_by_a_running_pull(plane):
+    rollout = await plane.join("r0")
+    await plane.trainer.server.stop()
+    pull = rollout.start(0)
+    await until(lambda: bool(pull.stats.faults))
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, weights(0, 10))
+    await rollout.see_through(pull)
+
+
+async def test_a_trainer_that_comes_back_at_its_address_is_found_at_once(plane, client):
+    """gRPC waits longer and longer between its own tries, and by default for all connections to an address together."""
+    rollout = await plane.join("r0")
+    await plane.trainer.server.stop()
+    for _ in range(2):
+        for call in (client.describe(), rollout.pull(0, deadline_s=0)):
+            with pytest.raises(WeightsError, match="UNAVAILABLE"):
+                await call
+    await plane.trainer.restart(int(plane.trainer.address.rpartition(":")[2]))
+    await plane.trainer.publish(0, weights(0, 10))
+    await rollout.pull(0, deadline_s=0)
+
+
+async def test_versions_that_a_restarted_trainer_made_anew_are_not_mixed_with_what_was_told_of_them(
+    plane, small_messages, monkeypatch
+):
+    """Some tensors of the first version 0 are final, and an engine may have read them."""
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    await plane.trainer.publish(0, weights(0))
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(0)
+    await until(lambda: bool(pull.final))
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, weights(1))
+    with pytest.raises(WeightsError, match="has other weights than when its pull began"):
+        await rollout.see_through(pull)
+    assert (await rollout.pull(0)).stats.faults == []
+
+
+async def test_a_pull_that_is_cancelled_leaves_no_version_and_the_next_one_succeeds(plane, small_messages):
+    await plane.trainer.publish(0, weights(0))
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(0)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    await pull.cancel()
+    with pytest.raises(WeightsError, match="cancelled"):
+        await rollout.see_through(pull)
+    await rollout.pull(0)
+
+
+# ---- the base is not what the puller believes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["big"], ["half"], ["big", "half"], ["scalar"]])
+@pytest.mark.parametrize("updated", [["big"], ["half", "small"]])
+async def test_a_base_of_the_same_number_with_other_bits_never_gives_wrong_weights(names, updated, plane):
+    """The restarted trainer's version 0 differs in `names`; its delta to version 1 names `updated`."""
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    await plane.trainer.restart()
+    tensors = stepped(tensors, 1, share=1.0, names=names)
+    await plane.trainer.publish(0, tensors)
+    await plane.trainer.publish(1, stepped(tensors, 2, names=updated))
+    pull = await rollout.pull(1)
+    assert "does not match its digest" in pull.stats.faults[0]
+    assert pull.stats.received_bytes >= size_of(tensors)
+
+
+async def test_a_chain_from_a_base_with_other_bits_back_to_the_held_ones_is_not_believed(plane):
+    """`half` is held with the very digest of version 2; but the first delta, from other bits, has changed it here."""
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, stepped(tensors, 1, names=["half"]))
+    await plane.trainer.publish(1, tensors)
+    await plane.trainer.publish(2, stepped(tensors, 2, share=1.0, names=["small"]))
+    pull = await rollout.pull(2)
+    assert "half of version 2 does not match its digest" in pull.stats.faults[0]
+
+
+async def test_the_same_number_with_other_bits_is_pulled(plane):
+    rollout = await plane.join("r0")
+    for seed in range(2):
+        await plane.trainer.publish(5, weights(seed))
+        assert (await rollout.pull(5)).stats.faults == []
+        await plane.trainer.restart()
+
+
+async def test_a_base_that_the_trainer_never_had_is_no_base(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(50, tensors)
+    await rollout.pull(50)
+    await plane.trainer.restart()
+    for version in (3, 4, 60):
+        tensors = stepped(tensors, version)
+        await plane.trainer.publish(version, tensors)
+        pull = await rollout.pull(version)
+        is_in_full = version == 3
+        assert (pull.stats.received_bytes == size_of(tensors)) == is_in_full
+        assert pull.stats.faults == []
+
+
+async def test_steps_that_lead_elsewhere_are_not_called_the_version(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    for version in range(2):
+        await plane.trainer.publish(version, tensors)
+        tensors = stepped(tensors, version)
+        await rollout.pull(version)
+    await plane.trainer.publish(2, tensors)
+    plane.trainer.server.spoil_manifest = spoil_steps
+    pull = await rollout.pull(2)
+    assert pull.stats.faults
+
+
+def spoil_steps(answer):
+    """The delta to version 1 instead of that to version 2."""
+    for step in answer.steps:
+        step.policy_version, step.base_version = 1, 0
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_trainer_that_is_full_is_tried_until_there_is_room(tmp_path):
+    async with Plane(tmp_path, max_calls=2) as plane:
+        await plane.trainer.publish(0, weights(0))
+        watcher = WeightsClient(plane.trainer.address, JOB)
+        watches = [watcher.watch(), watcher.watch()]
+        for watch in watches:
+            await anext(watch)
+        rollout = await plane.join("r0")
+        pull = rollout.start(0)
+        await until(lambda: bool(pull.stats.faults))
+        assert "RESOURCE_EXHAUSTED" in pull.stats.faults[0]
+        for watch in watches:
+            await watch.aclose()
+        await watcher.close()
+        await rollout.see_through(pull)
+
+
+async def test_a_trainer_that_stays_full_is_an_error_in_time(tmp_path):
+    async with Plane(tmp_path, max_calls=1) as plane:
+        await plane.trainer.publish(0, weights(0, 10))
+        watcher = WeightsClient(plane.trainer.address, JOB)
+        watch = watcher.watch()
+        await anext(watch)
+        with pytest.raises(WeightsError, match="RESOURCE_EXHAUSTED"):
+            await (await plane.join("r0")).pull(0, deadline_s=0.2)
+        await watch.aclose()
+        await watcher.close()

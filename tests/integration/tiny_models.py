@@ -23,7 +23,7 @@ def write_tied_model(model_dir: Path, seed: int = 0) -> Path:
 
 
 def write_untied_model(model_dir: Path, seed: int = 0) -> Path:
-    """A model with an output head of its own."""
+    """A model with an output head of its own, and with attention biases, which vLLM reloads differently."""
     return _write_model(model_dir, seed, is_tied=False)
 
 
@@ -70,6 +70,7 @@ def _write_model(model_dir: Path, seed: int, *, is_tied: bool) -> Path:
         head_dim=32,  # the least that vLLM has attention for on the CPU
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=is_tied,
+        attention_bias=not is_tied,
         initializer_range=0.15,  # wide, so that logits differ visibly between tokens and between models
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

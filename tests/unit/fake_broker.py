@@ -88,6 +88,14 @@ def evaluation_json(evaluation: int, state: str = "DONE") -> dict[str, Any]:
     return record
 
 
+def weights_json(version: int, open_s: float | None = None) -> dict[str, Any]:
+    """1000 bytes, of which two rollouts get 10 as a delta. The first version they get in full."""
+    update = {"received_bytes": 10 if version else 1000, "sources": ["h:1"], "pull_s": 0.2, "apply_s": 0.1}
+    update |= {"load_s": 0.3, "open_s": open_s, "num_faults": 0}
+    published = {"full_bytes": 1000, "delta_bytes": 10 if version else None, "encode_s": 0.05, "publish_s": 0.4}
+    return {"policy_version": version, **published, "rollouts": {"rollout-0": update, "rollout-1": update}}
+
+
 def iteration_json(iteration: int, is_committed: bool = True) -> dict[str, Any]:
     record: dict[str, Any] = {
         "iteration": iteration,
@@ -153,6 +161,11 @@ def make_app(fake: FakeJobs) -> FastAPI:
     @app.get("/v1/jobs/{job_id}/evaluations/{evaluation}/samples")
     async def evaluation_samples(job_id: str, evaluation: int) -> Any:
         return await samples(job_id, evaluation, 1)
+
+    @app.get("/v1/jobs/{job_id}/weights")
+    async def weights(job_id: str, after: int = -1) -> Any:
+        versions = range(fake.num_committed(job_id) + 1)
+        return {"weights": [weights_json(v, v / 10 if v else None) for v in versions if v > after]}
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(job_id: str) -> Any:

@@ -33,6 +33,9 @@ async def test_job_from_creation_to_its_end(url: str) -> None:
         assert job.state == JobState.RUNNING
         assert (await client.jobs.wait(job.id, timeout_s=5)).state == JobState.SUCCEEDED
         assert [record.iteration for record in await client.jobs.iterations(job.id, after=0)] == [1, 2]
+        weights = await client.jobs.weights(job.id, after=1)
+        assert [record.policy_version for record in weights] == [2, 3]
+        assert weights[0].rollouts["rollout-1"].open_s == 0.2
         assert (await client.jobs.metrics(job.id))["train/loss"] == [(0, 1.5), (1, 1.25)]
         assert len(await client.jobs.samples(job.id, iteration=1, limit=2)) == 2
         assert [event.kind for event in await client.jobs.events(job.id)] == ["job.state"]
@@ -55,6 +58,7 @@ def test_sync_face_has_the_same_methods_signatures_and_errors(url: str) -> None:
         assert client.jobs.cancel(job.id).state == JobState.CANCELLED
         assert client.jobs.wait(job.id).state.is_final
         assert client.workers()[0].num_in_flight == 3
+        assert client.jobs.weights(job.id)[0].full_bytes == 1000
         with pytest.raises(ApiError):
             client.jobs.get("job-99")
 

@@ -6,8 +6,9 @@ import pytest
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
 from onbeat.report import build_report, check_report_path, make_report, write_report
-from onbeat.types import EvaluationRecord, IterationRecord, JobRecord
-from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve
+from onbeat.summary import total_rows
+from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
+from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve, weights_json
 
 PROMISED = """iteration policy_version reward_mean num_groups num_responses prompt_tokens response_tokens wall_s
 generate_s train_s weight_sync_s rollout_idle_frac trainer_idle_frac staleness_max mismatch_mean mismatch_max tpspd"""
@@ -41,6 +42,7 @@ async def test_report_has_the_promised_names() -> None:
     assert (report["job_id"], report["state"], report["mode"]) == (job.id, "SUCCEEDED", "sync")
     assert all(set(record) >= set(PROMISED.split()) for record in report["iterations"])
     assert len(report["iterations"]) == 2
+    assert report["weights"] == [weights_json(version, version / 10 or None) for version in range(3)]
 
 
 def test_totals_by_hand() -> None:
@@ -67,6 +69,29 @@ def test_report_holds_scored_evaluations_and_the_largest_staleness() -> None:
     assert [(record["evaluation"], record["pass_at_k"]) for record in report["evaluations"]] == [(0, 0.5)]
     assert report["totals"]["staleness_max"] == 2
     assert make_report(JOB, records(1))["totals"]["staleness_max"] is None
+
+
+def weights(*open_s: float | None) -> list[WeightsRecord]:
+    return [WeightsRecord.model_validate(weights_json(version, value)) for version, value in enumerate(open_s)]
+
+
+def test_weight_totals_by_hand() -> None:
+    # Two rollouts, each 1000 bytes to join and then 10 for each of three deltas: 2060 of 8000 bytes.
+    report = make_report(JOB, records(3), weights=weights(None, 0.9, 0.2, 0.4))
+    totals = report["totals"]
+    assert (totals["weight_bytes_full"], totals["weight_bytes_received"]) == (8000, 2060)
+    assert totals["weight_open_s"] == 0.4  # the joining, which waited for no step, is no part of the median
+    assert dict(total_rows(report))["weights"] == "25.8% of the bytes sent, engine open 0.40 s after the step (median)"
+
+
+def test_summary_says_of_weights_only_what_is_known() -> None:
+    joined = make_report(JOB, records(1), weights=weights(None))
+    assert dict(total_rows(joined))["weights"] == "100.0% of the bytes sent"
+    assert "weights" not in dict(total_rows(make_report(JOB, records(1))))
+    untold = WeightsRecord.model_validate({"policy_version": 1, "rollouts": weights_json(1, 0.5)["rollouts"]})
+    totals = make_report(JOB, records(1), weights=[*weights(None), untold])["totals"]
+    assert (totals["weight_bytes_full"], totals["weight_bytes_received"]) == (2000, 2000)  # a share of like with like
+    assert totals["weight_open_s"] == 0.5
 
 
 def test_unfinished_iteration_is_left_out() -> None:

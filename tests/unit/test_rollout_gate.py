@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from onbeat.errors import WeightsError
+from onbeat.weights.client import Peer
+from onbeat.weights.pull import WeightsMover
 from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling
 from services.rollout.engines import EngineBroken
 from services.rollout.gate import VersionGate
 from services.rollout.puller import VersionGone, WeightsPuller
-from tests.rollout_fakes import FakeEngine, FakeTrainer
+from tests.rollout_fakes import FakeEngine, FakeTrainer, manifest_of, weights_of
 
 SAMPLING = Sampling(max_response_tokens=4, temperature=1.0, seed=0)
 
@@ -24,20 +26,22 @@ class Rig:
         self.trainer = FakeTrainer()
         self.address = self.trainer.address
         self.engine = FakeEngine()
-        self.puller = WeightsPuller(self.trainer.connect, self.find_address, staging_dir)
+        self.mover = WeightsMover(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
+        self.puller = WeightsPuller(self.mover, self.trainer.connect, self.find_address)
         self.ready: list[int] = []
-        self.gate = VersionGate(self.engine, self.puller, self.on_loaded)
+        self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0))
 
     async def find_address(self) -> str:
         return self.address
 
-    async def on_loaded(self, weights, load_s) -> None:
-        self.ready.append(weights.policy_version)
+    async def on_loaded(self, pull, load_s) -> None:
+        self.ready.append(pull.version)
 
     async def start(self) -> None:
         (self.staging_dir / "config.json").touch()
-        (self.staging_dir / "model.safetensors").write_text("0")
+        (self.staging_dir / "model.safetensors").write_bytes(weights_of(0))
         await self.engine.start(self.staging_dir, 0)
+        self.puller.loaded(0)
 
     def generate(self, version: int) -> asyncio.Task[list[int]]:
         async def pinned() -> list[int]:
@@ -45,9 +49,6 @@ class Rig:
                 return (await self.engine.generate([1], 1, SAMPLING, expected_version=version))[0].token_ids
 
         return asyncio.create_task(pinned())
-
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.staging_dir.glob("policy-*"))
 
 
 @pytest.fixture
@@ -74,7 +75,6 @@ async def test_new_version_is_loaded_only_after_the_drain_and_once_for_all_who_w
     rig.engine.may_finish.set()
     assert await asyncio.gather(*old, *new) == [[0] * 3] * 3 + [[1] * 3] * 4
     assert rig.engine.loads == rig.ready == [1]
-    assert rig.files() == []
 
 
 async def test_late_comers_of_the_old_version_do_not_starve_the_new_one(rig):
@@ -93,7 +93,7 @@ async def test_late_comers_of_the_old_version_do_not_starve_the_new_one(rig):
 
 
 async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypatch):
-    monkeypatch.setattr(WeightsPuller.fetch, "__defaults__", (0.2,))
+    monkeypatch.setattr(WeightsPuller.obtain, "__defaults__", (0.2,))
     waiting = [rig.generate(7) for _ in range(10)]
     started = asyncio.get_running_loop().time()
     results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -102,11 +102,12 @@ async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypa
     assert await rig.generate(0) == [0, 0, 0]
 
 
-async def test_load_that_fails_once_is_repeated_with_a_fresh_copy(rig):
+async def test_load_that_fails_once_is_repeated(rig):
     rig.trainer.newest = 1
     rig.engine.load_errors = [RuntimeError("half a file")]
     assert await rig.generate(1) == [1, 1, 1]
-    assert rig.trainer.pulls == [1, 1]
+    assert rig.engine.loads == [1, 1]
+    assert rig.trainer.pulls == [1]
 
 
 async def test_load_that_keeps_failing_breaks_the_engine(rig):
@@ -140,26 +141,25 @@ async def test_group_of_an_older_version_goes_back_and_the_newer_ones_after_it_f
     rig.engine.may_finish.set()
     assert await asyncio.gather(running, behind, ahead) == [[2] * 3, [1] * 3, [2] * 3]
     assert rig.engine.loads == [2, 1, 2]
-    assert rig.files() == []
     follow.cancel()
 
 
-async def test_newer_versions_displace_no_file_that_somebody_waits_for(rig):
+async def test_newer_versions_do_not_displace_what_the_engine_has_not_read(rig):
     follow = asyncio.create_task(rig.puller.follow())
     rig.engine.may_finish.clear()
     running = rig.generate(0)
     await settle()
-    waiting = []
-    for version in (1, 2, 3, 4, 5):
+    await rig.trainer.publish(1)
+    await settle()
+    waiting = rig.generate(1)  # behind the running one
+    for version in (2, 3):
         await rig.trainer.publish(version)
         await settle()
-        if version in (1, 2):
-            waiting.append(rig.generate(version))  # behind the running one
-            await settle()
-    assert rig.files() == [f"policy-{version}.safetensors" for version in (1, 2, 4, 5)]
+    assert rig.trainer.pulls == [1]
     rig.engine.may_finish.set()
-    assert await asyncio.gather(running, *waiting) == [[0] * 3, [1] * 3, [2] * 3]
-    assert sorted(rig.trainer.pulls) == [0, 1, 2, 3, 4, 5]  # each once
+    assert await asyncio.gather(running, waiting) == [[0] * 3, [1] * 3]
+    await settle()
+    assert rig.trainer.pulls == [1, 3]  # at once, now that the copy is free; nobody has asked for 2
     follow.cancel()
 
 
@@ -183,28 +183,27 @@ async def test_idle_advance_never_goes_back(rig):
     assert rig.engine.loads == [3]
 
 
-async def test_announced_versions_are_staged_at_once_and_at_most_two_files_are_kept(rig):
+async def test_announced_version_is_here_before_anybody_asks(rig):
     follow = asyncio.create_task(rig.puller.follow())
-    for version in range(1, 5):
-        await rig.trainer.publish(version)
-        await settle()
-    assert rig.trainer.pulls == [1, 2, 3, 4]
-    assert rig.files() == ["policy-3.safetensors", "policy-4.safetensors"]
-    assert (await rig.puller.fetch(4)).policy_version == 4
-    assert rig.trainer.pulls.count(4) == 1
+    await rig.trainer.publish(1)
+    await settle()
+    assert rig.trainer.pulls == [1]
+    assert await rig.generate(1) == [1, 1, 1]
+    assert rig.trainer.pulls == [1]
     follow.cancel()
 
 
-async def test_version_that_nobody_has_yet_keeps_no_earlier_one_from_being_staged(rig):
+async def test_version_that_nobody_has_yet_keeps_no_earlier_one_from_being_pulled(rig):
     rig.trainer.newest = 20
     follow = asyncio.create_task(rig.puller.follow())
     await settle()
     assert not rig.puller.is_announced(45)
     with pytest.raises(WeightsError):
-        await rig.puller.fetch(45, deadline_s=0)
+        await (await rig.puller.obtain(45, deadline_s=0)).complete()
     await rig.trainer.publish(21)
     await settle()
     assert rig.trainer.pulls == [20, 21]
+    assert await rig.generate(21) == [21, 21, 21]
     await rig.trainer.publish(45)
     await settle()
     assert rig.puller.is_announced(45)
@@ -230,8 +229,9 @@ async def test_what_the_trainer_announced_is_forgotten_when_it_is_gone(rig):
 
 async def test_pulls_of_one_version_are_shared(rig):
     rig.trainer.newest = 2
-    pulled = await asyncio.gather(*(rig.puller.fetch(2) for _ in range(5)))
-    assert len(set(pulled)) == 1
+    pulls = await asyncio.gather(*(rig.puller.obtain(2) for _ in range(5)))
+    assert len(set(pulls)) == 1
+    await pulls[0].complete()
     assert rig.trainer.pulls == [2]
 
 

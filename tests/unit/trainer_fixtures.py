@@ -123,7 +123,7 @@ class RecordedLink:
     def hold(self, snapshot):
         self.held.append(snapshot.policy_version)
 
-    def publish(self, snapshot):
+    def publish(self, snapshot, published):
         self.published.append(snapshot.policy_version)
 
     def commit(self, iteration, snapshot, metrics, is_published):

@@ -44,10 +44,20 @@ class WeightsServiceStub:
                 request_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/onbeat.weights.v1.WeightsService/Locate',
+                request_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.LocateRequest.SerializeToString,
+                response_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.LocateResponse.FromString,
+                _registered_method=True)
         self.Pull = channel.unary_stream(
                 '/onbeat.weights.v1.WeightsService/Pull',
                 request_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.PullRequest.SerializeToString,
                 response_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.PullResponse.FromString,
+                _registered_method=True)
+        self.Finish = channel.unary_unary(
+                '/onbeat.weights.v1.WeightsService/Finish',
+                request_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.FinishRequest.SerializeToString,
+                response_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.FinishResponse.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/onbeat.weights.v1.WeightsService/Watch',
@@ -67,14 +77,29 @@ class WeightsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """What a version consists of. NOT_FOUND when it is not (or no longer) held.
+        """What a version consists of, and how to get there from a base. NOT_FOUND when it is not (or no longer) held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Whom to pull a payload from. Asked of the trainer's rank 0, again whenever a source has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """The tensors of a version in manifest order, in chunks of about 1 MiB.
+        """A payload: its plan, then its bytes from the offset asked for, in messages of about 1 MiB. A source that does not have
+        all of it yet sends what arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Finish(self, request, context):
+        """The puller has all of the payload, or has given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,10 +125,20 @@ def add_WeightsServiceServicer_to_server(servicer, server):
                     request_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.GetManifestRequest.FromString,
                     response_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.GetManifestResponse.SerializeToString,
             ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.LocateRequest.FromString,
+                    response_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.LocateResponse.SerializeToString,
+            ),
             'Pull': grpc.unary_stream_rpc_method_handler(
                     servicer.Pull,
                     request_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.PullRequest.FromString,
                     response_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.PullResponse.SerializeToString,
+            ),
+            'Finish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Finish,
+                    request_deserializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.FinishRequest.FromString,
+                    response_serializer=onbeat_dot_weights_dot_v1_dot_weights__pb2.FinishResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -176,6 +211,33 @@ class WeightsService:
             _registered_method=True)
 
     @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/onbeat.weights.v1.WeightsService/Locate',
+            onbeat_dot_weights_dot_v1_dot_weights__pb2.LocateRequest.SerializeToString,
+            onbeat_dot_weights_dot_v1_dot_weights__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Pull(request,
             target,
             options=(),
@@ -192,6 +254,33 @@ class WeightsService:
             '/onbeat.weights.v1.WeightsService/Pull',
             onbeat_dot_weights_dot_v1_dot_weights__pb2.PullRequest.SerializeToString,
             onbeat_dot_weights_dot_v1_dot_weights__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Finish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/onbeat.weights.v1.WeightsService/Finish',
+            onbeat_dot_weights_dot_v1_dot_weights__pb2.FinishRequest.SerializeToString,
+            onbeat_dot_weights_dot_v1_dot_weights__pb2.FinishResponse.FromString,
             options,
             channel_credentials,
             insecure,

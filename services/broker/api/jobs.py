@@ -13,7 +13,16 @@ from starlette.exceptions import HTTPException
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationRecord, Event, IterationRecord, JobRecord, JobState, Sample, WorkerRecord
+from onbeat.types import (
+    EvaluationRecord,
+    Event,
+    IterationRecord,
+    JobRecord,
+    JobState,
+    Sample,
+    WeightsRecord,
+    WorkerRecord,
+)
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 from services.broker.records import (
@@ -23,6 +32,7 @@ from services.broker.records import (
     read_evaluations,
     read_iterations,
     read_samples,
+    read_weights,
 )
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
@@ -44,6 +54,10 @@ class IterationList(BaseModel):
 
 class EvaluationList(BaseModel):
     evaluations: list[EvaluationRecord]
+
+
+class WeightsList(BaseModel):
+    weights: list[WeightsRecord]
 
 
 class MetricSeries(BaseModel):
@@ -192,6 +206,17 @@ async def list_evaluation_samples(job_id: JobId, broker: Broker, evaluation: Ann
     await broker.ledger.job_state(job_id)  # raises JobNotFound
     fields = await broker.ledger.evaluations.fields(job_id, evaluation)
     return SampleList(samples=json.loads(fields.get("samples", "[]")))
+
+
+@router.get("/jobs/{job_id}/weights", responses=documented(404))
+async def list_weights(
+    job_id: JobId,
+    broker: Broker,
+    after: Annotated[int, Query(ge=-1)] = -1,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITERATIONS)] = MAX_ITERATIONS,
+) -> WeightsList:
+    """How policy versions above `after` came to the rollouts, in order; those that were not published are left out."""
+    return WeightsList(weights=await read_weights(broker.ledger, job_id, after, limit))
 
 
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))

@@ -1,0 +1,186 @@
+"""Who pulls from whom: a tree per version that grows with its pullers, so that no link carries much more than a copy.
+
+    trainer --> rollout-0 --> rollout-1 --> rollout-2    egress 1, fan-out 1: a pipelined chain, one copy on each link
+                                        `-> rollout-3    on the machine of rollout-1: any number
+
+A puller becomes a source as soon as it has asked, because a relay passes on what it is still receiving. The nearest is
+chosen: the same machine (whole copies are read through memory there), then the same zone, then the least deep.
+"""
+
+import ipaddress
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from onbeat.weights.client import Peer, Source
+from onbeat.weights.payload import PayloadKey
+
+SLOT_S = 600.0  # a puller that never says that it has finished holds its source's slot for so long
+
+FORGET_S = 3600.0  # a worker that asks for nothing for so long is no source any more
+
+ROOT = ""  # the trainer, among worker ids
+
+
+@dataclass
+class Holder:
+    """A worker that has payloads, or is getting them."""
+
+    peer: Peer
+    keys: set[PayloadKey] = field(default_factory=set)
+    whole: set[PayloadKey] = field(default_factory=set)  # of them those that are all there and in full
+    heard_at: float = 0.0
+    is_suspect: bool = False  # a puller said that it did not deliver; until it is heard of again
+
+
+@dataclass
+class Slot:
+    source: str  # worker id
+    until: float
+
+
+class Sources:
+    """Lives on the weight server's event loop. `egress`: pulls that the trainer serves to other machines at a time for
+    each shard; `fanout`: the same of a rollout."""
+
+    def __init__(self, roots: list[Peer], egress: int = 1, fanout: int = 1) -> None:
+        self._roots = roots  # by shard
+        self._egress, self._fanout = egress, fanout
+        self._holders: dict[str, Holder] = {}
+        self._slots: dict[tuple[str, int], Slot] = {}  # by puller and shard
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._roots)
+
+    def locate(self, key: PayloadKey, puller: Peer, failed: set[str]) -> Source:
+        """Where `puller` is to get the payload: never whom it feeds itself, and of `failed` at most the trainer."""
+        self._slots.pop((puller.worker_id, key.shard), None)
+        self._hear(puller, key, failed)
+        for holder in self._holders.values():
+            if self._is_readable(holder, key, puller, failed):
+                self._holders[puller.worker_id].keys.discard(key)  # it gets the bytes, but not as this payload
+                return Source(holder.peer.address, holder.peer.shared_path)
+        fed = self._fed_by(puller.worker_id, key.shard)
+        candidates = [
+            worker_id
+            for worker_id, holder in self._holders.items()
+            if worker_id not in fed and self._may_feed(holder, key, puller, failed)
+        ]
+        loads = self._loads(key.shard)
+        free = [worker_id for worker_id in [*candidates, ROOT] if self._has_room(worker_id, key.shard, puller, loads)]
+        if free:
+            chosen = min(
+                free,
+                key=lambda worker_id: (
+                    distance(self._peer(worker_id, key.shard), puller),
+                    self._depth(worker_id, key.shard),
+                ),
+            )
+        else:
+            chosen = min([*candidates, ROOT], key=lambda worker_id: loads[worker_id])
+        self._slots[puller.worker_id, key.shard] = Slot(chosen, time.monotonic() + SLOT_S)
+        return Source(self._peer(chosen, key.shard).address)
+
+    def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
+        """`is_complete`: it holds this shard of the version in full."""
+        self._slots.pop((worker_id, key.shard), None)
+        holder = self._holders.get(worker_id)
+        if holder is None:
+            return
+        if is_complete:
+            in_full = replace(key, base_version=None)
+            holder.keys.add(in_full)
+            holder.whole.add(in_full)
+        else:
+            holder.keys.discard(key)
+
+    def forget(self, worker_id: str) -> None:
+        """It has left, or is dead: should it come back, it is new."""
+        self._holders.pop(worker_id, None)
+        for taken in [taken for taken in self._slots if taken[0] == worker_id]:
+            del self._slots[taken]
+
+    def _hear(self, puller: Peer, key: PayloadKey, failed: set[str]) -> None:
+        """The puller lives, and moves on to this payload: it has nothing else of this shard any more, and of the others
+        nothing of another version."""
+        holder = self._holders.setdefault(puller.worker_id, Holder(puller))
+        now = time.monotonic()
+        holder.peer, holder.is_suspect, holder.heard_at = puller, False, now
+        for worker_id in [worker_id for worker_id, other in self._holders.items() if other.heard_at < now - FORGET_S]:
+            self.forget(worker_id)
+        kept = {held for held in holder.keys if held.policy_version == key.policy_version and held.shard != key.shard}
+        holder.keys, holder.whole = kept | {key}, holder.whole & kept
+        for other in self._holders.values():
+            if other.peer.address in failed and other is not holder:
+                other.is_suspect = True
+
+    def _is_readable(self, holder: Holder, key: PayloadKey, puller: Peer, failed: set[str]) -> bool:
+        peer = holder.peer
+        return (
+            bool(peer.shared_path)
+            and peer.shared_space == puller.shared_space
+            and replace(key, base_version=None) in holder.whole
+            and not holder.is_suspect
+            and peer.worker_id != puller.worker_id
+            and peer.address not in failed
+        )
+
+    def _may_feed(self, holder: Holder, key: PayloadKey, puller: Peer, failed: set[str]) -> bool:
+        address = holder.peer.address
+        is_reachable = bool(address) and (not is_loopback(address) or distance(holder.peer, puller) == 0)
+        return key in holder.keys and is_reachable and not holder.is_suspect and address not in failed
+
+    def _fed_by(self, ancestor: str, shard: int) -> set[str]:
+        """The worker, and those whose bytes come from it."""
+        children: dict[str, list[str]] = {}
+        for (worker_id, taken_shard), slot in self._slots.items():
+            if taken_shard == shard:
+                children.setdefault(slot.source, []).append(worker_id)
+        fed, waiting = {ancestor}, [ancestor]
+        while waiting:
+            found = children.get(waiting.pop(), [])
+            fed.update(found)
+            waiting += found
+        return fed
+
+    def _loads(self, shard: int) -> Counter[str]:
+        """Pulls that each serves to other machines now."""
+        now, loads = time.monotonic(), Counter[str]()
+        for (worker_id, taken_shard), slot in self._slots.items():
+            is_on = taken_shard == shard and slot.until > now and (slot.source == ROOT or slot.source in self._holders)
+            if is_on and distance(self._peer(slot.source, shard), self._peer(worker_id, shard)) > 0:
+                loads[slot.source] += 1
+        return loads
+
+    def _has_room(self, worker_id: str, shard: int, puller: Peer, loads: Counter[str]) -> bool:
+        limit = self._egress if worker_id == ROOT else self._fanout
+        return loads[worker_id] < limit or distance(self._peer(worker_id, shard), puller) == 0
+
+    def _depth(self, worker_id: str, shard: int) -> int:
+        depth = 0
+        while (slot := self._slots.get((worker_id, shard))) is not None:
+            worker_id, depth = slot.source, depth + 1
+        return depth
+
+    def _peer(self, worker_id: str, shard: int) -> Peer:
+        return self._roots[shard] if worker_id == ROOT else self._holders[worker_id].peer
+
+
+def distance(source: Peer, puller: Peer) -> int:
+    """0: the same machine; 1: the same zone; 2: further away, or unknown."""
+    if source.host_id and source.host_id == puller.host_id:
+        return 0
+    return 1 if source.zone and source.zone == puller.zone else 2
+
+
+@lru_cache(maxsize=10_000)
+def is_loopback(address: str) -> bool:
+    """Whether `host:port` means another machine on each machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        parsed = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host == "localhost"
+    return parsed.is_loopback or parsed.is_unspecified

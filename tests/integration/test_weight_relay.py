@@ -1,0 +1,509 @@
+"""Rollouts that pass on what they pull, over real gRPC: few copies leave the trainer, and nobody depends on a peer."""
+
+import asyncio
+import datetime
+import ipaddress
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from onbeat.errors import WeightsError
+from onbeat.weights import host as host_module
+from onbeat.weights import pull as pull_module
+from onbeat.weights import server as server_module
+from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.framing import Manifest
+from onbeat.weights.host import full_plan
+from onbeat.weights.payload import Payload, PayloadKey
+from onbeat.weights.security import WireSecurity
+from services.trainer.sources import Sources
+from services.trainer.weight_store import WeightStore
+from tests.weight_plane import JOB, Plane, hosts_apart, stepped, until, weights
+
+
+@pytest.fixture(autouse=True, scope="module")
+def apart() -> Iterator[None]:
+    with hosts_apart():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_messages(monkeypatch):
+    """So that a small payload is many messages."""
+    monkeypatch.setattr(server_module, "CHUNK_BYTES", 64 << 10)
+
+
+@pytest.fixture
+async def plane(tmp_path):
+    async with Plane(tmp_path) as plane:
+        yield plane
+
+
+def size_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Valve:
+    """A fault that lets the plan and `num_messages` pass, and the rest when it is opened."""
+
+    def __init__(self, num_messages: int = 3) -> None:
+        self._num_messages = num_messages
+        self.is_open = asyncio.Event()
+
+    async def __call__(self, messages, key):
+        num_passed = 0
+        async for message in messages:
+            if num_passed > self._num_messages:
+                await self.is_open.wait()
+            yield message
+            num_passed += 1
+
+
+# ---- few copies leave the trainer ------------------------------------------------------------------------------------
+
+
+async def test_a_relay_passes_on_what_it_does_not_have_in_full(plane):
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    valve = Valve()
+    plane.trainer.server.faults = [valve]
+    chain = [await plane.join(f"r{number}") for number in range(3)]
+    pulls = []
+    for rollout in chain:
+        pulls.append(rollout.start(0))
+        await until(lambda: pulls[-1].stats.received_bytes == 3 * 64 << 10)
+    assert [pull.is_over for pull in pulls] == [False] * 3
+    valve.is_open.set()
+    for rollout, pull in zip(chain, pulls, strict=True):
+        await rollout.see_through(pull)
+    sent_by = [plane.trainer.address, *(rollout.mover.address for rollout in chain)]
+    assert [pull.stats.sources for pull in pulls] == [[address] for address in sent_by[:3]]
+    assert plane.trainer.server.num_bytes_sent == size_of(tensors)
+
+
+@pytest.mark.parametrize("egress", [1, 2])
+async def test_the_trainer_sends_as_many_copies_as_egress_says_to_six_hosts_at_once(egress, tmp_path):
+    async with Plane(tmp_path, egress=egress) as plane:
+        rollouts = [await plane.join(f"r{number}") for number in range(6)]
+        tensors = weights(0)
+        for version in range(3):
+            snapshot = await plane.trainer.publish(version, tensors)
+            sent = plane.trainer.server.num_bytes_sent
+            pulls = await asyncio.gather(*(rollout.pull(version) for rollout in rollouts))
+            assert [fault for pull in pulls for fault in pull.stats.faults] == []
+            size = snapshot.delta.plan.size_bytes if snapshot.delta else size_of(tensors)
+            assert plane.trainer.server.num_bytes_sent - sent <= egress * size
+            tensors = stepped(tensors, version)
+
+
+async def test_one_copy_comes_to_a_machine_and_is_read_there_by_the_others(plane):
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    rollouts = [await plane.join(f"r{number}", host="mine", is_sharing=True) for number in range(4)]
+    pulls = [await rollout.pull(0) for rollout in rollouts]
+    assert plane.trainer.server.num_bytes_sent == size_of(tensors)
+    assert [pull.stats.received_bytes for pull in pulls] == [size_of(tensors), 0, 0, 0]
+    assert [rollout.server.num_bytes_sent for rollout in rollouts] == [0] * 4
+
+
+async def test_processes_of_a_machine_that_pull_at_once_take_one_copy_from_the_trainer(plane):
+    rollouts = [await plane.join(f"r{number}", host="mine", is_sharing=True) for number in range(4)]
+    tensors = weights(0)
+    for version in range(3):
+        sent = plane.trainer.server.num_bytes_sent
+        snapshot = await plane.trainer.publish(version, tensors)
+        await asyncio.gather(*(rollout.pull(version) for rollout in rollouts))
+        size = snapshot.delta.plan.size_bytes if snapshot.delta else size_of(tensors)
+        assert plane.trainer.server.num_bytes_sent - sent == size
+        tensors = stepped(tensors, version)
+
+
+async def test_a_relay_that_does_not_serve_still_pulls(plane):
+    await plane.trainer.publish(0, weights(0))
+    rollouts = [await plane.join(f"r{number}", is_relay=False) for number in range(3)]
+    pulls = await asyncio.gather(*(rollout.pull(0) for rollout in rollouts))
+    assert [pull.stats.sources for pull in pulls] == [[plane.trainer.address]] * 3
+
+
+async def test_who_came_by_the_whole_passes_on_the_delta_path_too(plane):
+    """A chain of deltas in the middle: the newcomer has no base, the others have, and all of them relay."""
+    tensors = weights(0)
+    old = [await plane.join(f"old-{number}") for number in range(2)]
+    await plane.trainer.publish(0, tensors)
+    await asyncio.gather(*(rollout.pull(0) for rollout in old))
+    await plane.trainer.publish(1, stepped(tensors, 1))
+    await plane.trainer.publish(2, stepped(plane.trainer.tensors[1], 2))
+    new = [await plane.join(f"new-{number}") for number in range(2)]
+    pulls = await asyncio.gather(*(rollout.pull(2) for rollout in [*old, *new]))
+    assert [fault for pull in pulls for fault in pull.stats.faults] == []
+
+
+# ---- reading the copy of another process -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_reads(monkeypatch):
+    monkeypatch.setattr(pull_module, "SHARED_CHUNK_BYTES", 4096)
+
+
+@pytest.mark.parametrize("is_base_held", [True, False])
+async def test_a_copy_that_moves_while_it_is_read_gives_no_wrong_tensor(is_base_held, plane, small_reads, tmp_path):
+    """The first tensor was read in time and is final: what comes then from the trainer must not touch it again."""
+    tensors = {name: weights(0)[name] for name in ("half", "big", "small")}
+    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
+    await plane.trainer.publish(0, tensors)
+    if is_base_held:
+        await reader.pull(0)
+    await plane.trainer.publish(1, stepped(tensors, 1))
+    await parent.pull(1)
+    share_file(plane, "parent", tmp_path / "moved", num_right_bytes=tensors["half"].nbytes + 999)
+    pull = await reader.pull(1)
+    assert [("big of version 1 does not match its digest" in fault) for fault in pull.stats.faults] == [True]
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+def share_file(plane, worker_id, path, num_right_bytes, num_other_bytes=1_000_000):
+    """From now on this worker's copy is read as a file that is right up to there."""
+    holder = plane.trainer.server.sources._holders[worker_id]
+    with open(holder.peer.shared_path, "rb") as file:
+        header_size = int.from_bytes(file.read(8), "little") + 8
+        file.seek(0)
+        path.write_bytes(file.read(header_size + num_right_bytes) + bytes(num_other_bytes))
+    holder.peer = replace(holder.peer, shared_path=str(path))
+
+
+async def test_a_copy_that_is_cut_off_while_it_is_read_is_completed_elsewhere(plane, small_reads, tmp_path):
+    tensors = weights(0)
+    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
+    await plane.trainer.publish(0, tensors)
+    await parent.pull(0)
+    share_file(plane, "parent", tmp_path / "cut", size_of(tensors) // 2, num_other_bytes=0)
+    pull = await reader.pull(0)
+    assert "is too short" in pull.stats.faults[0]
+    assert 0 < pull.stats.received_bytes < size_of(tensors) * 0.6
+
+
+async def test_a_copy_whose_process_is_gone_is_no_obstacle(plane):
+    await plane.trainer.publish(0, weights(0))
+    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
+    await parent.pull(0)
+    await parent.leave()
+    pull = await reader.pull(0)
+    assert len(pull.stats.faults) == 1
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_a_delta_is_still_used_when_the_copy_on_the_machine_cannot_be_opened(plane):
+    tensors = weights(0)
+    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
+    await plane.trainer.publish(0, tensors)
+    await reader.pull(0)
+    await plane.trainer.publish(1, stepped(tensors, 1))
+    await parent.pull(1)
+    await parent.leave()
+    pull = await reader.pull(1)
+    assert len(pull.stats.faults) == 1
+    assert 0 < pull.stats.received_bytes < size_of(tensors) / 10
+
+
+async def test_what_a_path_holds_is_looked_at_before_it_is_believed(plane, tmp_path):
+    tensors = weights(0)
+    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
+    await plane.trainer.publish(0, tensors)
+    await parent.pull(0)
+    share_file(plane, "parent", tmp_path / "other", num_right_bytes=0)
+    (tmp_path / "other").write_bytes(bytes(2 * size_of(tensors)))
+    pull = await reader.pull(0)
+    assert "holds another model" in pull.stats.faults[0]
+    assert pull.stats.received_bytes == size_of(tensors)
+
+
+# ---- a peer that goes its own way ------------------------------------------------------------------------------------
+
+
+async def test_a_relay_that_moves_on_tells_its_children_and_they_go_on_elsewhere(plane):
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    relay, child = await plane.join("relay", zone="near"), await plane.join("child", zone="near")
+    await relay.pull(0)
+    valve = Valve()
+    relay.server.faults = [valve]
+    pull = child.start(0)
+    await until(lambda: pull.stats.received_bytes > 0)
+    await plane.trainer.publish(1, stepped(tensors, 1))
+    await relay.pull(1)
+    valve.is_open.set()
+    await child.see_through(pull)
+    assert "ABORTED: version 0 in full is given up: version 1 replaces it" in pull.stats.faults[0]
+    assert pull.stats.sources == [plane.trainer.address]
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert (await child.pull(1)).stats.faults == []
+
+
+async def test_children_of_a_relay_whose_own_pull_fails_hear_of_it_at_once(plane):
+    await plane.trainer.publish(0, weights(0))
+    plane.trainer.server.faults = [Valve()]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    relays_pull = relay.start(0)
+    await until(lambda: relays_pull.stats.received_bytes > 0)
+    pull = child.start(0)
+    await until(lambda: pull.stats.received_bytes > 0)
+    started = time.monotonic()
+    await relays_pull.cancel()
+    await child.see_through(pull)
+    assert time.monotonic() - started < 3
+    assert "ABORTED" in pull.stats.faults[0]
+
+
+async def test_wrong_bytes_that_a_relay_passes_on_are_noticed_by_its_child_as_well(plane):
+    async def flip(messages, key):
+        async for message in messages:
+            spoiled = bytearray(message)
+            spoiled[-1] ^= len(message) > 60_000
+            yield bytes(spoiled)
+
+    await plane.trainer.publish(0, weights(0))
+    plane.trainer.server.faults = [flip]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    pulls = await asyncio.gather(relay.pull(0), child.pull(0))
+    assert "does not match its digest" in str([pull.stats.faults for pull in pulls])
+
+
+async def test_a_relay_that_is_full_sends_its_children_elsewhere(plane, tmp_path):
+    await plane.trainer.publish(0, weights(0))
+    relay, child = await plane.join("relay", zone="near"), await plane.join("child", zone="near")
+    await relay.server.stop()
+    relay.server._max_concurrent_calls = 1
+    relay.mover.address = f"127.0.0.1:{await relay.server.start('127.0.0.1', 0)}"
+    await relay.pull(0)
+    relay.server.faults = [Valve()]
+    other = WeightsClient(relay.mover.address, JOB)
+    stream = other.pull(PayloadKey(0))
+    await anext(stream)
+    pull = await child.pull(0)
+    assert "RESOURCE_EXHAUSTED" in pull.stats.faults[0]
+    assert pull.stats.sources == [plane.trainer.address]
+    await stream.aclose()
+    await other.close()
+
+
+async def test_a_relay_waits_for_what_it_is_about_to_have(plane):
+    """The child is sent to it before its own first byte has come."""
+    await plane.trainer.publish(0, weights(0))
+    valve = Valve(-1)
+    plane.trainer.server.faults = [valve]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    pulls = [relay.start(0)]
+    await until(lambda: bool(plane.trainer.server.pulled))
+    pulls.append(child.start(0))
+    await until(lambda: bool(relay.server.pulled))
+    valve.is_open.set()
+    await relay.see_through(pulls[0])
+    await child.see_through(pulls[1])
+    assert pulls[1].stats.faults == []
+    assert pulls[1].stats.sources == [relay.mover.address]
+
+
+async def test_a_relay_that_never_gets_what_it_was_to_have_says_so_in_time(plane, monkeypatch):
+    monkeypatch.setattr(host_module, "EXPECT_DEADLINE_S", 0.2)
+    await plane.trainer.publish(0, weights(0))
+    plane.trainer.server.faults = [Valve(-1)]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    stuck = relay.start(0)
+    await until(lambda: bool(plane.trainer.server.pulled))
+    pull = await child.pull(0)
+    assert "NOT_FOUND" in pull.stats.faults[0]
+    assert pull.stats.sources == [plane.trainer.address]
+    await stuck.cancel()
+
+
+async def test_a_relay_whose_source_is_silent_says_so_in_time(plane, monkeypatch):
+    monkeypatch.setattr(server_module, "GROWTH_DEADLINE_S", 0.2)
+    await plane.trainer.publish(0, weights(0))
+    plane.trainer.server.faults = [Valve()]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    stuck = relay.start(0)
+    await until(lambda: stuck.stats.received_bytes > 0)
+    pull = await child.pull(0)
+    assert "ABORTED" in pull.stats.faults[0]
+    await stuck.cancel()
+
+
+async def test_nothing_is_sent_twice_when_a_source_in_the_middle_of_the_chain_dies(plane, monkeypatch):
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    valve = Valve(6)
+    plane.trainer.server.faults = [valve]
+    chain = [await plane.join(f"r{number}") for number in range(3)]
+    pulls = []
+    for rollout in chain:
+        pulls.append(rollout.start(0))
+        await until(lambda: pulls[-1].stats.received_bytes == 6 * 64 << 10)
+    await chain[1].server.stop()
+    await until(lambda: bool(pulls[2].stats.faults))
+    valve.is_open.set()
+    for rollout, pull in zip(chain, pulls, strict=True):
+        await rollout.see_through(pull)
+        assert pull.stats.received_bytes == size_of(tensors)
+
+
+async def test_ten_broken_relays_do_not_keep_anybody_from_the_trainer(plane):
+    await plane.trainer.publish(0, weights(0))
+    relays = [await plane.join(f"relay-{number}", zone="near") for number in range(10)]
+    for relay in relays:
+        await relay.pull(0)
+    for relay in relays:
+        await relay.server.stop()
+    pull = await (await plane.join("r0", zone="near")).pull(0)
+    assert len(pull.stats.faults) > pull_module.MAX_SOURCES
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+class TwoShards(WeightStore):
+    """Both shards of each version at one address, in full."""
+
+    async def payload(self, key):
+        snapshot = self.get(key.policy_version)
+        tensors = snapshot.manifest.shards[key.shard]
+        return Payload(key, full_plan(snapshot.manifest, key.shard), snapshot.buffers[tensors.start : tensors.stop])
+
+
+async def publish_in_two_shards(trainer, version, tensors):
+    """The first tensor is a shard of its own."""
+    await trainer.publish(version, tensors)
+    snapshot = trainer.store.get(version)
+    trainer.store.add(replace(snapshot, manifest=Manifest(version, snapshot.manifest.tensors, (1,)), delta=None))
+
+
+@pytest.fixture
+async def sharded(plane, monkeypatch):
+    await plane.trainer.server.stop()
+    plane.trainer.store = TwoShards()
+    plane.trainer.server = plane.trainer._create_server()
+    await plane.trainer.start()
+    root = Peer("", plane.trainer.address, "trainer's host")
+    plane.trainer.server.sources = Sources([root, root])
+    return plane
+
+
+async def test_shards_arrive_side_by_side_and_are_passed_on(sharded):
+    tensors = weights(0)
+    await publish_in_two_shards(sharded.trainer, 0, tensors)
+    rollouts = [await sharded.join(f"r{number}") for number in range(3)]
+    pulls = await asyncio.gather(*(rollout.pull(0) for rollout in rollouts))
+    assert [fault for pull in pulls for fault in pull.stats.faults] == []
+    assert {key.shard for key, _ in sharded.trainer.server.pulled} == {0, 1}
+    assert sharded.trainer.server.num_bytes_sent == size_of(tensors)
+
+
+async def test_a_shard_whose_connection_is_closed_by_the_others_failure_is_not_taken_for_done(sharded):
+    """Both come from one relay over one connection, which is given up when the first one fails."""
+    await publish_in_two_shards(sharded.trainer, 0, weights(0))
+    relay, child = await sharded.join("relay", zone="near"), await sharded.join("child", zone="near")
+    await relay.pull(0)
+    sharded.trainer.server.pulled.clear()
+
+    async def broken_in_the_first(messages, key):
+        async for message in messages:
+            yield message
+            await asyncio.sleep(0.05)
+            if key.shard == 0:
+                raise RuntimeError("the source breaks, as it was asked to")
+
+    relay.server.faults = [broken_in_the_first, broken_in_the_first]
+    pull = await child.pull(0)
+    assert len(pull.stats.faults) == 2
+    assert {key.shard for key, _ in sharded.trainer.server.pulled} == {0, 1}
+
+
+async def test_what_is_whole_of_one_shard_only_is_not_read_as_if_it_were_of_both(sharded):
+    tensors = weights(0)
+    await publish_in_two_shards(sharded.trainer, 0, tensors)
+    valve = Valve(0)
+
+    async def hold_the_second(messages, key):
+        async for message in valve(messages, key) if key.shard == 1 else messages:
+            yield message
+
+    sharded.trainer.server.faults = [hold_the_second, hold_the_second]
+    first, second = [await sharded.join(name, host="mine", is_sharing=True) for name in ("first", "second")]
+    pulls = [first.start(0)]
+    await until(lambda: 0 in pulls[0].final)
+    pulls.append(second.start(0))
+    await until(lambda: 0 in pulls[1].final)
+    valve.is_open.set()
+    for rollout, pull in zip((first, second), pulls, strict=True):
+        await rollout.see_through(pull)
+        assert pull.stats.faults == []
+    assert pulls[1].stats.received_bytes == size_of(tensors) - tensors["big"].nbytes
+
+
+# ---- who may take part -----------------------------------------------------------------------------------------------
+
+
+async def assert_all_get_it(plane):
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    rollouts = [await plane.join(f"r{number}") for number in range(3)]
+    for version in range(2):
+        pulls = await asyncio.gather(*(rollout.pull(version) for rollout in rollouts))
+        assert [fault for pull in pulls for fault in pull.stats.faults] == []
+        assert {pull.stats.sources[0] for pull in pulls} > {plane.trainer.address}
+        await plane.trainer.publish(version + 1, stepped(tensors, version))
+
+
+async def assert_is_shut_out(plane, security, words):
+    """At the trainer and at a relay."""
+    relay = await plane.join("relay")
+    await relay.pull(max(plane.trainer.tensors))
+    for address in (plane.trainer.address, relay.mover.address):
+        stranger = WeightsClient(address, JOB, security)
+        with pytest.raises(WeightsError, match=words):
+            await anext(stranger.pull(PayloadKey(max(plane.trainer.tensors))))
+        await stranger.close()
+
+
+async def test_with_an_api_key_trainer_and_relays_serve_those_who_know_it(tmp_path):
+    async with Plane(tmp_path, security=WireSecurity(api_key="secret")) as plane:
+        await assert_all_get_it(plane)
+        await assert_is_shut_out(plane, WireSecurity(), "UNAUTHENTICATED")
+        await assert_is_shut_out(plane, WireSecurity(api_key="guess"), "UNAUTHENTICATED")
+
+
+def issue(folder, name, issuer=None):
+    """Paths of a certificate of 127.0.0.1 and its key, and the pair that signs others with it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    signer_name, signer = issuer or (subject, key)
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(signer_name).public_key(key.public_key())
+    builder = builder.not_valid_before(now - datetime.timedelta(hours=1)).serial_number(x509.random_serial_number())
+    builder = builder.not_valid_after(now + datetime.timedelta(hours=1))
+    builder = builder.add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    cert = builder.add_extension(names, critical=False).sign(signer, hashes.SHA256())
+    pem = serialization.Encoding.PEM
+    (folder / f"{name}.pem").write_bytes(cert.public_bytes(pem))
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return folder / f"{name}.pem", folder / f"{name}.key", (subject, key)
+
+
+async def test_with_mutual_tls_trainer_and_relays_serve_those_who_have_a_certificate(tmp_path):
+    ca, _, issuer = issue(tmp_path, "authority")
+    cert, key, _ = issue(tmp_path, "node", issuer)
+    async with Plane(tmp_path, security=WireSecurity(tls_cert=cert, tls_key=key, tls_ca=ca)) as plane:
+        await assert_all_get_it(plane)
+        await assert_is_shut_out(plane, WireSecurity(tls_ca=ca), "UNAVAILABLE")
+        await assert_is_shut_out(plane, WireSecurity(), "UNAVAILABLE")

@@ -1,0 +1,411 @@
+"""The parts of the weights plane by themselves: payloads that grow, the host's copy, messages, snapshots."""
+
+import asyncio
+import struct
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from onbeat.errors import WeightsError
+from onbeat.weights import delta
+from onbeat.weights.delta import Encoding
+from onbeat.weights.framing import Manifest, TensorEntry, safetensors_header
+from onbeat.weights.host import HostWeights, check_plan, full_plan
+from onbeat.weights.payload import Payload, PayloadGivenUp, PayloadKey, Plan, PlanEntry
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import data_message, plan_message, read_message, read_varint, varint
+from services.trainer.weight_store import SnapshotWriter, WeightStore, take_snapshot
+
+SOON_S = 5.0
+KEY = PayloadKey(1)
+
+
+def entry(name, *shape, dtype="BF16", fill=b"\0"):
+    size = int(np.prod(shape)) * {"BF16": 2, "F32": 4}[dtype]
+    return TensorEntry(name, dtype, shape, size, blake3(fill * size).digest())
+
+
+LAYOUT = Manifest(1, (entry("a", 3), entry("b", 0), entry("c", 2, 2, dtype="F32"), entry("d", 1)), shard_starts=(2,))
+
+
+# ---- a payload that grows --------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=9), max_size=8), st.data())
+def test_slices_are_the_bytes_wherever_the_segments_are_cut(parts, data):
+    whole = b"".join(parts)
+    plan = Plan((PlanEntry(0, Encoding.RAW, len(whole)),))
+    payload = Payload(KEY, plan, [memoryview(part) for part in parts])
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    assert b"".join(payload.slices(start, end)) == whole[start:end]
+
+
+def growing(size=10):
+    return Payload(KEY, Plan((PlanEntry(0, Encoding.RAW, size),)), [memoryview(bytearray(size))], available=0)
+
+
+async def test_readers_wait_for_exactly_the_bytes_that_they_want():
+    payload = growing()
+    waiting = {size: asyncio.ensure_future(payload.wait_for(size, SOON_S)) for size in (1, 4, 10)}
+    for available in (3, 4, 10):
+        payload.advance(available)
+        await asyncio.sleep(0.01)
+        assert {size for size, reader in waiting.items() if reader.done()} == {s for s in waiting if s <= available}
+    assert payload.is_complete
+
+
+async def test_readers_of_a_payload_that_is_given_up_are_told_now_and_later():
+    payload = growing()
+    waiting = asyncio.ensure_future(payload.wait_for(1, SOON_S))
+    await asyncio.sleep(0)
+    payload.give_up("it moves on")
+    with pytest.raises(PayloadGivenUp, match="version 1 in full is given up: it moves on"):
+        await asyncio.wait_for(waiting, SOON_S)
+    payload.advance(10)
+    with pytest.raises(PayloadGivenUp):
+        await payload.wait_for(1, SOON_S)
+
+
+async def test_bytes_that_do_not_come_are_an_error_in_time():
+    payload = growing()
+    payload.advance(5)
+    with pytest.raises(WeightsError, match="no byte 6 within 0 s"):
+        await payload.wait_for(6, 0.01)
+
+
+def test_a_plans_digest_is_of_its_payload_alone():
+    plan = Plan((PlanEntry(0, Encoding.RAW, 6), PlanEntry(2, Encoding.SPARSE, 5)))
+    keys = [PayloadKey(1), PayloadKey(2), PayloadKey(1, 0), PayloadKey(1, None, 1)]
+    others = [
+        Plan(plan.entries[:1]),
+        Plan(plan.entries[::-1]),
+        Plan((PlanEntry(0, Encoding.RAW, 65), *plan.entries[1:])),
+        Plan((PlanEntry(0, Encoding.XOR_ZSTD, 6), *plan.entries[1:])),
+    ]
+    digests = [plan.digest(key) for key in keys] + [other.digest(KEY) for other in others]
+    assert len(set(digests)) == len(keys) + len(others)
+    assert Plan(tuple(PlanEntry(e.tensor_index, int(e.encoding), e.size_bytes) for e in plan.entries)).digest(
+        KEY
+    ) == plan.digest(KEY)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5))
+def test_data_is_framed_as_protobuf_would(parts):
+    message = data_message([memoryview(part) for part in parts])
+    content = b"".join(parts)
+    assert message == weights_pb2.PullResponse(data=content).SerializeToString()
+    assert bytes(read_message(KEY, message)) == content
+
+
+def test_data_is_read_without_a_copy():
+    message = data_message([memoryview(b"x" * 1000)])
+    assert read_message(KEY, message).obj is message
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31), st.sampled_from(Encoding), st.integers(0, 2**60)), max_size=5))
+def test_a_plan_survives_its_message_and_is_of_its_key_only(entries):
+    plan = Plan(tuple(PlanEntry(*parts) for parts in entries))
+    message = plan_message(KEY, plan)
+    assert read_message(KEY, message) == plan
+    with pytest.raises(WeightsError, match="contradicts its digest"):
+        read_message(PayloadKey(2), message)
+
+
+@given(st.integers(0, 2**64 - 1), st.binary(max_size=3))
+def test_a_varint_is_read_where_it_ends(value, rest):
+    assert read_varint(b"." + varint(value) + rest, 1) == (value, 1 + len(varint(value)))
+
+
+@given(st.binary(max_size=40))
+def test_noise_is_refused_or_is_data_and_nothing_else_happens(noise):
+    try:
+        message = read_message(KEY, noise)
+    except WeightsError:
+        return
+    assert weights_pb2.PullResponse.FromString(noise).data == bytes(message)
+
+
+# ---- the host's copy -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def host(tmp_path):
+    host = HostWeights(LAYOUT, tmp_path)
+    yield host
+    host.close()
+
+
+async def test_the_copy_is_a_safetensors_file_that_others_can_open(host):
+    values = np.arange(4, dtype=np.float32)
+    host.tensor(2)[:] = values.tobytes()
+    tensors = load(host.path.read_bytes())
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "a": (3,),
+        "b": (0,),
+        "c": (2, 2),
+        "d": (1,),
+    }
+    assert tensors["c"].flatten().tolist() == [0, 1, 2, 3]
+    assert len(host.header) % 8 == 0
+    assert safetensors_header(LAYOUT) == host.header
+
+
+async def test_a_version_is_held_from_settle_to_begin_and_can_be_pulled_meanwhile(host):
+    assert (host.version, host.versions()) == (None, [])
+    assert await host.payload(KEY) is None
+    host.settle(LAYOUT)
+    assert (host.version, host.versions()) == (1, [1])
+    payloads = [await host.payload(PayloadKey(1, None, shard)) for shard in range(2)]
+    assert [payload.is_complete for payload in payloads] == [True, True]
+    assert [payload.plan.size_bytes for payload in payloads] == [6, 18]
+    host.begin("it moves")
+    assert (host.version, host.versions()) == (None, [])
+    assert await host.payload(KEY) is None
+    for payload in payloads:
+        with pytest.raises(PayloadGivenUp, match="it moves"):
+            payload.check()
+
+
+async def test_who_asks_for_what_is_expected_waits_until_it_opens_or_is_dropped(host):
+    opened, dropped, moved = PayloadKey(2), PayloadKey(2, 1), PayloadKey(2, None, 1)
+    for key in (opened, dropped, moved):
+        host.expect(key)
+    waiting = [asyncio.ensure_future(host.payload(key)) for key in (opened, dropped, moved)]
+    await asyncio.sleep(0.01)
+    assert not any(reader.done() for reader in waiting)
+    payload = host.open(opened, full_plan(LAYOUT, 0))
+    assert await asyncio.wait_for(waiting[0], SOON_S) is payload
+    host.drop(dropped, "no source has it")
+    assert await asyncio.wait_for(waiting[1], SOON_S) is None
+    host.begin("it moves")
+    assert await asyncio.wait_for(waiting[2], SOON_S) is None
+    with pytest.raises(PayloadGivenUp):
+        payload.check()
+
+
+async def test_a_reader_that_leaves_does_not_take_the_payload_from_the_others(host):
+    host.expect(KEY)
+    readers = [asyncio.ensure_future(host.payload(KEY)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    readers[0].cancel()
+    await asyncio.sleep(0.01)
+    payload = host.open(KEY, full_plan(LAYOUT, 0))
+    assert await asyncio.wait_for(readers[1], SOON_S) is payload
+
+
+async def test_a_full_payload_is_received_in_its_place(host):
+    host.expect(PayloadKey(1, None, 1))
+    payload = host.open(PayloadKey(1, None, 1), full_plan(LAYOUT, 1))
+    payload.slices(0, 16)[0][:] = b"0123456789abcdef"
+    assert bytes(host.tensor(2)) == b"0123456789abcdef"
+
+
+async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed(tmp_path):
+    host = HostWeights(LAYOUT, tmp_path)
+    host.settle(LAYOUT)
+    payload = await host.payload(KEY)
+    piece = payload.slices(0, 6)
+    host.close()
+    assert not host.path.exists()
+    assert bytes(piece[0]) == bytes(6)
+
+
+RAW = Encoding.RAW
+IMPOSSIBLE = [
+    (PayloadKey(1), [(0, RAW, 6)]),  # an empty tensor is named as well
+    (PayloadKey(1), [(1, RAW, 0), (0, RAW, 6)]),
+    (PayloadKey(1), [(0, RAW, 6), (1, RAW, 0), (2, RAW, 16)]),
+    (PayloadKey(1), [(0, RAW, 7), (1, RAW, 0)]),
+    (PayloadKey(1), [(0, Encoding.SPARSE, 6), (1, RAW, 0)]),
+    (PayloadKey(1, 0), [(1, RAW, 0), (0, RAW, 6)]),
+    (PayloadKey(1, 0), [(0, RAW, 6), (0, RAW, 6)]),
+    (PayloadKey(1, 0), [(2, RAW, 6)]),
+    (PayloadKey(1, 0, 1), [(0, RAW, 6)]),
+    (PayloadKey(1, 0, 1), [(4, RAW, 1)]),
+    (PayloadKey(1, 0), [(0, Encoding.SPARSE, 7)]),
+]
+
+
+@pytest.mark.parametrize(("key", "entries"), IMPOSSIBLE)
+def test_an_impossible_plan_is_refused(key, entries):
+    with pytest.raises(WeightsError, match=str(key)):
+        check_plan(key, Plan(tuple(PlanEntry(*parts) for parts in entries)), LAYOUT)
+
+
+@pytest.mark.parametrize("entries", [[], [(2, Encoding.SPARSE, 16)], [(2, RAW, 16), (3, Encoding.XOR_ZSTD, 1)]])
+def test_a_delta_names_some_tensors_in_order(entries):
+    check_plan(PayloadKey(1, 0, 1), Plan(tuple(PlanEntry(*parts) for parts in entries)), LAYOUT)
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def weights(seed=0, num_items=4000):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(num_items, generator=generator).bfloat16(),
+        "v": torch.randn(10, 3, generator=generator),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(1.5, dtype=torch.float16),
+    }
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_a_snapshot_does_not_change_when_training_goes_on():
+    live = weights()
+    before = {name: bits(tensor) for name, tensor in live.items()}
+    may_encode, writer = threading.Event(), SnapshotWriter(1)
+    writer._thread.submit(may_encode.wait)  # the encoder comes late
+    for name, tensor in live.items():
+        writer.put(name, tensor)
+        tensor.fill_(7)
+    may_encode.set()
+    snapshot = writer.finish()
+    for entry, buffer in zip(snapshot.manifest.tensors, snapshot.buffers, strict=True):
+        assert bytes(buffer) == before[entry.name]
+        assert entry.digest == blake3(before[entry.name]).digest()
+
+
+def test_a_snapshot_gives_its_tensors_back():
+    live = weights()
+    live["transposed"] = live["v"].T
+    snapshot = take_snapshot(3, live.items())
+    assert snapshot.policy_version == 3
+    assert snapshot.manifest.size_bytes == sum(tensor.nbytes for tensor in live.values())
+    found = dict(snapshot.tensors())
+    assert list(found) == list(live)
+    for name, tensor in live.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor)
+
+
+def test_the_manifest_has_the_order_asked_for_and_the_delta_follows_it():
+    base = take_snapshot(1, weights().items(), order=["v", "w", "empty", "scalar"])
+    live = {name: tensor + 1 for name, tensor in reversed(weights().items())}
+    snapshot = take_snapshot(2, live.items(), order=["v", "w", "empty", "scalar"], base=base)
+    assert [entry.name for entry in snapshot.manifest.tensors] == ["v", "w", "empty", "scalar"]
+    assert [entry.tensor_index for entry in snapshot.delta.plan.entries] == [0, 1, 3]
+
+
+def applied(base, snapshot):
+    """What a puller that holds `base` makes of the delta."""
+    found, change = {}, snapshot.delta
+    check_plan(change.key, change.plan, snapshot.manifest)
+    for entry, buffer in zip(base.manifest.tensors, base.buffers, strict=True):
+        found[entry.name] = bytearray(buffer)
+    for entry, (start, end) in zip(change.plan.entries, pairwise(change.plan.starts), strict=True):
+        tensor = snapshot.manifest.tensors[entry.tensor_index]
+        item_bytes = {"BF16": 2, "F16": 2, "F32": 4}[tensor.dtype]
+        delta.apply(entry.encoding, b"".join(change.slices(start, end)), found[tensor.name], item_bytes)
+    return {name: bytes(content) for name, content in found.items()}
+
+
+@given(st.sets(st.sampled_from(["w", "v", "scalar"])), st.sampled_from([0.001, 0.1, 1.0]), st.integers(0, 9))
+def test_the_base_and_the_delta_are_the_version_and_untouched_tensors_are_not_in_it(names, share, seed):
+    before = weights()
+    base = take_snapshot(1, before.items())
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    generator = torch.Generator().manual_seed(seed)
+    for name in names:
+        is_moved = torch.rand(after[name].shape, generator=generator) < share
+        after[name][is_moved] *= 1.5
+    snapshot = take_snapshot(4, after.items(), base=base)
+    assert snapshot.delta.key == PayloadKey(4, 1)
+    assert applied(base, snapshot) == {name: bits(tensor) for name, tensor in after.items()}
+    changed = {name for name in before if bits(before[name]) != bits(after[name])}
+    planned = {snapshot.manifest.tensors[entry.tensor_index].name for entry in snapshot.delta.plan.entries}
+    assert planned == changed
+
+
+def test_there_is_no_delta_without_a_base_or_from_another_model():
+    base = take_snapshot(1, weights().items())
+    assert base.delta is None
+    assert take_snapshot(2, weights(num_items=4001).items(), base=base).delta is None
+    renamed = {name.upper(): tensor for name, tensor in weights().items()}
+    assert take_snapshot(2, renamed.items(), base=base).delta is None
+    cast = weights() | {"w": weights()["w"].half()}
+    assert take_snapshot(2, cast.items(), base=base).delta is None
+
+
+def test_bits_that_compare_equal_or_unequal_as_numbers_are_told_apart_as_bits():
+    base = take_snapshot(1, [("w", torch.tensor([0.0, float("nan"), 1.0]))])
+    same = take_snapshot(2, [("w", torch.tensor([0.0, float("nan"), 1.0]))], base=base)
+    assert same.delta.plan.entries == ()
+    negative = take_snapshot(2, [("w", torch.tensor([-0.0, float("nan"), 1.0]))], base=base)
+    assert applied(base, negative)["w"] == struct.pack("<f", -0.0) + bytes(base.buffers[0])[4:]
+
+
+def published(store, num_versions, share, num_items=4000):
+    tensors, base = weights(num_items=num_items), None
+    for version in range(num_versions):
+        base = take_snapshot(version, tensors.items(), base=base)
+        store.add(base)
+        generator = torch.Generator().manual_seed(version)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        is_moved = torch.rand(num_items, generator=generator) < share
+        tensors["w"][is_moved] = tensors["w"][is_moved] * 1.01 + 0.01
+    return base
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+async def test_kept_deltas_are_smaller_than_one_full_copy_and_only_the_newest_versions_are_whole(share):
+    store = WeightStore(num_kept=2)
+    newest = published(store, 40, share)
+    assert store.versions() == [38, 39]
+    keys = [PayloadKey(version, version - 1) for version in range(1, 40)]
+    kept = [payload for key in keys if (payload := await store.payload(key)) is not None]
+    assert sum(payload.plan.size_bytes for payload in kept) < newest.manifest.size_bytes
+    assert [payload.key for payload in kept] == keys[40 - 1 - len(kept) :]
+    assert len(kept) >= 1
+
+
+def test_steps_lead_from_the_base_to_the_version_or_there_are_none():
+    store = WeightStore(num_kept=3)
+    published(store, 6, 0.01)
+    steps = store.steps(2, 5)
+    assert [(step.base_version, step.policy_version) for step in steps] == [(2, 3), (3, 4), (4, 5)]
+    assert all(step.size_bytes > 0 for step in steps)
+    assert store.steps(5, 5) == store.steps(5, 3) == store.steps(9, 5) == store.steps(-1, 5) == store.steps(2, 99) == ()
+
+
+def test_steps_that_would_carry_more_than_the_whole_are_none():
+    store = WeightStore(num_kept=3)
+    newest = published(store, 6, 1.0)
+    oldest = min(base for base in range(5) if store.steps(base, 5))
+    assert oldest > 0
+    assert sum(step.size_bytes for step in store.steps(oldest, 5)) < newest.manifest.size_bytes
+
+
+async def test_a_delta_is_only_found_under_its_own_base():
+    store = WeightStore()
+    published(store, 3, 0.01)
+    assert await store.payload(PayloadKey(2, 1)) is not None
+    assert await store.payload(PayloadKey(2, 0)) is None
+    assert await store.payload(PayloadKey(2, 1, 1)) is None
+    assert await store.payload(PayloadKey(2, None, 1)) is None
+    assert await store.payload(PayloadKey(0)) is None
+
+
+async def test_versions_that_were_not_published_are_stepped_over():
+    """`bounded` jobs publish only what has moved enough: the delta's base is what rollouts hold."""
+    store = WeightStore(num_kept=9)
+    first = take_snapshot(3, weights(0).items())
+    second = take_snapshot(7, weights(1).items(), base=first)
+    for snapshot in (first, second):
+        store.add(snapshot)
+    assert [(step.base_version, step.policy_version) for step in store.steps(3, 7)] == [(3, 7)]
+    assert store.steps(5, 7) == ()

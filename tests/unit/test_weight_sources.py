@@ -1,0 +1,315 @@
+"""Who pulls from whom: a tree, near before far, and no link with more than its share."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.weights.client import Peer
+from onbeat.weights.payload import PayloadKey
+from services.trainer import sources as sources_module
+from services.trainer.sources import ROOT, Sources, is_loopback
+
+TRAINER = "10.0.0.1:50051"
+FULL = PayloadKey(1)
+DELTA = PayloadKey(1, 0)
+
+
+def peer(number, host="", zone="", shared=False, address=None):
+    """On a host of its own unless it is named."""
+    return Peer(
+        f"r{number}",
+        f"10.0.1.{number}:50052" if address is None else address,
+        host or f"host of {number}",
+        zone,
+        f"/proc/{number}/fd/9" if shared else "",
+        "space" if shared else "",
+    )
+
+
+def create_sources(egress=1, fanout=1, num_shards=1):
+    roots = [Peer("trainer", f"10.0.0.{1 + shard}:50051", "trainer's host", "east") for shard in range(num_shards)]
+    return Sources(roots, egress, fanout)
+
+
+def located(sources, puller, key=FULL, failed=()):
+    return sources.locate(key, puller, set(failed)).address
+
+
+def completed(sources, puller, key=FULL):
+    """Its source when it began; it is through now."""
+    source = located(sources, puller, key)
+    sources.finish(key, puller.worker_id, is_complete=True)
+    return source
+
+
+def test_pullers_of_different_hosts_form_a_chain_while_they_pull():
+    sources = create_sources()
+    pullers = [peer(number) for number in range(4)]
+    assert [located(sources, puller) for puller in pullers] == [TRAINER, *(puller.address for puller in pullers[:3])]
+
+
+def test_egress_and_fanout_are_the_widths_of_the_tree():
+    sources = create_sources(egress=2, fanout=3)
+    fed = Counter(located(sources, peer(number)) for number in range(2 + 2 * 3 + 6 * 3))
+    assert fed.pop(TRAINER) == 2
+    assert set(fed.values()) == {3}
+    assert len(fed) == 2 + 6
+
+
+def test_a_place_is_free_again_when_its_puller_is_through_or_has_given_up():
+    sources = create_sources()
+    for number, is_complete in [(0, True), (1, False)]:
+        puller = peer(number, address="")  # serves nobody
+        assert located(sources, puller) == TRAINER
+        sources.finish(FULL, puller.worker_id, is_complete)
+    assert located(sources, peer(2)) == TRAINER
+
+
+def test_when_nobody_has_room_the_least_loaded_takes_one_more():
+    sources = create_sources(egress=1)
+    assert [located(sources, peer(number, address="")) for number in range(3)] == [TRAINER] * 3
+
+
+def test_the_same_host_comes_before_the_same_zone_and_that_before_all_others():
+    sources = create_sources(egress=9, fanout=9)
+    far, zone, near = peer(0, zone="west"), peer(1, zone="north"), peer(2, host="mine", zone="west")
+    for holder in (far, zone, near):
+        completed(sources, holder)
+    assert located(sources, peer(3, host="mine", zone="north")) == near.address
+    assert located(sources, peer(4, zone="north")) == zone.address
+    assert located(sources, peer(5, zone="east")) == TRAINER
+
+
+def test_unknown_hosts_and_zones_are_not_near_to_each_other():
+    sources = create_sources(fanout=1)
+    unknown = [Peer(f"u{number}", f"10.0.2.{number}:1") for number in range(3)]
+    assert [located(sources, puller) for puller in unknown] == [TRAINER, "10.0.2.0:1", "10.0.2.1:1"]
+
+
+def test_pullers_on_the_machine_of_their_source_take_no_place():
+    sources = create_sources(fanout=1)
+    first = peer(0, host="mine")
+    located(sources, first)
+    assert [located(sources, peer(number, host="mine", address="")) for number in range(1, 6)] == [first.address] * 5
+    assert located(sources, peer(6)) == first.address
+
+
+def test_a_whole_copy_on_the_same_machine_is_read_in_place_and_a_partial_one_is_pulled():
+    sources = create_sources()
+    first, second = peer(0, host="mine", shared=True), peer(1, host="mine", shared=True)
+    located(sources, first)
+    assert sources.locate(FULL, second, set()).shared_path == ""
+    sources.finish(FULL, first.worker_id, is_complete=True)
+    source = sources.locate(FULL, second, set())
+    assert (source.address, source.shared_path) == (first.address, first.shared_path)
+    assert sources.locate(DELTA, second, set()).shared_path == first.shared_path
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Peer("other", "10.0.1.9:1", "mine", "", "/proc/9/fd/1", "other space"), Peer("other", "10.0.1.9:1", "mine")],
+)
+def test_a_path_is_only_told_to_those_for_whom_it_means_the_same(other):
+    sources = create_sources()
+    completed(sources, peer(0, host="mine", shared=True))
+    assert sources.locate(FULL, other, set()).shared_path == ""
+
+
+def test_who_read_the_whole_copy_does_not_pass_on_the_delta_but_the_whole():
+    """Sent there for the delta, a puller would be turned away."""
+    sources = create_sources(egress=1)
+    completed(sources, peer(0, host="mine", shared=True), DELTA)
+    reader = peer(1, host="mine", zone="near", shared=True)
+    completed(sources, reader, DELTA)
+    assert located(sources, peer(2, zone="near"), DELTA) != reader.address
+    assert located(sources, peer(3, zone="near"), FULL) == reader.address
+
+
+def test_who_pulls_a_delta_passes_on_the_delta_and_afterwards_the_whole_as_well():
+    sources = create_sources()
+    holder = peer(0, zone="near")
+    located(sources, holder, DELTA)
+    assert located(sources, peer(1, zone="near"), FULL) == TRAINER
+    sources.finish(DELTA, holder.worker_id, is_complete=True)
+    assert located(sources, peer(2, zone="near"), FULL) == holder.address
+
+
+def test_who_goes_over_to_the_whole_has_the_delta_no_more():
+    sources = create_sources()
+    turncoat = peer(0)
+    located(sources, turncoat, DELTA)
+    located(sources, turncoat, FULL)
+    assert located(sources, peer(1), DELTA) == TRAINER
+    assert located(sources, peer(2), FULL) == turncoat.address
+
+
+def test_who_moves_on_has_nothing_of_the_version_before():
+    sources = create_sources(fanout=9)
+    mover = peer(0)
+    completed(sources, mover)
+    located(sources, mover, PayloadKey(2, 1))
+    assert located(sources, peer(1), FULL) == TRAINER
+    assert located(sources, peer(2), PayloadKey(2, 1)) == mover.address
+
+
+def test_a_shard_is_whole_before_the_version_is():
+    sources = create_sources(num_shards=2)
+    holder, shards = peer(0, host="mine", shared=True), [PayloadKey(1, None, 0), PayloadKey(1, None, 1)]
+    for shard, key in enumerate(shards):
+        assert located(sources, holder, key) == f"10.0.0.{1 + shard}:50051"
+    sources.finish(shards[0], holder.worker_id, is_complete=True)
+    paths = [sources.locate(key, peer(1, host="mine", shared=True), set()).shared_path for key in shards]
+    assert paths == [holder.shared_path, ""]
+
+
+def test_places_are_counted_for_each_shard():
+    sources = create_sources(num_shards=2)
+    assert [located(sources, peer(number, address=""), PayloadKey(1, None, number)) for number in range(2)] == [
+        "10.0.0.1:50051",
+        "10.0.0.2:50051",
+    ]
+
+
+def test_who_did_not_deliver_is_avoided_by_all_until_it_is_heard_of():
+    sources = create_sources(egress=9, fanout=9)
+    broken = peer(0, zone="near", host="mine", shared=True)
+    completed(sources, broken)
+    assert located(sources, peer(1, zone="near"), failed=[broken.address]) == TRAINER
+    assert located(sources, peer(2, zone="near")) != broken.address
+    assert sources.locate(FULL, peer(3, host="mine", shared=True), set()).shared_path == ""
+    completed(sources, broken)
+    assert located(sources, peer(4, zone="near", host="mine")) == broken.address
+
+
+def test_the_trainer_is_the_last_resort_even_if_it_has_failed():
+    sources = create_sources()
+    assert located(sources, peer(0), failed=[TRAINER]) == TRAINER
+
+
+def test_loopback_addresses_are_only_told_to_the_same_host():
+    sources = create_sources(egress=9, fanout=9)
+    holder = peer(0, host="mine", address="127.0.0.1:5")
+    completed(sources, holder)
+    assert located(sources, peer(1)) == TRAINER
+    assert located(sources, peer(2, host="mine")) == "127.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:5", True),
+        ("127.8.9.1:5", True),
+        ("localhost:5", True),
+        ("[::1]:5", True),
+        ("0.0.0.0:5", True),
+        ("[::]:5", True),
+        ("10.0.0.1:5", False),
+        ("[fe80::1]:5", False),
+        ("127.example.org:5", False),
+        ("gpu-7:5", False),
+    ],
+)
+def test_loopback_is_told_by_the_address(address, expected):
+    assert is_loopback(address) is expected
+
+
+def test_who_has_left_is_nobodys_source_and_holds_no_place():
+    sources = create_sources()
+    located(sources, peer(0))
+    sources.forget("r0")
+    assert located(sources, peer(1)) == TRAINER
+
+
+def test_a_puller_that_never_comes_back_holds_its_place_only_for_a_time(monkeypatch):
+    monkeypatch.setattr("services.trainer.sources.SLOT_S", 0.0)
+    sources = create_sources()
+    located(sources, peer(0, address=""))
+    located(sources, peer(1))
+    assert located(sources, peer(2)) in (TRAINER, "10.0.1.1:50052")
+    assert not any(sources._loads(0).values())
+
+
+@pytest.mark.parametrize("hosts", [512, 64])
+def test_512_pullers_are_placed_as_they_come_and_again_for_the_next_version(hosts):
+    """Three versions, so that a search that takes time in the square of the pullers would be seen in this test's."""
+    sources = create_sources(egress=4, fanout=2)
+    for version in range(3):
+        key = PayloadKey(version, version - 1 if version else None)
+        pullers = [peer(number, host=f"h{number % hosts}") for number in range(512)]
+        fed = Counter(located(sources, puller, key) for puller in pullers)
+        assert fed[TRAINER] <= 4
+        assert sum(fed.values()) == 512
+        for puller in pullers:
+            sources.finish(key, puller.worker_id, is_complete=True)
+
+
+# ---- any order of events ---------------------------------------------------------------------------------------------
+
+WORKERS = [
+    peer(number, host=f"h{number // 2}" if number < 6 else "", zone=("", "east", "west")[number % 3], shared=number < 4)
+    for number in range(9)
+]
+KEYS = [PayloadKey(1), PayloadKey(2), PayloadKey(2, 1), PayloadKey(2, 1, 1), PayloadKey(1, None, 1)]
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["locate", "locate", "locate", "complete", "give up", "fail", "forget"]),
+        st.sampled_from(WORKERS),
+        st.sampled_from(KEYS),
+    ),
+    max_size=60,
+)
+
+
+def chain(sources, worker_id, shard):
+    """Its source, the source's source, ... up to the trainer. Fails for a circle."""
+    found = []
+    while worker_id != ROOT and (slot := sources._slots.get((worker_id, shard))) is not None:
+        worker_id = slot.source
+        assert worker_id not in found, "a circle"
+        found.append(worker_id)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS, st.integers(1, 2), st.integers(1, 2))
+def test_nobody_waits_for_itself_and_no_link_is_full_while_another_is_not(events, egress, fanout):
+    sources = create_sources(egress, fanout, num_shards=2)
+    addresses = {worker.address: worker.worker_id for worker in WORKERS}
+    last = {}  # where each was sent
+    for event, worker, key in events:
+        failed = set()
+        if event in ("complete", "give up"):
+            sources.finish(key, worker.worker_id, event == "complete")
+            continue
+        if event == "forget":
+            sources.forget(worker.worker_id)
+            continue
+        if event == "fail" and (worker, key) in last:
+            failed = {last[worker, key]}
+        sources._slots.pop((worker.worker_id, key.shard), None)  # what it holds now is free
+        before = sources._loads(key.shard)
+        source = sources.locate(key, worker, failed)
+        last[worker, key] = source.address
+
+        sender = addresses.get(source.address, ROOT)
+        assert sender != worker.worker_id
+        assert sender == ROOT or source.address not in failed
+        for shard in range(2):
+            for anybody in WORKERS:
+                assert anybody.worker_id not in chain(sources, anybody.worker_id, shard)
+        if source.shared_path:
+            continue
+        assert chain(sources, worker.worker_id, key.shard)[0] == sender
+        is_too_much = sources._loads(key.shard)[sender] > (egress if sender == ROOT else fanout)
+        assert not is_too_much or before[ROOT] >= egress
+
+
+def test_a_worker_that_asks_for_nothing_for_long_is_a_source_no_more(monkeypatch):
+    sources = create_sources()
+    silent, living = peer(1, zone="west"), peer(2, zone="west")
+    assert completed(sources, silent) == TRAINER
+    assert completed(sources, living) == silent.address, "in its zone"
+    monkeypatch.setattr(sources_module, "FORGET_S", 0.0)
+    assert completed(sources, living) == TRAINER

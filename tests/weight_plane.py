@@ -1,0 +1,247 @@
+"""A trainer and its rollouts in one process: real weight servers, real copies, real gRPC, no engine and no Redis."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load
+
+from onbeat.errors import WeightsError
+from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.host import shared_space
+from onbeat.weights.payload import PayloadKey
+from onbeat.weights.pull import Pull, WeightsMover
+from onbeat.weights.security import PLAIN, WireSecurity
+from onbeat.weights.server import PayloadServer
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import read_key
+from services.trainer import sources
+from services.trainer.sources import Sources
+from services.trainer.weight_server import WeightServer
+from services.trainer.weight_store import Snapshot, WeightStore, take_snapshot
+
+JOB = "job"
+KIB, MIB = 1 << 10, 1 << 20
+
+Tensors = dict[str, torch.Tensor]
+Messages = AsyncIterator[bytes]
+Fault = Callable[[Messages, PayloadKey], Messages]
+
+
+def weights(seed: int, num_items: int = 300_000) -> Tensors:
+    """Of all dtypes, with an empty tensor and a scalar; the largest has two bytes an item."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "big": torch.randn(num_items + 5, generator=generator).bfloat16(),
+        "empty": torch.zeros(0, 7),
+        "half": torch.randn(num_items // 10, 3, generator=generator).half(),
+        "scalar": torch.tensor(float(seed)),
+        "small": torch.randn(4, 3, generator=generator),
+        "empty_last": torch.zeros(3, 0, dtype=torch.bfloat16),
+    }
+
+
+def stepped(tensors: Tensors, seed: int, share: float = 0.01, names: Iterable[str] | None = None) -> Tensors:
+    """As after an optimizer's step: about that share of the items of these tensors (default: all) has moved."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in moved if names is None else names:
+        is_moved = torch.rand(moved[name].shape, generator=generator) < share
+        moved[name][is_moved] = moved[name][is_moved] * 1.01 + 0.001
+    return moved
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Spoiling:
+    """Mixed into a server: the next pulls pass through `faults`, one fault each."""
+
+    faults: list[Fault]
+    pulled: list[tuple[PayloadKey, int]]  # with their offsets
+
+    async def Pull(self, request, context):
+        key = read_key(request.key)
+        self.pulled.append((key, request.offset_bytes))
+        messages = super().Pull(request, context)
+        if self.faults:
+            messages = self.faults.pop(0)(messages, key)
+        async for message in messages:
+            yield message
+
+
+class SpoilingTrainer(Spoiling, WeightServer):
+    spoil_manifest: Callable[[weights_pb2.GetManifestResponse], None] = staticmethod(lambda answer: None)
+
+    async def GetManifest(self, request, context):
+        answer = await super().GetManifest(request, context)
+        self.spoil_manifest(answer)
+        return answer
+
+
+class SpoilingRelay(Spoiling, PayloadServer):
+    pass
+
+
+class Trainer:
+    """Its weights by version; a restart has another address unless a port is given, and no deltas."""
+
+    def __init__(self, egress: int, fanout: int, security: WireSecurity, max_calls: int) -> None:
+        self.address, self.tensors = "", dict[int, Tensors]()
+        self._egress, self._fanout, self._security, self._max_calls = egress, fanout, security, max_calls
+        self.store = WeightStore()
+        self.server = self._create_server()
+        self._published: Snapshot | None = None
+
+    def _create_server(self) -> SpoilingTrainer:
+        server = SpoilingTrainer(JOB, {"config.json": b"{}"}, self.store, self._security, self._max_calls)
+        server.faults, server.pulled = [], []
+        return server
+
+    async def start(self, port: int = 0) -> None:
+        port = await self.server.start("127.0.0.1", port)
+        self.address = f"127.0.0.1:{port}"
+        self.server.sources = Sources([Peer("", self.address, "trainer's host")], self._egress, self._fanout)
+
+    async def restart(self, port: int = 0) -> None:
+        await self.server.stop()
+        self.store, self._published = WeightStore(), None
+        self.server = self._create_server()
+        await self.start(port)
+
+    async def publish(self, version: int, tensors: Tensors) -> Snapshot:
+        self.tensors[version] = tensors
+        snapshot = take_snapshot(version, tensors.items(), base=self._published)
+        self.store.add(snapshot)
+        self._published = snapshot
+        await self.server.announce()
+        return snapshot
+
+
+class Rollout:
+    def __init__(self, plane: "Plane", mover: WeightsMover, server: SpoilingRelay | None) -> None:
+        self.plane, self.mover, self.server = plane, mover, server
+        self.early: list[str] = []  # tensors that were called final and were not
+
+    def start(self, version: int, deadline_s: float = 5.0) -> Pull:
+        """Whatever it calls final is compared with its digest at once."""
+        pull = self.mover.start(version, deadline_s)
+        announce = pull.announce
+
+        def checked(final: Iterable[int] = ()) -> None:
+            final = list(final)
+            self._check(pull, final)
+            announce(final)
+
+        pull.announce = checked  # type: ignore[method-assign]
+        return pull
+
+    async def pull(self, version: int, deadline_s: float = 5.0) -> Pull:
+        """Over, and as it has to be: the trainer's bits, or an error that leaves no version."""
+        pull = self.start(version, deadline_s)
+        await self.see_through(pull)
+        return pull
+
+    async def see_through(self, pull: Pull) -> None:
+        try:
+            await pull.complete()
+        except WeightsError:
+            assert self.mover.host is None or self.version != pull.version
+            raise
+        finally:
+            self._check(pull, pull.final)
+            assert not self.early
+        self.assert_holds(pull.version)
+
+    def _check(self, pull: Pull, final: Iterable[int]) -> None:
+        for index in final:
+            assert self.mover.host is not None
+            assert pull.manifest is not None
+            tensor = pull.manifest.tensors[index]
+            if blake3(self.mover.host.tensor(index)).digest() != tensor.digest:
+                self.early.append(tensor.name)
+
+    @property
+    def version(self) -> int | None:
+        return None if self.mover.host is None else self.mover.host.version
+
+    def assert_holds(self, version: int) -> None:
+        """The file that engines read has the trainer's bits, as any safetensors reader sees it."""
+        assert self.version == version
+        received, expected = load(self.mover.host.path.read_bytes()), self.plane.trainer.tensors[version]
+        assert received.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
+            assert bits(received[name]) == bits(tensor), name
+
+    async def leave(self) -> None:
+        """As a killed process: nobody is told."""
+        if self.server is not None:
+            await self.server.stop()
+        await self.mover.close()
+        self.mover.host = None
+
+
+class Plane:
+    """`egress` and `fanout` as in `Sources`. Ends with its context."""
+
+    def __init__(
+        self,
+        folder: Path,
+        egress: int = 1,
+        fanout: int = 1,
+        security: WireSecurity = PLAIN,
+        max_calls: int = 1024,
+    ) -> None:
+        self._folder, self._security = folder, security
+        self.trainer = Trainer(egress, fanout, security, max_calls)
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> "Plane":
+        await self.trainer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+        await self.trainer.server.stop()
+
+    async def join(
+        self, worker_id: str, host: str = "", zone: str = "", is_sharing: bool = False, is_relay: bool = True
+    ) -> Rollout:
+        """On a host of its own unless it is named."""
+
+        async def find_trainer() -> str:
+            return self.trainer.address
+
+        space = shared_space() if is_sharing else ""
+        peer = Peer(worker_id, "", host or f"host of {worker_id}", zone, "", space)
+        mover = WeightsMover(
+            lambda address: WeightsClient(address, JOB, self._security), find_trainer, peer, self._folder
+        )
+        server = None
+        if is_relay:
+            server = SpoilingRelay(JOB, mover, self._security)
+            server.faults, server.pulled = [], []
+            mover.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+            self._stack.push_async_callback(server.stop)
+        self._stack.push_async_callback(mover.close)
+        return Rollout(self, mover, server)
+
+
+@contextlib.contextmanager
+def hosts_apart() -> Iterator[None]:
+    """One machine plays several here: its loopback addresses are good on all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "is_loopback", lambda address: False)
+        yield
+
+
+async def until(is_true: Callable[[], bool], deadline_s: float = 5.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
