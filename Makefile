@@ -35,7 +35,7 @@ test-unit: setup
 	$(BIN)/pytest tests/unit
 
 bench: setup
-	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness; do \
+	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Generated code is committed, so users need no protoc.

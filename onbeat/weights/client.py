@@ -18,7 +18,7 @@ from onbeat.weights.security import PLAIN, WireSecurity, create_channel
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
 from onbeat.weights.wire import key_message, pull_stub, read_manifest, read_message
 
-MESSAGE_DEADLINE_S = 30.0  # longest silence inside a pull
+MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a living source that has nothing to send says so
 MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
 CALL_DEADLINE_S = 60.0  # of calls that answer once
 CHANNEL_OPTIONS = [
@@ -133,7 +133,8 @@ class WeightsClient:
                         message = await anext(messages, None)
                     if message is None:
                         return
-                    yield read_message(key, message)
+                    if (part := read_message(key, message)) or isinstance(part, Plan):  # else a sign of life
+                        yield part
         finally:
             call.cancel()
 

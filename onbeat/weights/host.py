@@ -18,7 +18,7 @@ from onbeat.weights.delta import HEADER_BYTES, Encoding
 from onbeat.weights.framing import Manifest, safetensors_header
 from onbeat.weights.payload import Payload, PayloadKey, Plan, PlanEntry
 
-EXPECT_DEADLINE_S = 20.0  # for the plan of a payload that is on its way here
+EXPECT_DEADLINE_S = 10.0  # for the plan of a payload that is on its way here
 
 
 class HostWeights:

@@ -107,19 +107,19 @@ class Payload:
         if self._reason:
             raise PayloadGivenUp(f"{self.key} is given up: {self._reason}")
 
-    async def wait_for(self, size_bytes: int, timeout_s: float) -> None:
-        """Until so many bytes are there. Raises PayloadGivenUp, or WeightsError when they do not come."""
+    async def wait_for(self, size_bytes: int, timeout_s: float) -> bool:
+        """Whether so many bytes are there in time. Raises PayloadGivenUp."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             self.check()
             if self.available >= size_bytes:
-                return
+                return True
             grown = self._grown
             try:
                 async with asyncio.timeout_at(deadline):
                     await grown.wait()
             except TimeoutError:
-                raise WeightsError(f"{self.key}: no byte {size_bytes} within {timeout_s:.0f} s") from None
+                return False
 
     def _wake(self) -> None:
         grown, self._grown = self._grown, asyncio.Event()

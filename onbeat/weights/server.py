@@ -16,8 +16,9 @@ from onbeat.weights.wire import data_message, plan_message, read_key, service_ha
 
 logger = logging.getLogger(__name__)
 
-# A source that waits for its own gives up a little before its puller does, so that the puller hears why.
-GROWTH_DEADLINE_S = 25.0
+# A source that has to wait for its own says so, and its pullers stay: only who gets no sign looks for another source.
+SIGN_OF_LIFE_S = 3.0
+GROWTH_DEADLINE_S = 60.0  # then it sends them away
 STOP_GRACE_S = 1.0
 MIN_CHUNK_BYTES = 64 << 10
 CHUNKS_A_PAYLOAD = 64  # at least: a relay passes whole messages on, so 64 hops take about as long as the payload itself
@@ -72,14 +73,21 @@ class PayloadServer:
         yield plan_message(key, payload.plan)
         chunk_bytes = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, size // CHUNKS_A_PAYLOAD))
         try:
+            waited_s = 0.0
             while offset < size:
-                await payload.wait_for(offset + 1, GROWTH_DEADLINE_S)
+                if not await payload.wait_for(offset + 1, SIGN_OF_LIFE_S):
+                    waited_s += SIGN_OF_LIFE_S
+                    if waited_s >= GROWTH_DEADLINE_S:
+                        raise WeightsError(f"{key}: byte {offset} has not come here for {waited_s:.0f} s")
+                    yield data_message([])
+                    continue
+                waited_s = 0.0
                 end = min(offset + chunk_bytes, payload.available)
                 message = data_message(payload.slices(offset, end))
                 self.num_bytes_sent += end - offset
                 offset = end
                 yield message
-        except WeightsError as error:  # given up, or its own source is silent
+        except WeightsError as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
 
     async def _check_job(self, request, context) -> None:  # type: ignore[no-untyped-def]

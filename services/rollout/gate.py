@@ -20,7 +20,7 @@ from onbeat.weights.pull import Pull
 from services.rollout.engine import Engine
 from services.rollout.engines import EngineBroken
 from services.rollout.puller import VersionGone, WeightsPuller
-from services.rollout.weight_file import whole_modules
+from services.rollout.weight_file import names_to_load
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class VersionGate:
         assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
             started = time.monotonic()
-            names = self._names_to_load(manifest)
+            names = names_to_load(None if self._engine.version() is None else self._held, manifest)
             load = asyncio.create_task(self._engine.load(pull.version, host.path, pull.arrivals(names)))
             await asyncio.wait({load})
             error = load.exception()
@@ -118,14 +118,6 @@ class VersionGate:
                 raise error
             logger.error("policy version %d was not loaded: %s: %s", pull.version, type(error).__name__, error)
         raise EngineBroken(f"policy version {pull.version} could not be loaded: {error}") from error
-
-    def _names_to_load(self, manifest: Manifest) -> set[str]:
-        """What differs from what the engine serves; everything if it serves nothing."""
-        names = [tensor.name for tensor in manifest.tensors]
-        if self._engine.version() is None:
-            return set(names)
-        held = {tensor.name: tensor.digest for tensor in self._held.tensors}
-        return whole_modules((tensor.name for tensor in manifest.tensors if held[tensor.name] != tensor.digest), names)
 
     async def close(self) -> None:
         """Let a running load come to its end, so that the engine can be stopped."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from onbeat.weights.framing import Manifest
+
 # Checkpoints of models with tied embeddings may or may not repeat the embedding under this name.
 LM_HEAD_WEIGHT = "lm_head.weight"
 
@@ -64,6 +66,15 @@ def whole_modules(changed: Iterable[str], names: Iterable[str]) -> set[str]:
     """
     groups = {_fusion_group(name) for name in changed}
     return {name for name in names if _fusion_group(name) in groups}
+
+
+def names_to_load(served: Manifest | None, manifest: Manifest) -> set[str]:
+    """What differs from what is served, by whole modules; everything if nothing is."""
+    names = {tensor.name for tensor in manifest.tensors}
+    if served is None:
+        return names
+    digests = {tensor.name: tensor.digest for tensor in served.tensors}
+    return whole_modules((tensor.name for tensor in manifest.tensors if digests[tensor.name] != tensor.digest), names)
 
 
 def _fusion_group(name: str) -> str:

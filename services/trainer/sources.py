@@ -149,8 +149,14 @@ class Sources:
         """Pulls that each serves to other machines now."""
         now, loads = time.monotonic(), Counter[str]()
         for (worker_id, taken_shard), slot in self._slots.items():
+            holder = self._holders.get(worker_id)
             is_on = taken_shard == shard and slot.until > now and (slot.source == ROOT or slot.source in self._holders)
-            if is_on and distance(self._peer(slot.source, shard), self._peer(worker_id, shard)) > 0:
+            if (
+                is_on
+                and holder is not None
+                and not holder.is_suspect
+                and distance(self._peer(slot.source, shard), self._peer(worker_id, shard)) > 0
+            ):
                 loads[slot.source] += 1
         return loads
 

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from onbeat.errors import WeightsError
+from onbeat.weights import client as client_module
 from onbeat.weights import host as host_module
 from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
@@ -323,8 +324,26 @@ async def test_a_relay_that_never_gets_what_it_was_to_have_says_so_in_time(plane
     await stuck.cancel()
 
 
-async def test_a_relay_whose_source_is_silent_says_so_in_time(plane, monkeypatch):
+async def test_a_relay_whose_source_is_silent_keeps_its_pullers(plane, monkeypatch):
+    """The relay finds another source; who pulls from it gets signs of life meanwhile, and is not to blame it."""
+    monkeypatch.setattr(server_module, "SIGN_OF_LIFE_S", 0.05)
+    await plane.trainer.publish(0, weights(0))
+    plane.trainer.server.faults = [Valve()]
+    relay, child = await plane.join("relay"), await plane.join("child")
+    stuck = relay.start(0)
+    await until(lambda: stuck.stats.received_bytes > 0)
+    waiting = child.start(0)
+    await until(lambda: waiting.stats.received_bytes > 0)
+    monkeypatch.setattr(client_module, "MESSAGE_DEADLINE_S", 0.3)
+    await asyncio.sleep(1.0)
+    assert not waiting.stats.faults
+    await stuck.cancel()
+    await waiting.complete()
+
+
+async def test_a_relay_whose_source_stays_silent_sends_its_pullers_away_in_time(plane, monkeypatch):
     monkeypatch.setattr(server_module, "GROWTH_DEADLINE_S", 0.2)
+    monkeypatch.setattr(server_module, "SIGN_OF_LIFE_S", 0.05)
     await plane.trainer.publish(0, weights(0))
     plane.trainer.server.faults = [Valve()]
     relay, child = await plane.join("relay"), await plane.join("child")

@@ -393,7 +393,6 @@ FAULTS = {
     "plan of another version": (edited(of_another_version), "plan contradicts its digest"),
     "noise": (edited(inserted(b"\xff" * 20)), "neither a plan nor data"),
     "empty message": (edited(inserted(b"")), "plan contradicts its digest"),
-    "data without a byte": (edited(inserted(data_message([]))), "without a byte"),
     "message without a size": (edited(inserted(b"\x12\xff")), "ends in its header"),
     "message with a wrong size": (edited(inserted(b"\x12\x09abc")), "says 9 bytes and holds 3"),
     "broken source": (broken, "UNKNOWN"),

@@ -1,0 +1,197 @@
+"""The tables of docs/weights.md: what was measured, and by a formula how long weights would take at other sizes.
+
+Rates, shares and latencies are from the results of delta_codec, weights_pull and weights_relay. The last table is
+computed, at sizes that no machine here has.
+
+    B bytes of the weights (2 a parameter), d of what travels (B, or a delta), N rollouts, each on its own machine
+
+    link   L = line rate * measured share of it that arrives
+    star       N * d / min(L, send)                     the trainer sends everything
+    chain      d / min(L, relay) + (N - 1) * (m / L + h)    a message more for each hop, and a delay h
+    both       at least the work at the end: for a delta, B / apply + B / hash, in one thread, while it is received
+
+    send       a bare stream, one core             relay   receives, verifies and sends: 1 / (1 / pull + 1 / send)
+    m          bytes of a message: see `onbeat/weights/server.py`
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from harness import RESULTS
+
+from onbeat.weights.framing import CHUNK_BYTES
+from onbeat.weights.server import CHUNKS_A_PAYLOAD, MIN_CHUNK_BYTES
+
+BYTES_A_PARAMETER = 2
+MODELS = {"7B": 7e9, "32B": 32e9, "235B": 235e9}  # parameters
+LINKS_GBIT = (10, 25, 100)
+NUM_ROLLOUTS = (8, 64, 512)
+SHARES = (0.01, 0.04)  # of the weights that change
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes a second, of one core; seconds."""
+
+    send: float
+    pull: float
+    hash: float
+    apply: dict[float, float]  # by the share of the weights that change
+    encode: dict[float, float]
+    delta_share: dict[float, float]  # of the bytes
+    line_share: float  # of the line rate, that one puller's bytes have
+    hop_s: float  # above the time of a message on the line
+
+    @property
+    def relay(self) -> float:
+        return 1 / (1 / self.pull + 1 / self.send)
+
+
+def load(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing; run benchmarks/{name}.py first")
+    return json.loads(path.read_text())
+
+
+def measured() -> Measured:
+    kinds = load("weights_pull")["kinds"]
+    deltas = {delta["changed"]: delta for delta in load("delta_codec")["deltas"]}
+    link = full_links()[0]
+    line = link["rate_mbit_per_s"] * 1e6 / 8
+    return Measured(
+        send=kinds["bare"]["gb_per_s"] * 1e9,
+        pull=kinds["full"]["gb_per_s"] * 1e9,
+        hash=kinds["hash"]["gb_per_s"] * 1e9,
+        apply={share: deltas[share]["apply_gb_per_s"] * 1e9 for share in SHARES},
+        encode={share: deltas[share]["encode_gb_per_s"] * 1e9 for share in SHARES},
+        delta_share={share: deltas[share]["share_of_raw_bytes"] for share in SHARES},
+        line_share=link["full_bytes"] / link["full"]["alone"]["median_s"] / line,
+        hop_s=max(0.0, link["full"]["hop_s"] - message_bytes(link["full_bytes"]) / line),
+    )
+
+
+def full_links() -> list[dict[str, Any]]:
+    """The links over which full copies were pulled, the fastest first."""
+    links = [link for link in load("weights_relay")["links"] if "full" in link]
+    return sorted(links, key=lambda link: -link["rate_mbit_per_s"])
+
+
+# ---- the formula -----------------------------------------------------------------------------------------------------
+
+
+def message_bytes(payload_bytes: float) -> float:
+    return min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, payload_bytes / CHUNKS_A_PAYLOAD))
+
+
+def star_s(by: Measured, payload_bytes: float, num_rollouts: int, line: float, work_s: float) -> float:
+    return max(num_rollouts * payload_bytes / min(line * by.line_share, by.send), work_s)
+
+
+def chain_s(by: Measured, payload_bytes: float, num_rollouts: int, line: float, work_s: float) -> float:
+    link = line * by.line_share
+    hop_s = message_bytes(payload_bytes) / link + by.hop_s
+    return max(payload_bytes / min(link, by.relay), work_s) + (num_rollouts - 1) * hop_s
+
+
+def full_work_s(by: Measured, full_bytes: float) -> float:
+    return full_bytes / by.pull
+
+
+def delta_work_s(by: Measured, full_bytes: float, share: float) -> float:
+    return full_bytes / by.apply[share] + full_bytes / by.hash
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def show_pulls() -> None:
+    result = load("weights_pull")
+    bare_s = result["kinds"]["bare"]["median_s"]
+    print("| pull | received | median | fastest - slowest | GB/s | of bare speed |\n|---|---|---|---|---|---|")
+    for name, kind in result["kinds"].items():
+        if name.startswith("apply"):
+            continue
+        received = f"{kind['received_bytes'] / 1e6:.1f} MB" if "received_bytes" in kind else ""
+        spread = f"{kind['min_s'] * 1e3:.0f} - {kind['max_s'] * 1e3:.0f} ms"
+        cells = [name, received, f"{kind['median_s'] * 1e3:.0f} ms", spread, f"{kind['gb_per_s']:.2f}"]
+        print("| " + " | ".join(cells) + f" | {bare_s / kind['median_s']:.2f} |")
+    print()
+
+
+def show_relays() -> None:
+    kinds = ("alone", "tree", "star", "killed", "cut")
+    print(f"| link | weights | {' | '.join(kinds)} | tree/alone | star/alone |\n|{'---|' * (4 + len(kinds))}")
+    for link in load("weights_relay")["links"]:
+        for way in ("full", "delta"):
+            if way not in link:
+                continue
+            cells = [f"{link[way][kind]['median_s']:.2f} s" if kind in link[way] else "" for kind in kinds]
+            cells += [f"{link[way][kind]['to_alone']:.2f}" for kind in ("tree", "star")]
+            size = link[f"{way}_bytes"] / 1e6
+            print(f"| {link['rate_mbit_per_s']} Mbit/s | {way}, {size:.1f} MB | {' | '.join(cells)} |")
+    print()
+
+
+def show_parameters(by: Measured) -> None:
+    rows = [("send", by.send), ("pull", by.pull), ("relay (computed)", by.relay), ("hash", by.hash)]
+    rows += [(f"apply, {share:.0%} changed", by.apply[share]) for share in SHARES]
+    rows += [(f"encode, {share:.0%} changed", by.encode[share]) for share in SHARES]
+    print("| parameter | value |\n|---|---|")
+    for name, value in rows:
+        print(f"| {name} | {value / 1e9:.2f} GB/s |")
+    for share in SHARES:
+        print(f"| bytes of a delta, {share:.0%} changed | {by.delta_share[share]:.2%} |")
+    print(f"| share of the line rate that arrives | {by.line_share:.0%} |")
+    print(f"| h, delay of a hop | {by.hop_s * 1e3:.0f} ms |\n")
+
+
+def show_check(by: Measured) -> None:
+    """The formula where there is a measurement: full copies."""
+    num_rollouts = load("weights_relay")["num_rollouts"]
+    print("| link | chain, formula | chain, measured | star, formula | star, measured |\n|---|---|---|---|---|")
+    for link in full_links():
+        size, line = link["full_bytes"], link["rate_mbit_per_s"] * 1e6 / 8
+        work_s = full_work_s(by, size)
+        cells = [chain_s(by, size, num_rollouts, line, work_s), link["full"]["tree"]["median_s"]]
+        cells += [star_s(by, size, num_rollouts, line, work_s), link["full"]["star"]["median_s"]]
+        print(f"| {link['rate_mbit_per_s']} Mbit/s | " + " | ".join(f"{cell:.1f} s" for cell in cells) + " |")
+    print()
+
+
+def show_table(by: Measured) -> None:
+    ways = ["full", *(f"delta, {share:.0%}" for share in SHARES)]
+    heads = [f"{way}: {kind}" for way in ways for kind in ("star", "chain")]
+    print(f"| model | link | rollouts | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")
+    for model, num_parameters in MODELS.items():
+        size = num_parameters * BYTES_A_PARAMETER
+        payloads = [(size, full_work_s(by, size))]
+        payloads += [(size * by.delta_share[share], delta_work_s(by, size, share)) for share in SHARES]
+        for gbit in LINKS_GBIT:
+            for num_rollouts in NUM_ROLLOUTS:
+                cells = [
+                    short(way(by, payload, num_rollouts, gbit * 1e9 / 8, work_s))
+                    for payload, work_s in payloads
+                    for way in (star_s, chain_s)
+                ]
+                print(f"| {model} | {gbit} Gbit/s | {num_rollouts} | {' | '.join(cells)} |")
+
+
+def short(seconds: float) -> str:
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 300 else f"{seconds:.1f} s"
+
+
+def main() -> None:
+    by = measured()
+    show_pulls()
+    show_relays()
+    show_parameters(by)
+    show_check(by)
+    show_table(by)
+
+
+if __name__ == "__main__":
+    main()

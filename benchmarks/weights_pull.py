@@ -1,0 +1,228 @@
+"""A pull of a 135M-parameter model's weights, until they are verified in the host's memory, against a bare gRPC stream.
+
+The server is a process on one core, the puller is this process on another. The bare stream sends the same bytes in
+messages of the same size, through the same kind of server and channel, and nobody looks at them. All kinds alternate,
+round by round, each when the machine is idle; medians over the rounds. GB/s counts the bytes of the weights, also of a
+delta, which stands for them.
+
+    full         everything, into memory that the process has had before
+    first        the same in a new process: the system hands out and clears every page meanwhile
+    delta        from the version before, with a share of the weights changed
+    shared       everything, from the copy that another process on this machine holds
+    full, tls    over TLS, against the bare stream over TLS
+    hash, copy   of all weights in memory, by one thread: what no pull can be faster than
+"""
+
+import asyncio
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from harness import save
+from weights_peer import BARE_METHOD, JOB, Process
+
+from onbeat.weights.client import Peer, WeightsClient
+from onbeat.weights.host import shared_space
+from onbeat.weights.pull import PullStats, WeightsMover
+from onbeat.weights.security import PLAIN, WireSecurity, create_channel
+
+SERVER_CORE, PULLER_CORE = 0, 1
+ROUNDS = 9
+SHARES = (0.01, 0.04)  # of the weights that change
+GOAL = 0.6  # of the bare stream's speed, for a full pull
+DEADLINE_S = 60.0
+WAIT_S, MAX_WAITS, QUIET = 0.5, 60, 0.9  # a measurement waits until so much of the machine is idle
+
+Rounds = dict[str, list[float]]  # seconds of each kind
+
+
+class Host:
+    """This process as one that pulls, with a copy of its own."""
+
+    def __init__(self, address: str, security: WireSecurity = PLAIN, is_shared: bool = False) -> None:
+        async def find_trainer() -> str:
+            return address
+
+        peer = Peer("bench", host_id="bench", shared_space=shared_space() if is_shared else "")
+        self._make = lambda: WeightsMover(
+            lambda source: WeightsClient(source, JOB, security), find_trainer, peer, Path(tempfile.gettempdir())
+        )
+        self.mover = self._make()
+        self.stats = PullStats()  # of the last pull
+
+    async def pull(self, version: int) -> float:
+        """Seconds until it is here: as a delta, if the version before is here."""
+        started = time.perf_counter()
+        pull = self.mover.start(version, DEADLINE_S)
+        await pull.complete()
+        seconds = time.perf_counter() - started
+        self.stats = pull.stats
+        assert not pull.stats.faults, pull.stats.faults
+        return seconds
+
+    async def pull_full(self, version: int) -> float:
+        if self.mover.host is not None:
+            self.mover.host.begin("the benchmark starts over")
+        return await self.pull(version)
+
+    async def pull_first(self, version: int) -> float:
+        """Into new memory, as a new process would."""
+        await self.mover.close()
+        self.mover = self._make()
+        return await self.pull(version)
+
+
+class BareStream:
+    def __init__(self, address: str, security: WireSecurity = PLAIN) -> None:
+        self._call = create_channel(address, security).unary_stream(f"/{JOB}/{BARE_METHOD}")
+
+    async def pull(self, size_bytes: int) -> float:
+        started = time.perf_counter()
+        received = 0
+        async for message in self._call(b""):
+            received += len(message)
+        assert received == size_bytes
+        return time.perf_counter() - started
+
+
+def make_certificate(folder: Path) -> None:
+    """cert.pem, which is its own authority, and key.pem."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=onbeat", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+async def wait_until_quiet() -> None:
+    """Others use the machine, too: until they hardly do, or for so long."""
+    for _ in range(MAX_WAITS):
+        before = idle_ticks()
+        await asyncio.sleep(WAIT_S)
+        ticks = WAIT_S * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+        if idle_ticks() - before >= QUIET * ticks:
+            return
+
+
+def idle_ticks() -> int:
+    """Of all cores since the start of the system."""
+    return int(Path("/proc/stat").read_text().split()[4])
+
+
+def seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
+    async def start(*arguments: str) -> tuple[Process, dict[str, Any]]:
+        process = Process(*arguments, prefix=("taskset", "-c", str(SERVER_CORE)))
+        stack.push_async_callback(process.kill)
+        return process, await process.start()
+
+    make_certificate(folder)
+    trainer, plain = await start("trainer")
+    tls_trainer, tls = await start("trainer", "--tls", str(folder))
+    neighbour, _ = await start("puller", "--trainer", plain["address"], "--worker-id", "neighbour", "--shared")
+    security = WireSecurity(tls_ca=folder / "cert.pem")
+    host, first = Host(plain["address"]), Host(plain["address"])
+    shared, tls_host = Host(plain["address"], is_shared=True), Host(tls["address"], security)
+    stream, tls_stream = BareStream(plain["bare_address"]), BareStream(tls["bare_address"], security)
+
+    published = await trainer.ask("publish")
+    version = published["version"]
+    await tls_trainer.ask("publish")
+    await host.pull(version)
+    target = memoryview(bytearray(published["full_bytes"]))
+    rounds: Rounds = {}
+    sizes: dict[str, int] = {}
+    for number in range(1 + ROUNDS):
+        taken: dict[str, float] = {}
+        for share in SHARES:
+            published = await trainer.ask("publish", share=share)
+            version = published["version"]
+            name = f"delta {share:.0%}"
+            await wait_until_quiet()
+            taken[name] = await host.pull(version)
+            sizes[name] = host.stats.received_bytes
+            taken[f"apply {name}"] = host.stats.apply_s
+            assert sizes[name] == published["delta_bytes"]
+        full_bytes = published["full_bytes"]
+        await neighbour.ask("pull", version=version, is_full=False, is_relay=False)
+        await wait_until_quiet()
+        taken["bare"] = await stream.pull(full_bytes)
+        taken["full"] = await host.pull_full(version)
+        sizes["full"] = host.stats.received_bytes
+        taken["shared"] = await shared.pull_full(version)
+        sizes["shared"] = shared.stats.received_bytes
+        taken["first"] = await first.pull_first(version)
+        await wait_until_quiet()
+        taken["bare, tls"] = await tls_stream.pull(full_bytes)
+        taken["full, tls"] = await tls_host.pull_full(0)
+        assert host.mover.host is not None
+        held = host.mover.host.data
+        taken["hash"] = seconds(lambda held=held: blake3(held).digest())
+        taken["copy"] = seconds(lambda held=held: target.__setitem__(slice(None), held))
+        if number > 0:  # the first warms up
+            for name, value in taken.items():
+                rounds.setdefault(name, []).append(value)
+    return summary(rounds, sizes, full_bytes)
+
+
+def summary(rounds: Rounds, sizes: dict[str, int], full_bytes: int) -> dict[str, Any]:
+    def ratio(name: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(rounds[to], rounds[name], strict=True))
+
+    kinds = {}
+    for name, values in rounds.items():
+        median = statistics.median(values)
+        kinds[name] = {"median_s": median, "min_s": min(values), "max_s": max(values)}
+        kinds[name]["gb_per_s"] = full_bytes / median / 1e9
+        if name in sizes:
+            kinds[name]["received_bytes"] = sizes[name]
+    ratios = {
+        "full_to_bare": ratio("full", "bare"),
+        "first_to_bare": ratio("first", "bare"),
+        "tls_full_to_tls_bare": ratio("full, tls", "bare, tls"),
+        "tls_full_to_full": ratio("full, tls", "full"),
+        "fastest_full_to_fastest_bare": min(rounds["bare"]) / min(rounds["full"]),
+        "bound_on_one_core": bound_on_one_core(rounds),
+    }
+    return {
+        "full_bytes": full_bytes,
+        "rounds": ROUNDS,
+        "cores": {"server": SERVER_CORE, "puller": PULLER_CORE},
+        "load_average": os.getloadavg(),
+        "kinds": kinds,
+        "ratios": ratios,
+        "goal": f"full_to_bare >= {GOAL}",
+        "is_met": ratios["full_to_bare"] >= GOAL,
+    }
+
+
+def bound_on_one_core(rounds: Rounds) -> float:
+    """Of full to bare, where receiving, copying and hashing take turns."""
+    bare, copy, digest = (min(rounds[name]) for name in ("bare", "copy", "hash"))
+    return bare / (bare + copy + digest)
+
+
+async def run() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        async with AsyncExitStack() as stack:
+            return await measure(stack, Path(folder))
+
+
+def main() -> None:
+    os.sched_setaffinity(0, {PULLER_CORE})
+    save("weights_pull", asyncio.run(run()))
+
+
+if __name__ == "__main__":
+    main()
