@@ -1,7 +1,7 @@
 """Hand-written fakes of our own protocols: an engine whose tokens tell which weights made them, and a trainer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -154,7 +154,7 @@ class FakeSource:
         self._trainer.check(self._address)
         return Source(self._address)
 
-    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncIterator[Plan | memoryview]:
+    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
         self._trainer.check(self._address)
         yield full_plan(manifest_of(key.policy_version), key.shard)
         yield memoryview(weights_of(key.policy_version))

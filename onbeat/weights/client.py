@@ -5,7 +5,8 @@ Every failure is a WeightsError that names the address; every wait has a deadlin
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -20,6 +21,7 @@ from onbeat.weights.wire import key_message, pull_stub, read_manifest, read_mess
 
 MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a living source that has nothing to send says so
 MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
+PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that gets less than so much in so long is given up
 CALL_DEADLINE_S = 60.0  # of calls that answer once
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
@@ -121,18 +123,26 @@ class WeightsClient:
         with self._as_weights_error(f"finish {key}"):
             await self._stub.Finish(request, timeout=CALL_DEADLINE_S)
 
-    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncIterator[Plan | memoryview]:
+    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
         """The plan, then the payload's bytes from the offset on. Raises WeightsError, also after a long silence."""
         request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key), offset_bytes=offset_bytes)
         call = self._pull(request)
         try:
             with self._as_weights_error(f"pull {key}"):
                 messages = aiter(call)
+                started, received = time.monotonic(), 0
                 while True:
+                    if time.monotonic() - started > PROGRESS_S:
+                        if received < PROGRESS_BYTES:
+                            raise WeightsError(
+                                f"{key}: only {received} bytes in {PROGRESS_S:.0f} s from {self.address}"
+                            )
+                        started, received = time.monotonic(), 0
                     async with asyncio.timeout(MESSAGE_DEADLINE_S):
                         message = await anext(messages, None)
                     if message is None:
                         return
+                    received += len(message)
                     if (part := read_message(key, message)) or isinstance(part, Plan):  # else a sign of life
                         yield part
         finally:

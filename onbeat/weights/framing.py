@@ -57,9 +57,9 @@ class Manifest:
         return whole.digest()
 
     @property
-    def layout(self) -> tuple[Any, ...]:
-        """What stays the same from version to version of a model."""
-        return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors), self.shard_starts
+    def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """What stays the same from version to version of a model, however many ranks its trainer has."""
+        return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
 
 
 def safetensors_header(manifest: Manifest) -> bytes:

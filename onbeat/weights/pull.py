@@ -9,13 +9,15 @@ What fails on the way of deltas is pulled in full; what no source gives is tried
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -40,7 +42,7 @@ class WeightsSource(Protocol):
     async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary: ...
     async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> Source: ...
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None: ...
-    def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncIterator[Plan | memoryview]: ...
+    def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]: ...
     def watch(self) -> AsyncIterator[int]: ...
     async def close(self) -> None: ...
 
@@ -97,7 +99,7 @@ class Pull:
         return self.manifest
 
     async def arrivals(self, names: Iterable[str]) -> AsyncIterator[list[str]]:
-        """These tensors, in batches, as they become final; ends when all have. Raises what ended the pull."""
+        """These tensors, in batches, as they become final; ends with the pull. Raises what ended it."""
         manifest = await self.known()
         wanted = set(names)
         missing = {index for index, tensor in enumerate(manifest.tensors) if tensor.name in wanted}
@@ -107,6 +109,7 @@ class Pull:
                 yield [manifest.tensors[index].name for index in sorted(arrived)]
             else:
                 await self._wait()
+        await self.complete()
 
     async def complete(self) -> None:
         """Until the version is here. Raises what ended the pull."""
@@ -157,6 +160,7 @@ class WeightsMover:
         self._peer = peer
         self._connect, self._find_trainer, self._folder = connect, find_trainer, folder
         self._clients: dict[str, WeightsSource] = {}
+        self._background: set[asyncio.Task[None]] = set()
 
     def start(self, version: int, deadline_s: float, is_hopeless: Callable[[], bool] = lambda: False) -> Pull:
         """No new try after `deadline_s`, or when it is hopeless. The running pull, if any, has to be over."""
@@ -187,7 +191,15 @@ class WeightsMover:
     def versions(self) -> list[int]:
         return [] if self.host is None else self.host.versions()
 
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it; it ends with `close` at the latest."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
     async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
@@ -240,6 +252,7 @@ class WeightsMover:
         pull.manifest = manifest
         pull.announce()
         host.begin(f"version {pull.version} replaces it")
+        host.layout = manifest  # the same tensors, maybe in other shards: the trainer may have other ranks now
         if held is None or held.digest != manifest.digest:
             await self._follow(pull, host, itinerary, held, trainer)
         else:
@@ -300,7 +313,7 @@ class ShardPull:
                     await self._pull_from(source)
                     is_complete = True
                 except WeightsError as error:
-                    self._blame(source, error, failed)
+                    await self._blame(source, error, failed)
         finally:
             if self._applying is not None:
                 await asyncio.wait({self._applying})
@@ -308,16 +321,16 @@ class ShardPull:
                 self._host.drop(self._wanted, "it could not be had here")
             elif self._is_last:
                 self._host.offer(self._manifest, self._wanted.shard)
-            await self._tell_finished(is_complete and self._is_last)
+            self._mover.in_background(self._tell_finished(is_complete and self._is_last))
 
-    def _blame(self, source: Source, error: WeightsError, failed: list[str]) -> None:
+    async def _blame(self, source: Source, error: WeightsError, failed: list[str]) -> None:
         """Raises the error again when another source would not help."""
         is_delta = self._wanted.base_version is not None
         is_wrong = isinstance(error, WrongBytes)
         if (is_wrong and is_delta) or source.address in failed or len(failed) == MAX_SOURCES:
             raise type(error)(f"{source.address}: {error}") from error
         if is_wrong:
-            self._start_over("its bytes were wrong")
+            await self._start_over("its bytes were wrong")
         failed.append(source.address)
         self._pull.stats.faults.append(f"{source.address}: {error}")
         logger.warning("%s: %s did not deliver, another source is asked for: %s", self._wanted, source.address, error)
@@ -327,31 +340,33 @@ class ShardPull:
         self._host.expect(self._wanted)
         offset = 0 if self._payload is None else self._payload.available
         messages = self._read_shared(source, key) if source.shared_path else self._stream(source, key, offset)
-        async for message in messages:
-            if isinstance(message, Plan):
-                await self._open(key, message)
-            else:
-                self._write(message)
-                self._start_applying()
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                if isinstance(message, Plan):
+                    await self._open(key, message)
+                else:
+                    self._write(message)
+                    self._start_applying()
         if self._payload is None or not self._payload.is_complete:
             got, size = (0, 0) if self._payload is None else (self._payload.available, self._payload.plan.size_bytes)
             raise WeightsError(f"the stream of {key} ended after {got} of {size} bytes")
         await self._catch_up()
         self._pull.stats.sources.append(source.address)
 
-    async def _stream(self, source: Source, key: PayloadKey, offset: int) -> AsyncIterator[Plan | memoryview]:
+    async def _stream(self, source: Source, key: PayloadKey, offset: int) -> AsyncGenerator[Plan | memoryview, None]:
         client = self._mover.client(source.address)
         try:
-            async for message in client.pull(key, offset):
-                if not isinstance(message, Plan):
-                    self._pull.stats.received_bytes += len(message)
-                yield message
+            async with contextlib.aclosing(client.pull(key, offset)) as messages:
+                async for message in messages:
+                    if not isinstance(message, Plan):
+                        self._pull.stats.received_bytes += len(message)
+                    yield message
         except WeightsError:
             if client is not self._trainer:
                 await self._mover.drop_client(source.address)
             raise
 
-    async def _read_shared(self, source: Source, key: PayloadKey) -> AsyncIterator[Plan | memoryview]:
+    async def _read_shared(self, source: Source, key: PayloadKey) -> AsyncGenerator[Plan | memoryview, None]:
         """The copy that another process of this machine holds. It may move while it is read: the digests tell."""
         host = self._host
         tensors = self._manifest.shards[key.shard]
@@ -360,7 +375,8 @@ class ShardPull:
             len(host.header) + host.layout.starts[tensors.stop],
         )
         try:
-            with open(source.shared_path, "rb") as file:  # noqa: ASYNC230, memory, not a disk
+            # Memory, not a disk; and what another worker names may be anything, even what never answers.
+            with open(os.open(source.shared_path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: ASYNC230
                 if file.read(len(host.header)) != host.header:
                     raise WeightsError(f"{source.shared_path} holds another model")
                 yield full_plan(self._manifest, key.shard)
@@ -379,14 +395,13 @@ class ShardPull:
 
     async def _open(self, key: PayloadKey, plan: Plan) -> None:
         if key != self._wanted:  # in full after all; what it is written over is no base any more
-            if self._applying is not None:
-                await asyncio.wait({self._applying})
-            self._start_over("it is read from this machine")
+            await self._start_over("it is read from this machine")
             self._wanted = key
             self._host.expect(key)
         if self._payload is not None:
             if self._payload.plan.entries != plan.entries:
-                raise WrongBytes(f"{key} is another payload here than at the source before")
+                reason = f"{key} is another payload here than at the source before"
+                raise WeightsError(reason) if key.base_version is None else WrongBytes(reason)
             return
         self._payload = self._host.open(key, plan)
         if self._is_last and self._held is not None and key.base_version is not None:
@@ -482,7 +497,7 @@ class ShardPull:
         if blake3(self._host.tensor(index), max_threads=blake3.AUTO).digest() != tensor.digest:
             raise WrongBytes(f"{tensor.name} of version {self._manifest.policy_version} does not match its digest")
 
-    def _start_over(self, reason: str) -> None:
+    async def _start_over(self, reason: str) -> None:
         self._host.drop(self._wanted, reason)
         self._payload, self._applying, self._num_applied = None, None, 0
 

@@ -19,6 +19,7 @@ from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
 
 SERVICE = "onbeat.weights.v1.WeightsService"
+MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12; reading a plan takes time and memory before it can be judged
 DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 
 
@@ -43,6 +44,8 @@ def read_message(key: PayloadKey, message: bytes) -> Plan | memoryview:
         if size != len(message) - start:
             raise WeightsError(f"{key}: a message says {size} bytes and holds {len(message) - start}")
         return memoryview(message)[start:]
+    if len(message) > MAX_PLAN_BYTES:
+        raise WeightsError(f"{key}: a plan of {len(message)} bytes came, at most {MAX_PLAN_BYTES} are read")
     try:
         plan = weights_pb2.PullResponse.FromString(message).plan
     except DecodeError as error:

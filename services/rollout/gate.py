@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from onbeat.errors import WeightsError
 from onbeat.weights.framing import Manifest
@@ -104,23 +105,34 @@ class VersionGate:
         assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
             started = time.monotonic()
-            names = names_to_load(None if self._engine.version() is None else self._held, manifest)
-            load = asyncio.create_task(self._engine.load(pull.version, host.path, pull.arrivals(names)))
-            await asyncio.wait({load})
-            error = load.exception()
+            error = await self._load_once(pull, host.path, manifest)
             if error is None:
                 self._held = manifest
-                await pull.complete()
                 await self._on_loaded(pull, time.monotonic() - started)
-                self._puller.loaded(pull.version)
                 return
-            if isinstance(error, WeightsError):
-                raise error
+            if pull.is_over and pull.error is not None:
+                raise pull.error
             logger.error("policy version %d was not loaded: %s: %s", pull.version, type(error).__name__, error)
         raise EngineBroken(f"policy version {pull.version} could not be loaded: {error}") from error
+
+    async def _load_once(self, pull: Pull, path: Path, manifest: Manifest) -> BaseException | None:
+        """What went wrong. The version is here, wholly, when nothing did: the arrivals end with the pull."""
+        names = names_to_load(None if self._engine.version() is None else self._held, manifest)
+        load = asyncio.create_task(self._engine.load(pull.version, path, pull.arrivals(names)))
+        with self._puller.reading():
+            try:
+                await asyncio.wait({load})
+            finally:
+                if not load.done():  # this was cancelled
+                    load.cancel()
+                    await asyncio.wait({load})
+            if (error := load.exception()) is None:
+                self._puller.mark_read(pull)
+            return error
 
     async def close(self) -> None:
         """Let a running load come to its end, so that the engine can be stopped."""
         if self._load is not None and not self._load.done():
+            await self._puller.cancel()  # it may be waiting for that
             await asyncio.wait({self._load}, timeout=CLOSE_DEADLINE_S)
             self._load.cancel()

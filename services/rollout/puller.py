@@ -7,7 +7,8 @@ has read it. The trainer's address is in the job; it is read again before every 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from onbeat.errors import WeightsError
 from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
@@ -36,7 +37,8 @@ class WeightsPuller:
         self.mover = mover
         self._connect, self._find_address = connect, find_address
         self._current: Pull | None = None  # what the copy holds, or moves to
-        self._loaded: int | None = None  # the version that the engine has read
+        self._read: Pull | None = None  # the one whose result the engine has read
+        self._is_being_read = False
         self._is_following: bool | None = None
         self._announced: int | None = None
         self._news = asyncio.Event()
@@ -52,10 +54,15 @@ class WeightsPuller:
                 return self._start(version, deadline_s)
             await current.over()
 
-    def loaded(self, version: int) -> None:
-        """The engine has read the copy: it may move on."""
-        self._loaded = version
-        self._prefetch()
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, somebody reads the copy, and it stays as it is."""
+        self._is_being_read = True
+        try:
+            yield
+        finally:
+            self._is_being_read = False
+            self._prefetch()
 
     def is_announced(self, version: int) -> bool:
         """Whether the weights server that is followed now has told of this version or a later one.
@@ -88,9 +95,18 @@ class WeightsPuller:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
-    async def close(self) -> None:
+    def mark_read(self, pull: Pull) -> None:
+        """Its version is where it was wanted: the copy may move on."""
+        self._read = pull
+        self._prefetch()
+
+    async def cancel(self) -> None:
+        """End the pull that is running; whoever waits for it gets WeightsError."""
         if self._current is not None:
             await self._current.cancel()
+
+    async def close(self) -> None:
+        await self.cancel()
         await self.mover.close()
 
     async def _watch(self, address: str) -> None:
@@ -130,9 +146,9 @@ class WeightsPuller:
     def _prefetch(self) -> None:
         """Pull what was told of before anybody asks for it, unless the copy is still wanted as it is."""
         current, announced = self._current, self._announced
-        is_newer = announced is not None and (self._loaded is None or announced > self._loaded)
-        is_wanted = current is not None and current.error is None and current.version != self._loaded
-        if announced is not None and is_newer and not is_wanted and (current is None or current.is_over):
+        is_newer = announced is not None and (self._read is None or announced > self._read.version)
+        is_unread = current is not None and (not current.is_over or (not current.error and current is not self._read))
+        if announced is not None and is_newer and not is_unread and not self._is_being_read:
             self._start(announced, deadline_s=0.0)  # one try, unless somebody asks for it
 
     def _start(self, version: int, deadline_s: float) -> Pull:

@@ -164,9 +164,10 @@ class Session:
         assert puller.mover.host is not None
         (model_dir / "model.safetensors").symlink_to(puller.mover.host.path)
         started = time.monotonic()
-        await engine.start(model_dir, pull.version)
+        with puller.reading():
+            await engine.start(model_dir, pull.version)
+        puller.mark_read(pull)
         await self._record_ready(pull, time.monotonic() - started)
-        puller.loaded(pull.version)
 
     async def _record_ready(self, pull: Pull, load_s: float) -> None:
         stats, version, worker = pull.stats, pull.version, self._settings.worker_id

@@ -149,7 +149,7 @@ async def keep_up(server: StockServer, puller: WeightsPuller, model_dir: Path) -
     served: Manifest | None = None
     while True:
         version = await puller.wait_for_news()
-        if version is None or (served is not None and version == served.policy_version):
+        if version is None:
             continue
         try:
             pull = await puller.obtain(version)
@@ -158,15 +158,19 @@ async def keep_up(server: StockServer, puller: WeightsPuller, model_dir: Path) -
             logger.warning("policy version %d is not to be had, waiting for the next: %s", version, error)
             continue
         manifest, host, started = await pull.known(), puller.mover.host, time.monotonic()
+        if served is not None and manifest.digest == served.digest:
+            puller.mark_read(pull)
+            continue
         assert host is not None, "there is a copy where there is a manifest"
         try:
             all_names = check_weight_file(host.path, shapes, is_tied=is_tied)
         except BadWeightFile as error:
             raise BadWeightFile(f"the server's model, {model_dir}, is not the job's: {error}") from error
         names = names_to_load(served, manifest)
-        await server.load(version, host.path, names, all_names)
+        with puller.reading():
+            await server.load(version, host.path, names, all_names)
+        puller.mark_read(pull)
         served = manifest
-        puller.loaded(version)
         pulled = f"pulled {pull.stats.received_bytes / 1e6:.1f} MB in {pull.stats.pull_s:.2f} s"
         loaded = f"loaded {len(names)} of {len(all_names)} tensors in {time.monotonic() - started:.2f} s"
         logger.info("%s serves policy version %d: %s, %s", server.url, version, pulled, loaded)

@@ -49,6 +49,10 @@ class TransformersEngine:
         eos = model.generation_config.eos_token_id
         eos_token_ids = set(eos if isinstance(eos, list) else [eos]) | {self._tokenizer.eos_token_id}
         self._eos_token_ids = sorted(eos_token_ids - {None})
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = (
+                tensor.data.clone()
+            )  # else it may be the file itself, which moves to the next version under us
         self._model = model.to(self._device).eval()
 
     async def generate(

@@ -30,12 +30,14 @@ class Holder:
     peer: Peer
     keys: set[PayloadKey] = field(default_factory=set)
     whole: set[PayloadKey] = field(default_factory=set)  # of them those that are all there and in full
+    policy_version: int = 0  # of its keys
     heard_at: float = 0.0
     is_suspect: bool = False  # a puller said that it did not deliver; until it is heard of again
 
 
 @dataclass
 class Slot:
+    key: PayloadKey
     source: str  # worker id
     until: float
 
@@ -80,14 +82,15 @@ class Sources:
             )
         else:
             chosen = min([*candidates, ROOT], key=lambda worker_id: loads[worker_id])
-        self._slots[puller.worker_id, key.shard] = Slot(chosen, time.monotonic() + SLOT_S)
+        self._slots[puller.worker_id, key.shard] = Slot(key, chosen, time.monotonic() + SLOT_S)
         return Source(self._peer(chosen, key.shard).address)
 
     def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
         """`is_complete`: it holds this shard of the version in full."""
-        self._slots.pop((worker_id, key.shard), None)
-        holder = self._holders.get(worker_id)
-        if holder is None:
+        slot, holder = self._slots.get((worker_id, key.shard)), self._holders.get(worker_id)
+        if slot is not None and slot.key == key:
+            del self._slots[worker_id, key.shard]
+        if holder is None or holder.policy_version != key.policy_version:  # it has moved on before this was heard
             return
         if is_complete:
             in_full = replace(key, base_version=None)
@@ -108,6 +111,7 @@ class Sources:
         holder = self._holders.setdefault(puller.worker_id, Holder(puller))
         now = time.monotonic()
         holder.peer, holder.is_suspect, holder.heard_at = puller, False, now
+        holder.policy_version = key.policy_version
         for worker_id in [worker_id for worker_id, other in self._holders.items() if other.heard_at < now - FORGET_S]:
             self.forget(worker_id)
         kept = {held for held in holder.keys if held.policy_version == key.policy_version and held.shard != key.shard}

@@ -41,7 +41,10 @@ class Rig:
         (self.staging_dir / "config.json").touch()
         (self.staging_dir / "model.safetensors").write_bytes(weights_of(0))
         await self.engine.start(self.staging_dir, 0)
-        self.puller.loaded(0)
+        pull = await self.puller.obtain(0)
+        await pull.complete()
+        self.puller.mark_read(pull)
+        self.trainer.pulls.clear()
 
     def generate(self, version: int) -> asyncio.Task[list[int]]:
         async def pinned() -> list[int]:
