@@ -151,7 +151,7 @@ class StaleRollouts:
     def is_drained(self, iteration: int) -> bool:
         return True
 
-    def hold(self, snapshot: Snapshot) -> None:
+    def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
         pass
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:

@@ -142,10 +142,11 @@ class WeightUpdate(Record):
 
     received_bytes: int  # over the network, by tries that failed as well; 0 when read from this machine's memory
     sources: list[str] = []  # addresses of the trainer and of other rollouts
-    pull_s: float  # from the manifest to the last verified tensor
+    pull_s: float  # of the last try: from the manifest to the last verified tensor
     apply_s: float  # decoding and verifying; shards add up
     load_s: float  # the engine, waiting for tensors included
-    open_s: float | None = None  # from the optimizer step's begin to the engine open; None: it joined with this version
+    # From the optimizer step's begin to the engine open; None: it joined with this version, or had served a newer one.
+    open_s: float | None = None
     num_faults: int = 0  # what went wrong on the way and was cured
 
 

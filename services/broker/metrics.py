@@ -136,9 +136,6 @@ async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[
 
 
 async def newest_served(ledger: Ledger, job_id: str, version: int) -> WeightsRecord | None:
-    """The published version, or the one before it as long as no rollout serves this one."""
-    for candidate in (version, version - 1):
-        record = await ledger.weights(job_id, candidate)
-        if record is not None and record.rollouts:
-            return record
-    return None
+    """Of the versions up to the published one the newest that a rollout serves; not every number is published."""
+    served = [candidate for candidate in await ledger.ready_times(job_id) if candidate <= version]
+    return await ledger.weights(job_id, max(served)) if served else None

@@ -55,6 +55,7 @@ class Session:
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to stop
         self._hurry = asyncio.Event()  # do not even finish
+        self._newest_served: int | None = None
         self._engine: Engine | None = None
         self._gate: VersionGate | None = None
         self._producer: GroupProducer | None = None
@@ -171,14 +172,15 @@ class Session:
 
     async def _record_ready(self, pull: Pull, load_s: float) -> None:
         stats, version, worker = pull.stats, pull.version, self._settings.worker_id
-        is_joining = self._engine is None  # there was no engine that the step could have closed
+        is_news = self._newest_served is not None and version > self._newest_served
+        self._newest_served = version if self._newest_served is None else max(self._newest_served, version)
         update = WeightUpdate(
             received_bytes=stats.received_bytes,
             sources=list(dict.fromkeys(stats.sources)),
             pull_s=stats.pull_s,
             apply_s=stats.apply_s,
             load_s=load_s,
-            open_s=None if is_joining else time.monotonic() - pull.stepped_at,
+            open_s=time.monotonic() - pull.stepped_at if is_news else None,
             num_faults=len(stats.faults),
         )
         meters.record_update(version, stats.full_bytes, update)

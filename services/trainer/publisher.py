@@ -9,7 +9,7 @@ from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
 from onbeat.types import PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.distributed import World
+from services.trainer.distributed import ALONE, World
 from services.trainer.link import Link
 from services.trainer.optimizer import Written
 from services.trainer.policy import Policy, has_old_policies
@@ -37,8 +37,9 @@ class Publisher:
         self._checkpoints, self._files = checkpoints, files
         self._durable_until = state.next_iteration  # iterations before this one are in a checkpoint
         self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
+        self._is_serving = policy.is_sharded or world.is_main
         self._newest: Snapshot | None = None  # what a checkpoint exports
-        self._published: Snapshot | None = None  # what rollouts hold; the base of the next delta
+        self._published: Snapshot | None = None  # what rollouts hold, if served here; the base of the next delta
         self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
         self._written: set[str] = set()  # by whichever rank
 
@@ -47,8 +48,8 @@ class Publisher:
         current = self._snapshot()
         held = self._policy.old.snapshots | {current.policy_version: current}
         for version in sorted(held):
-            if version < self.state.published_version:
-                self._link.hold(held[version])
+            if version < self.state.published_version and self._is_serving:
+                self._link.hold(held[version], None)
             if version == self.state.published_version:
                 self._publish(held[version])
 
@@ -74,7 +75,7 @@ class Publisher:
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
-        stats.merge(self._world.others(stats.to_bytes()))
+        stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
         if is_published := self._is_worth_publishing(stats):
             self.state = replace(self.state, published_version=version)
             self._publish(snapshot)
@@ -123,21 +124,26 @@ class Publisher:
         return snapshot
 
     def _create_writer(self, version: int) -> SnapshotWriter:
-        """Encodes the delta where it is served: on every rank of a sharded model, else on rank 0."""
-        return SnapshotWriter(version, self._published if self._policy.is_sharded or self._world.is_main else None)
+        """Encodes the delta where it is served."""
+        return SnapshotWriter(version, self._published)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """Every rank serves what it holds, before rank 0 tells rollouts of it."""
-        self._link.hold(snapshot)
+        """All ranks that have a part in the version serve it before rank 0 tells rollouts of it."""
+        if not self._is_serving:
+            return
+        shards = self._world if self._policy.is_sharded else ALONE
         delta_bytes = snapshot.delta.plan.size_bytes if snapshot.delta else None
         own = json.dumps({"delta_bytes": delta_bytes, "encode_s": snapshot.encode_s}).encode()
-        everywhere = [json.loads(message) for message in self._world.all_gather_bytes(own)]
+        everywhere = [json.loads(message) for message in shards.all_gather_bytes(own)]
+        if delta_bytes is not None:
+            delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
+        self._link.hold(snapshot, delta_bytes)
+        shards.all_gather_bytes(b"held")
         if self._world.is_main:
-            shards = everywhere if self._policy.is_sharded else everywhere[:1]
             published = PublishedWeights(
                 full_bytes=snapshot.manifest.size_bytes,
-                delta_bytes=None if delta_bytes is None else sum(shard["delta_bytes"] for shard in shards),
-                encode_s=max(shard["encode_s"] for shard in shards),
+                delta_bytes=delta_bytes,
+                encode_s=max(shard["encode_s"] for shard in everywhere),
                 publish_s=time.monotonic() - snapshot.started_at,
             )
             self._link.publish(snapshot, published)

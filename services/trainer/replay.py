@@ -68,7 +68,7 @@ class RecordedLink:
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
 
-    def hold(self, snapshot: Snapshot) -> None:
+    def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
         pass
 
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:

@@ -28,7 +28,7 @@ class Tally:
 
 @dataclass
 class IterationStats:
-    """One replica's share of an iteration, until `merge` has added the others'."""
+    """One replica's share of an iteration, until `merge` makes it that of all."""
 
     policy_version: int
     sums: dict[str, float] = field(default_factory=dict)
@@ -109,15 +109,19 @@ class IterationStats:
             name = f"train/gac_{action}"
             self.values[name] = self.values.get(name, 0.0) + (decision.action is action)
 
-    def merge(self, others: list[bytes]) -> None:
-        """Add what the other replicas sent (`to_bytes`)."""
-        for message in others:
-            other = json.loads(message)
-            for name, value in other["sums"].items():
+    def merge(self, messages: list[bytes]) -> None:
+        """Become the total of what all replicas, this one included, sent (`to_bytes`), by rank.
+
+        Added up in the same order it has the same bits everywhere: replicas decide by it, each for itself.
+        """
+        self.sums, self.maxima, self.first_failure = {}, {}, ""
+        for message in messages:
+            replica = json.loads(message)
+            for name, value in replica["sums"].items():
                 self._add(name, value)
-            for name, value in other["maxima"].items():
+            for name, value in replica["maxima"].items():
                 self._raise(name, value)
-            self.first_failure = self.first_failure or other["first_failure"]
+            self.first_failure = self.first_failure or replica["first_failure"]
 
     def to_bytes(self) -> bytes:
         return json.dumps({name: asdict(self)[name] for name in ("sums", "maxima", "first_failure")}).encode()

@@ -46,11 +46,6 @@ class Snapshot:
             yield entry.name, flat.view(entry.shape)
 
     @property
-    def size_bytes(self) -> int:
-        """Of this shard."""
-        return sum(len(buffer) for buffer in self.buffers)
-
-    @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """Of this shard."""
         tensors = self.manifest.shards[self.shard]
@@ -178,27 +173,34 @@ class WeightStore:
     """Written by the training thread, read by the weight server's thread.
 
     The newest `num_kept` versions are there in full. Deltas are kept as long as all of them together are smaller than a
-    full copy: beyond that nobody would want the chain.
+    full copy: beyond that nobody would want the chain. Both sizes are those of all shards, so that every rank of a
+    sharded model keeps the same deltas.
     """
 
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
         self._snapshots: dict[int, Snapshot] = {}
-        self._deltas: dict[int, Payload] = {}  # by the version that they lead to
+        self._deltas: dict[int, tuple[Step, Payload]] = {}  # by the version that they lead to; this shard's payload
         self._lock = threading.Lock()
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: Snapshot, delta_bytes: int | None = None) -> None:
+        """`delta_bytes`: of the deltas of all shards; by default the version is in one piece."""
         with self._lock:
             self._snapshots[snapshot.policy_version] = snapshot
             for old in sorted(self._snapshots)[: -self._num_kept]:
                 del self._snapshots[old]
             if snapshot.delta is not None:
-                self._deltas[snapshot.policy_version] = snapshot.delta
-            self._drop_deltas(snapshot.size_bytes)
+                key = snapshot.delta.key
+                assert key.base_version is not None
+                size_bytes = snapshot.delta.plan.size_bytes if delta_bytes is None else delta_bytes
+                step = Step(key.policy_version, key.base_version, size_bytes)
+                self._deltas[key.policy_version] = step, snapshot.delta
+            self._drop_deltas(snapshot.manifest.size_bytes)
 
     def _drop_deltas(self, room: int) -> None:
         for version in sorted(self._deltas, reverse=True):
-            room -= self._deltas[version].plan.size_bytes
+            step, _ = self._deltas[version]
+            room -= step.size_bytes
             if room <= 0:
                 del self._deltas[version]
 
@@ -215,18 +217,14 @@ class WeightStore:
             return sorted(self._snapshots)
 
     def steps(self, base_version: int, version: int) -> tuple[Step, ...]:
-        """The deltas from the base to the version, if they are all here and smaller than the whole; else none.
-
-        Of a sharded version this rank's shard decides, and its sizes are told: the others change about as much.
-        """
+        """The deltas from the base to the version, if they are all here and smaller than the whole; else none."""
         steps: list[Step] = []
         with self._lock:
-            size = self._snapshots[version].size_bytes if version in self._snapshots else 0
+            size = self._snapshots[version].manifest.size_bytes if version in self._snapshots else 0
             while version > base_version and version in self._deltas:
-                change = self._deltas[version]
-                assert change.key.base_version is not None
-                steps.insert(0, Step(version, change.key.base_version, change.plan.size_bytes))
-                version = change.key.base_version
+                step, _ = self._deltas[version]
+                steps.insert(0, step)
+                version = step.base_version
         is_worth_it = version == base_version and sum(step.size_bytes for step in steps) < size
         return tuple(steps) if is_worth_it else ()
 
@@ -236,7 +234,7 @@ class WeightStore:
             if key.base_version is None:
                 snapshot = self._snapshots.get(key.policy_version)
                 return None if snapshot is None or snapshot.shard != key.shard else snapshot.full()
-            change = self._deltas.get(key.policy_version)
+            _, change = self._deltas.get(key.policy_version, (None, None))
             return change if change is not None and change.key == key else None
 
 

@@ -522,6 +522,25 @@ async def test_weight_gauges_keep_the_version_before_while_nobody_serves_the_new
     assert f'onbeat_weight_open_seconds{{job_id="{job_id}"}}' not in text  # it joined
 
 
+async def test_weight_gauges_step_over_versions_that_were_not_published(
+    broker: httpx.AsyncClient, ledger: Ledger
+) -> None:
+    job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
+    epoch = await start_training(ledger, job_id)
+    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    for iteration in (0, 1, 2):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+    published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+    await ledger.announce_version(job_id, epoch, 3, "127.0.0.1:1", "d3", published)
+    for iteration in (0, 1, 2):
+        await commit(ledger, job_id, epoch, iteration, is_published=iteration == 2)
+    received = f'onbeat_weight_received_bytes{{job_id="{job_id}"}}'
+    assert f"{received} 1000.0" in (await broker.get("/metrics")).text  # nobody serves version 3 yet
+    await ledger.engine_ready(job_id, 3, "w1", update_of(20))
+    assert f"{received} 20.0" in (await broker.get("/metrics")).text
+
+
 async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
     job_id = await submit(broker, evaluation=held_out)

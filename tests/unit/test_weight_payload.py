@@ -390,6 +390,18 @@ def test_steps_that_would_carry_more_than_the_whole_are_none():
     assert sum(step.size_bytes for step in store.steps(oldest, 5)) < newest.manifest.size_bytes
 
 
+async def test_what_other_shards_change_counts_although_nothing_moves_in_this_one():
+    store, newest = WeightStore(num_kept=5), None
+    for version in range(5):
+        newest = take_snapshot(version, weights().items(), base=newest)
+        delta_bytes = newest.manifest.size_bytes * 2 // 5
+        store.add(newest, delta_bytes if version else None)
+    assert [step.size_bytes for step in store.steps(2, 4)] == [delta_bytes] * 2
+    assert store.steps(1, 4) == ()
+    is_kept = [await store.payload(PayloadKey(version, version - 1)) is not None for version in range(1, 5)]
+    assert is_kept == [False, False, True, True]
+
+
 async def test_a_delta_is_only_found_under_its_own_base():
     store = WeightStore()
     published(store, 3, 0.01)

@@ -120,7 +120,7 @@ class RecordedLink:
         self.recorded.setdefault(iteration, []).append(group_ids)
         return group_ids
 
-    def hold(self, snapshot):
+    def hold(self, snapshot, delta_bytes):
         self.held.append(snapshot.policy_version)
 
     def publish(self, snapshot, published):

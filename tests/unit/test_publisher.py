@@ -1,0 +1,129 @@
+"""Several ranks publish versions, each rank in a thread of this process: who holds what, and that all agree."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from services.trainer.checkpoint import TrainState
+from services.trainer.distributed import World
+from services.trainer.policy import Policy
+from services.trainer.publisher import Publisher
+from services.trainer.replay import NoCheckpoints
+from services.trainer.stats import IterationStats
+from services.trainer.weight_store import WeightStore
+from tests.unit.trainer_fixtures import RecordedLink, job_config, tiny_config, tiny_model
+
+NUM_RANKS = 3
+HOLD_S = 0.2
+
+
+@dataclass
+class Table:
+    """Where the threads lay their messages."""
+
+    size: int
+    messages: dict[int, bytes] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.barrier = threading.Barrier(self.size, timeout=10)
+
+
+@dataclass(frozen=True)
+class ThreadWorld(World):
+    table: Table | None = None
+
+    def all_gather_bytes(self, content):
+        self.table.messages[self.rank] = content
+        self.table.barrier.wait()
+        gathered = [self.table.messages[rank] for rank in range(self.size)]
+        self.table.barrier.wait()
+        return gathered
+
+
+class StoringLink(RecordedLink):
+    """Holds versions as a trainer's rank does; the last rank is slow at it."""
+
+    def __init__(self, config, rank, everybody):
+        super().__init__(config, [])
+        self.rank, self.everybody, self.store = rank, everybody, WeightStore(num_kept=2)
+
+    def hold(self, snapshot, delta_bytes):
+        time.sleep(HOLD_S if self.rank == NUM_RANKS - 1 else 0)
+        super().hold(snapshot, delta_bytes)
+        self.store.add(snapshot, delta_bytes)
+
+    def publish(self, snapshot, published):
+        super().publish(snapshot, published)
+        version = snapshot.policy_version
+        self.holders_when_told = [link.rank for link in self.everybody if version in link.held]
+        self.told = published
+
+
+def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedule):
+    """Versions 0 and 1; some of the first and all of the last tensor move. Returns the ranks' (publishers, links)."""
+    config = job_config(schedule={"num_iterations": 3, **schedule})
+    models = [tiny_model(tiny_config(vocab_size=4000), torch.float32) for _ in range(NUM_RANKS)]
+    table, links = Table(NUM_RANKS), []
+    links += [StoringLink(config, rank, links) for rank in range(NUM_RANKS)]
+
+    def run_rank(rank):
+        policy = replace(Policy.create(models[rank], config), is_sharded=is_sharded)
+        world = ThreadWorld(rank, NUM_RANKS, table=table)
+        checkpoints = NoCheckpoints(tmp_path, keep=1)
+        state = TrainState.fresh("job", "tiny")
+        publisher = Publisher(links[rank], config, policy, state, checkpoints, {}, world)
+        publisher.start()
+        with torch.no_grad():
+            models[rank].model.embed_tokens.weight[:100] += 1
+            models[rank].model.norm.weight += 1
+        sums, values = {"token/divergence": divergences[rank]}, {"train/grad_norm": 0.0}
+        publisher.commit(0, IterationStats(0, sums, values=values))
+        return publisher
+
+    with ThreadPoolExecutor(NUM_RANKS) as threads:
+        return list(threads.map(run_rank, range(NUM_RANKS))), links
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """The first tensor is most of the model, so that rank 0 has nothing and rank 1 only this tensor."""
+    return publish_twice(tmp_path_factory.mktemp("sharded"), is_sharded=True)
+
+
+def test_deltas_of_all_shards_decide_and_are_told(sharded):
+    _, links = sharded
+    snapshots = [link.store.get(1) for link in links]
+    shards = [sum(map(len, snapshot.buffers)) for snapshot in snapshots]
+    deltas = [snapshot.delta.plan.size_bytes for snapshot in snapshots]
+    assert (shards[0], deltas[0]) == (0, 0)
+    assert all(0 < delta < shard for delta, shard in zip(deltas[1:], shards[1:], strict=True))
+    for link in links:
+        assert [step.size_bytes for step in link.store.steps(0, 1)] == [sum(deltas)]
+    assert links[0].told.delta_bytes == sum(deltas)
+
+
+def test_nobody_is_told_of_a_version_before_all_ranks_hold_their_shards(sharded):
+    _, (main, *others) = sharded
+    assert main.published == [0, 1]
+    assert [link.published for link in others] == [[], []]
+    assert main.holders_when_told == [0, 1, 2]
+
+
+def test_whole_replicas_that_serve_nothing_hold_no_versions(tmp_path):
+    _, (main, *others) = publish_twice(tmp_path, is_sharded=False)
+    assert main.held == main.published == [0, 1]
+    assert [link.held for link in others] == [[], []]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_all_ranks_agree_to_publish_where_the_last_bit_decides(is_sharded, tmp_path):
+    """1e-16 is half a bit below 1: it is lost when added to 1, unless added to its like before."""
+    divergences = [1e-16, 1.0, 1e-16]
+    schedule = {"mode": "bounded", "max_staleness": 2, "publish_above_kl": 1.0}
+    publishers, links = publish_twice(tmp_path, is_sharded, divergences, **schedule)
+    assert {publisher.state.published_version for publisher in publishers} == {0}
+    assert [link.held for link in links if link.held] == [[0]] * (NUM_RANKS if is_sharded else 1)
