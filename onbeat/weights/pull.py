@@ -167,6 +167,7 @@ class WeightsMover:
         pull = Pull(version, deadline_s)
         pull.task = asyncio.create_task(self._run(pull, is_hopeless), name=f"pull version {version}")
         pull.task.add_done_callback(lambda _: pull.announce())
+        pull.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for a prefetch
         return pull
 
     @property
@@ -498,6 +499,8 @@ class ShardPull:
             raise WrongBytes(f"{tensor.name} of version {self._manifest.policy_version} does not match its digest")
 
     async def _start_over(self, reason: str) -> None:
+        if self._applying is not None:  # it writes to the copy, too
+            await asyncio.wait({self._applying})
         self._host.drop(self._wanted, reason)
         self._payload, self._applying, self._num_applied = None, None, 0
 

@@ -90,7 +90,8 @@ class Sources:
         slot, holder = self._slots.get((worker_id, key.shard)), self._holders.get(worker_id)
         if slot is not None and slot.key == key:
             del self._slots[worker_id, key.shard]
-        if holder is None or holder.policy_version != key.policy_version:  # it has moved on before this was heard
+        # It may have moved on before this was heard, to another version or another payload of this one.
+        if holder is None or holder.policy_version != key.policy_version or (slot is not None and slot.key != key):
             return
         if is_complete:
             in_full = replace(key, base_version=None)

@@ -338,6 +338,24 @@ async def test_every_token_is_stamped_with_the_loaded_version(subject: Subject) 
             assert len(response.rollout_logprobs) == len(response.token_ids)
 
 
+async def test_copy_that_moves_after_the_start_moves_no_weight_of_the_reference_engine(tmp_path: Path) -> None:
+    """The host pulls the next version into the file at once; nobody has called `load` yet."""
+    for write_model in (write_tied_model, write_untied_model):
+        model_dir = write_model(tmp_path / write_model.__name__)
+        other = write_perturbed_weights(model_dir, tmp_path / "other.safetensors", seed=1).read_bytes()
+        weights_file = model_dir / "model.safetensors"
+        engine = new_transformers_engine()
+        with file_without_a_name(weights_file.read_bytes()) as copy:
+            weights_file.unlink()
+            weights_file.symlink_to(copy)
+            await engine.start(model_dir, FIRST_VERSION)
+            before = await probe(engine, FIRST_VERSION)
+            with open(copy, "r+b") as file:  # noqa: ASYNC230, memory
+                file.write(other)
+            assert sampled(await probe(engine, FIRST_VERSION)) == sampled(before)
+        await engine.stop()
+
+
 async def test_request_pinned_to_another_version_is_refused(either_engine: Subject) -> None:
     version = await either_engine.load(either_engine.first_weights)
     for other in (version - 1, version + 1):

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import ipaddress
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -225,6 +226,23 @@ async def test_what_a_path_holds_is_looked_at_before_it_is_believed(plane, tmp_p
     assert pull.stats.received_bytes == size_of(tensors)
 
 
+@pytest.mark.parametrize("has_writer", [True, False])
+async def test_a_path_that_never_answers_holds_nobody_up(has_writer, plane, tmp_path):
+    """A pipe: to open it waits for a writer, and to read it for what that one writes."""
+    await plane.trainer.publish(0, weights(0))
+    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
+    await parent.pull(0)
+    os.mkfifo(tmp_path / "pipe")
+    holder = plane.trainer.server.sources._holders["parent"]
+    holder.peer = replace(holder.peer, shared_path=str(tmp_path / "pipe"))
+    writer = os.open(tmp_path / "pipe", os.O_RDWR) if has_writer else None
+    pull = await reader.pull(0)
+    assert "pipe holds another model" in pull.stats.faults[0]
+    assert pull.stats.sources == [plane.trainer.address]
+    if writer is not None:
+        os.close(writer)
+
+
 # ---- a peer that goes its own way ------------------------------------------------------------------------------------
 
 
@@ -404,14 +422,18 @@ async def publish_in_two_shards(trainer, version, tensors):
     trainer.store.add(replace(snapshot, manifest=Manifest(version, snapshot.manifest.tensors, (1,)), delta=None))
 
 
+async def restart_in_two_shards(trainer):
+    await trainer.server.stop()
+    trainer.store, trainer._published = TwoShards(), None
+    trainer.server = trainer._create_server()
+    await trainer.start()
+    root = Peer("", trainer.address, "trainer's host")
+    trainer.server.sources = Sources([root, root])
+
+
 @pytest.fixture
-async def sharded(plane, monkeypatch):
-    await plane.trainer.server.stop()
-    plane.trainer.store = TwoShards()
-    plane.trainer.server = plane.trainer._create_server()
-    await plane.trainer.start()
-    root = Peer("", plane.trainer.address, "trainer's host")
-    plane.trainer.server.sources = Sources([root, root])
+async def sharded(plane):
+    await restart_in_two_shards(plane.trainer)
     return plane
 
 
@@ -465,6 +487,28 @@ async def test_what_is_whole_of_one_shard_only_is_not_read_as_if_it_were_of_both
         await rollout.see_through(pull)
         assert pull.stats.faults == []
     assert pulls[1].stats.received_bytes == size_of(tensors) - tensors["big"].nbytes
+
+
+async def test_a_trainer_that_comes_back_with_another_number_of_shards_is_followed_on(plane):
+    """From one to two and back: in full, since it has no deltas from before, and by deltas again after that."""
+    tensors, trainer = weights(0), plane.trainer
+    rollouts = [await plane.join(f"r{number}") for number in range(2)]
+
+    async def received() -> list[int]:
+        pulls = await asyncio.gather(*(rollout.pull(max(trainer.tensors), deadline_s=0) for rollout in rollouts))
+        assert [fault for pull in pulls for fault in pull.stats.faults] == []
+        return [pull.stats.received_bytes for pull in pulls]
+
+    await trainer.publish(0, tensors)
+    assert await received() == [size_of(tensors)] * 2
+    await restart_in_two_shards(trainer)
+    await publish_in_two_shards(trainer, 1, stepped(tensors, 1))
+    assert await received() == [size_of(tensors)] * 2
+    await trainer.restart()
+    await trainer.publish(2, stepped(tensors, 2))
+    assert await received() == [size_of(tensors)] * 2
+    snapshot = await trainer.publish(3, stepped(trainer.tensors[2], 3))
+    assert await received() == [snapshot.delta.plan.size_bytes] * 2
 
 
 # ---- who may take part -----------------------------------------------------------------------------------------------

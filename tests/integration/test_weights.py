@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
+from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
@@ -469,6 +470,39 @@ async def held_back(messages, key):
         await asyncio.sleep(0.05)
 
 
+async def trickling(messages, key):
+    """The plan, and then a byte at a time, for ever as far as anybody can wait."""
+    async for message in messages:
+        piece = read_message(key, message)
+        if not isinstance(piece, memoryview):
+            yield message
+            continue
+        for position in range(len(piece)):
+            yield data_message([piece[position : position + 1]])
+            await asyncio.sleep(0.02)
+
+
+async def giving_signs_of_life(messages, key):
+    yield await anext(messages)
+    while True:
+        yield data_message([])
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("fault", [trickling, giving_signs_of_life])
+async def test_a_source_that_gets_nowhere_is_left_in_time_however_alive_it_is(fault, plane, monkeypatch):
+    monkeypatch.setattr(client_module, "PROGRESS_S", 0.3)
+    await plane.trainer.publish(0, weights(0))
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [fault]
+    started = time.monotonic()
+    pull = await rollout.pull(0)
+    assert 0.3 < time.monotonic() - started < 2
+    assert re.match(f"{relay.mover.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
+    assert pull.stats.sources == [plane.trainer.address]
+
+
 async def test_a_pull_goes_on_at_another_source_where_the_first_one_died(plane, small_messages, monkeypatch):
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
     tensors = weights(0)
@@ -500,6 +534,74 @@ async def test_a_source_with_another_plan_than_the_one_before_is_not_mixed_in(pl
     ]
     pull = await rollout.pull(1)
     assert [("another payload here" in fault) for fault in pull.stats.faults] == [False, True]
+
+
+async def wrong_then_silent(messages, key):
+    """The plan, two messages of flipped bytes, and after a while the rest."""
+    yield await anext(messages)
+    for _ in range(2):
+        async for message in messages:
+            piece = bytes(255 ^ byte for byte in read_message(key, message))
+            yield data_message([memoryview(piece)])
+            break
+    await asyncio.sleep(0.5)
+    async for message in messages:
+        yield message
+
+
+async def test_no_tensor_is_called_final_that_a_later_source_spoils_while_it_is_still_checked(
+    plane, small_messages, monkeypatch
+):
+    """Three peers: right bytes of which some tensors are whole, then another plan, then wrong bytes."""
+    await plane.trainer.publish(0, weights(0))
+    peers = [await plane.join(f"peer-{number}", zone="near") for number in range(3)]
+    for peer in peers:
+        await peer.pull(0)
+    without_the_end = edited(lambda messages, key: messages[:-2])
+    faults = (without_the_end, edited(with_plan(reversed)), wrong_then_silent)
+    for peer, fault in zip(peers, faults, strict=True):
+        peer.server.faults = [fault]
+    rollout, check = await plane.join("r0", zone="near"), pull_module.ShardPull._check
+
+    def check_slowly(self, index):
+        check(self, index)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(pull_module.ShardPull, "_check", check_slowly)
+    pull = await rollout.pull(0)
+    assert [peer.server.faults for peer in peers] == [[]] * 3
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_a_delta_is_not_applied_any_more_to_what_has_come_in_full(plane, small_messages, monkeypatch):
+    """Its source breaks while it is being applied; meanwhile the whole version can be read on this machine."""
+    reader = await plane.join("reader", host="mine", is_sharing=True, is_relay=False)
+    other = await plane.join("other", host="mine", is_sharing=True)
+    await plane.trainer.publish(0, weights(0))
+    for rollout in (reader, other):
+        await rollout.pull(0)
+    await plane.trainer.publish(1, stepped(weights(0), 1, share=0.3))
+    applied, apply = list[bool](), pull_module.delta.apply
+
+    def apply_slowly(*args):
+        time.sleep(0.3)
+        applied.append(pull.is_over)
+        apply(*args)
+
+    async def break_when_the_other_has_it(messages, key):
+        await other.pull(1)
+        monkeypatch.setattr(pull_module.delta, "apply", apply_slowly)
+        async for message in edited(lambda messages, key: messages[:-1])(messages, key):
+            yield message
+        raise RuntimeError("the source breaks, as it was asked to")
+
+    plane.trainer.server.faults = [break_when_the_other_has_it]
+    pull = reader.start(1)
+    await reader.see_through(pull)
+    await until(lambda: bool(applied))
+    assert not any(applied)
+    assert pull.stats.sources == [other.mover.address]
+    reader.assert_holds(1)
 
 
 async def test_what_is_final_is_not_written_again_whatever_the_next_source_sends(plane, small_messages):
@@ -613,6 +715,37 @@ async def test_a_pull_that_is_cancelled_leaves_no_version_and_the_next_one_succe
     with pytest.raises(WeightsError, match="cancelled"):
         await rollout.see_through(pull)
     await rollout.pull(0)
+
+
+async def test_arrivals_end_with_the_pull_and_not_with_the_last_name_that_was_asked_for(plane, small_messages):
+    """Whoever loads these tensors has loaded the version, which has to be here by then."""
+    tensors = {name: weights(0)[name] for name in ("half", "big")}
+    await plane.trainer.publish(0, tensors)
+    rollout, may_end = await plane.join("r0"), asyncio.Event()
+
+    async def late_at_the_end(messages, key):
+        *most, last = [message async for message in messages]
+        for message in most:
+            yield message
+        await may_end.wait()
+        yield last
+
+    for is_cancelled in (True, False):
+        plane.trainer.server.faults = [late_at_the_end]
+        pull = rollout.start(0)
+        arrivals = pull.arrivals(["half"])
+        assert await asyncio.wait_for(anext(arrivals), 5) == ["half"]
+        end = asyncio.ensure_future(anext(arrivals, None))
+        await asyncio.sleep(0.05)
+        assert not end.done()
+        if is_cancelled:
+            await pull.cancel()
+            with pytest.raises(WeightsError, match="cancelled"):
+                await end
+        else:
+            may_end.set()
+            assert await asyncio.wait_for(end, 5) is None
+            await rollout.see_through(pull)
 
 
 # ---- the base is not what the puller believes ------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import pytest
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer
+from onbeat.weights.host import full_plan
 from onbeat.weights.pull import WeightsMover
 from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling
 from services.rollout.engines import EngineBroken
 from services.rollout.gate import VersionGate
 from services.rollout.puller import VersionGone, WeightsPuller
-from tests.rollout_fakes import FakeEngine, FakeTrainer, manifest_of, weights_of
+from tests.rollout_fakes import FakeEngine, FakeSource, FakeTrainer, manifest_of, weights_of
 
 SAMPLING = Sampling(max_response_tokens=4, temperature=1.0, seed=0)
 
@@ -271,3 +272,138 @@ async def test_server_that_never_answers_is_given_up_after_a_deadline(rig, monke
     assert "no answer" in caplog.text
     assert rig.trainer.num_watches > 1
     follow.cancel()
+
+
+# ---- the copy stays as it is while the engine reads it ---------------------------------------------------------------
+
+
+def hold_reads(engine: FakeEngine) -> asyncio.Event:
+    """From now on the engine reads the copy, or notices that the pull has failed, only when the event is set."""
+    may_go_on, load = asyncio.Event(), engine.load
+
+    async def load_slowly(policy_version, weights_file, arrivals):
+        async def arrived():
+            try:
+                async for names in arrivals:
+                    yield names
+            finally:
+                await may_go_on.wait()
+
+        await load(policy_version, weights_file, arrived())
+
+    engine.load = load_slowly  # type: ignore[method-assign]
+    return may_go_on
+
+
+async def break_half_way(self, key, offset_bytes=0):
+    """Instead of `FakeSource.pull`: the manifest is known by then, so the engine is loading."""
+    yield full_plan(manifest_of(key.policy_version), key.shard)
+    await asyncio.sleep(0.02)
+    raise WeightsError("the trainer died")
+
+
+async def test_newer_version_waits_until_the_engine_has_read_the_one_before(rig):
+    follow = asyncio.create_task(rig.puller.follow())
+    may_read = hold_reads(rig.engine)
+    rig.trainer.newest = 1
+    load = rig.generate(1)
+    await settle()
+    await rig.trainer.publish(2)
+    await settle()
+    assert rig.trainer.pulls == [1]
+    may_read.set()
+    assert await load == [1, 1, 1]
+    await settle()
+    assert rig.trainer.pulls == [1, 2]
+    follow.cancel()
+
+
+async def test_newer_version_waits_also_while_one_is_read_for_the_second_time(rig, monkeypatch):
+    """The load of version 1 fails half way, so the engine has to read version 0 again, which it has read before."""
+    follow = asyncio.create_task(rig.puller.follow())
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeSource, "pull", break_half_way)
+        patch.setattr(WeightsPuller.obtain, "__defaults__", (0.0,))
+        rig.trainer.newest = 1
+        with pytest.raises(WeightsError, match="the trainer died"):
+            await rig.generate(1)
+        await settle()
+    assert rig.engine.version() is None
+    may_read = hold_reads(rig.engine)
+    load = rig.generate(0)
+    await settle()
+    await rig.trainer.publish(2)
+    await settle()
+    assert rig.trainer.pulls == [0]
+    may_read.set()
+    assert await load == [0, 0, 0]
+    await settle()
+    assert rig.trainer.pulls == [0, 2]
+    follow.cancel()
+
+
+async def test_newer_version_waits_also_for_an_engine_that_still_reads_when_its_pull_has_failed(rig, monkeypatch):
+    follow = asyncio.create_task(rig.puller.follow())
+    may_stop = hold_reads(rig.engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeSource, "pull", break_half_way)
+        patch.setattr(WeightsPuller.obtain, "__defaults__", (0.0,))
+        rig.trainer.newest = 1
+        load = rig.generate(1)
+        await settle(0.1)
+    await rig.trainer.publish(2)
+    await settle()
+    assert rig.trainer.pulls == []
+    may_stop.set()
+    with pytest.raises(WeightsError, match="the trainer died"):
+        await load
+    await settle()
+    assert rig.trainer.pulls == [2]
+    follow.cancel()
+
+
+# ---- nothing is waited for that may never come -----------------------------------------------------------------------
+
+
+async def never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def be_silent(self, key, offset_bytes=0):
+    """Instead of `FakeSource.pull`."""
+    yield full_plan(manifest_of(key.policy_version), key.shard)
+    await never()
+
+
+async def test_gate_that_closes_while_a_load_waits_for_its_pull_ends_it_and_leaves_nothing_behind(
+    tmp_path, monkeypatch
+):
+    before = asyncio.all_tasks()
+    rig = Rig(tmp_path)
+    await rig.start()
+    monkeypatch.setattr(FakeSource, "pull", be_silent)
+    follow = asyncio.create_task(rig.puller.follow())
+    await rig.trainer.publish(1)
+    request = rig.generate(1)
+    await settle()
+    assert rig.engine.loads == [1]
+    for task in (request, follow):
+        task.cancel()
+    async with asyncio.timeout(1.0):
+        await rig.gate.close()
+        await rig.puller.close()
+    await settle(0)
+    assert asyncio.all_tasks() == before
+
+
+async def test_trainer_that_never_answers_a_finish_holds_up_no_pull_and_no_close(tmp_path, monkeypatch):
+    before = asyncio.all_tasks()
+    monkeypatch.setattr(FakeSource, "finish", never)
+    rig = Rig(tmp_path)
+    async with asyncio.timeout(1.0):
+        await rig.start()
+        rig.trainer.newest = 1
+        assert await rig.generate(1) == [1, 1, 1]
+        await rig.puller.close()
+    await settle(0)
+    assert asyncio.all_tasks() == before

@@ -20,7 +20,7 @@ from onbeat.weights.framing import Manifest, TensorEntry, safetensors_header
 from onbeat.weights.host import HostWeights, check_plan, full_plan
 from onbeat.weights.payload import Payload, PayloadGivenUp, PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import data_message, plan_message, read_message, read_varint, varint
+from onbeat.weights.wire import MAX_PLAN_BYTES, data_message, plan_message, read_message, read_varint, varint
 from services.trainer.weight_store import SnapshotWriter, WeightStore, take_snapshot
 
 SOON_S = 5.0
@@ -134,6 +134,14 @@ def test_noise_is_refused_or_is_data_and_nothing_else_happens(noise):
     except WeightsError:
         return
     assert weights_pb2.PullResponse.FromString(noise).data == bytes(message)
+
+
+def test_a_plan_that_is_too_large_is_refused_before_it_is_parsed():
+    """Two bytes of an empty entry become hundreds in memory, on the event loop. What follows the tag here is noise."""
+    entries = b"\x0a\x00" * (MAX_PLAN_BYTES // 2 + 1)
+    for message in (b"\x0a" + varint(len(entries)) + entries, b"\x0a" + b"\xff" * MAX_PLAN_BYTES):
+        with pytest.raises(WeightsError, match=f"a plan of {len(message)} bytes came, at most {MAX_PLAN_BYTES}"):
+            read_message(KEY, message)
 
 
 # ---- the host's copy -------------------------------------------------------------------------------------------------

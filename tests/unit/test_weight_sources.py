@@ -154,6 +154,37 @@ def test_who_moves_on_has_nothing_of_the_version_before():
     assert located(sources, peer(2), PayloadKey(2, 1)) == mover.address
 
 
+NEXT = PayloadKey(2, 1)
+
+
+@pytest.mark.parametrize(("late", "wanted"), [(FULL, NEXT), (FULL, PayloadKey(2)), (DELTA, NEXT), (DELTA, FULL)])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_finish_that_is_heard_late_frees_no_new_place(late, wanted, is_complete):
+    """The puller has asked for the next payload before its last word on the one before comes."""
+    sources = create_sources()
+    puller = peer(0, address="")  # serves nobody
+    located(sources, puller, late)
+    assert located(sources, puller, wanted) == TRAINER
+    sources.finish(late, puller.worker_id, is_complete)
+    assert sources._loads(0)[ROOT] == 1
+    sources.finish(wanted, puller.worker_id, is_complete=True)
+    assert sources._loads(0)[ROOT] == 0
+
+
+@pytest.mark.parametrize(("late", "wanted"), [(FULL, NEXT), (FULL, PayloadKey(2)), (DELTA, NEXT), (DELTA, FULL)])
+def test_a_finish_that_is_heard_late_makes_nobody_a_source_of_what_it_has_no_more(late, wanted):
+    """Its copy is being written over: neither is it to be read in place, nor does it have the old payload."""
+    sources = create_sources(egress=9, fanout=9)
+    mover = peer(0, host="mine", zone="near", shared=True)
+    located(sources, mover, late)
+    located(sources, mover, wanted)
+    sources.finish(late, mover.worker_id, is_complete=True)
+    for key in {FULL, DELTA, late} - {wanted}:
+        assert located(sources, peer(1, zone="near"), key) == TRAINER
+    for key in (late, wanted):
+        assert sources.locate(key, peer(2, host="mine", shared=True), set()).shared_path == ""
+
+
 def test_a_shard_is_whole_before_the_version_is():
     sources = create_sources(num_shards=2)
     holder, shards = peer(0, host="mine", shared=True), [PayloadKey(1, None, 0), PayloadKey(1, None, 1)]
