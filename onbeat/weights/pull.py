@@ -73,7 +73,6 @@ class Pull:
         self.deadline = time.monotonic() + deadline_s  # no new try after that; may be put off
         self.manifest: Manifest | None = None  # once it is known
         self.stats = PullStats()
-        self.started_at = time.monotonic()
         self.final: set[int] = set()  # tensors whose bytes are the manifest's
         self.stepped_at = 0.0  # time.monotonic() here when the version's optimizer step began
         self._news = asyncio.Event()
