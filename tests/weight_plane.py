@@ -142,9 +142,11 @@ class Rollout:
         return pull
 
     async def pull(self, version: int, deadline_s: float = 5.0) -> Pull:
-        """Over, and as it has to be: the trainer's bits, or an error that leaves no version."""
+        """Over, and as it has to be: the trainer's bits, or an error that leaves no version. The trainer has heard."""
         pull = self.start(version, deadline_s)
         await self.see_through(pull)
+        async with asyncio.timeout(5.0):
+            await asyncio.gather(*self.mover._background)
         return pull
 
     async def see_through(self, pull: Pull) -> None:
