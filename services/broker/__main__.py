@@ -14,7 +14,8 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
 from onbeat.logging import configure
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
 from services.broker.settings import Settings
 

@@ -12,7 +12,8 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.local.cores import parse_cores
 from onbeat.logging import configure
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
 from services.rollout.engines import create_engine

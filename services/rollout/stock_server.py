@@ -28,7 +28,8 @@ from redis.exceptions import RedisError
 
 from onbeat.errors import OnbeatError, WeightsError
 from onbeat.logging import configure
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import Manifest
 from onbeat.weights.host import host_id

@@ -16,7 +16,8 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.logging import configure
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.background import Background
 from services.trainer.device import choose_device

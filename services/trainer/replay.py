@@ -19,7 +19,8 @@ from typing import Any
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.streams.codec import RolloutGroup
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import choose_device, pin_cores

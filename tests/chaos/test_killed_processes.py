@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop

@@ -7,8 +7,8 @@ import sys
 
 from onbeat.local.cores import available_cores
 from onbeat.streams.codec import decode_group
+from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import connect
 from tests.e2e.stack import RunningStack, running, tiny_job
 
 

@@ -580,7 +580,7 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
 
 
 async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
-    from onbeat.streams.ledger import connect
+    from onbeat.streams.connection import connect
     from tests.conftest import free_port
 
     client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
@@ -594,7 +594,7 @@ async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
 
 
 async def test_broker_is_not_ready_when_its_conductor_gave_up(tmp_path: Path) -> None:
-    from onbeat.streams.ledger import connect
+    from onbeat.streams.connection import connect
     from tests.conftest import free_port
 
     client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)

@@ -18,7 +18,8 @@ import pytest_asyncio
 
 from onbeat.config import JobConfig, ReasoningGymData
 from onbeat.streams.codec import PromptTask
-from onbeat.streams.ledger import Claim, Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import EvaluationState, IterationState, JobState, Verdict, WorkerRecord
 from services.broker.conductor import Conductor
 from services.broker.datasets import DatasetError, DatasetSpec

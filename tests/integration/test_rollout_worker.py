@@ -15,8 +15,9 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
+from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, Verdict
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess

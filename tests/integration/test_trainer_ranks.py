@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import PromptTask
-from onbeat.streams.ledger import Ledger, connect
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.pull import WeightsMover
