@@ -401,16 +401,13 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def short_silence(monkeypatch):
-    monkeypatch.setattr(client_module, "MESSAGE_DEADLINE_S", 0.3)
-
-
 @pytest.mark.parametrize("way", ["in full", "delta"])
 @pytest.mark.parametrize("where", ["trainer", "relay"])
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_messages, short_silence):
+async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_messages, monkeypatch):
     spoil, problem = FAULTS[fault]
+    if spoil is silent:  # a busy machine must not make the other sources silent as well
+        monkeypatch.setattr(client_module, "MESSAGE_DEADLINE_S", 1.0)
     rollout, relay = await plane.join("r0", zone="near"), await plane.join("relay", zone="near")
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
