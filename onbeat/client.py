@@ -18,6 +18,7 @@ import httpx
 from onbeat.config import JobConfig
 from onbeat.errors import ApiError, OnbeatError
 from onbeat.types import (
+    AuditReport,
     EvaluationRecord,
     Event,
     IterationRecord,
@@ -108,6 +109,10 @@ class AsyncJobs:
         """How policy versions above `after` came to the rollouts, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
         return parse_list(WeightsRecord, "weights", answer)
+
+    async def audit(self, job_id: str) -> AuditReport:
+        """Re-check the job's audit log, its ledger and all groups that are kept."""
+        return AuditReport.model_validate(await self._client.get(f"{job_path(job_id)}/audit"))
 
     async def metrics(self, job_id: str) -> Series:
         """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation."""
@@ -280,6 +285,7 @@ class Jobs:
     evaluations = jobs_face(AsyncJobs.evaluations)
     evaluation_samples = jobs_face(AsyncJobs.evaluation_samples)
     weights = jobs_face(AsyncJobs.weights)
+    audit = jobs_face(AsyncJobs.audit)
     metrics = jobs_face(AsyncJobs.metrics)
     samples = jobs_face(AsyncJobs.samples)
     events = jobs_face(AsyncJobs.events)

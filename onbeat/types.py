@@ -66,6 +66,7 @@ class Verdict(StrEnum):
     ACCEPTED = "accepted"
     STALE = "stale"  # wrong version or iteration: generate it again
     DUPLICATE = "duplicate"  # another worker's group was accepted first
+    LOST = "lost"  # the worker does not hold the group's lease: another one has it
     CLOSED = "closed"  # the job is not running
 
 
@@ -104,6 +105,7 @@ class IterationRecord(Record):
     num_failed_groups: int = 0
     num_stale: int = 0
     num_duplicate: int = 0
+    num_lost: int = 0  # submissions without the lease
     opened_at: float
     engine_ready_at: float | None = None  # first rollout serves this version
     first_accepted_at: float | None = None
@@ -178,6 +180,19 @@ class EvaluationRecord(Record):
     pass_at_k: float | None = None  # share of prompts with a reward above 0 among k > 1 responses
     response_tokens_mean: float | None = None
     truncated_frac: float | None = None  # responses cut at max_response_tokens
+
+
+class AuditReport(Record):
+    """What the audit log, the ledger and the streams say of each other."""
+
+    is_clean: bool
+    violation: str | None = None  # the first one
+    num_entries: int
+    num_groups: int  # accepted, each once
+    num_commits: int
+    num_contents: int  # groups whose stored content has the digest of the log
+    num_contents_gone: int  # groups whose content is no longer kept: their iteration is durable
+    head: str  # the newest link: whoever has kept it can tell later whether the log up to here is still the same
 
 
 class Sample(Record):

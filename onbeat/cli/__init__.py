@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import jobs, model, replay, stack
+from onbeat.cli import audit, jobs, model, replay, stack
 
 app = typer.Typer(
     name="onbeat",
@@ -21,6 +21,7 @@ app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("replay")(replay.replay)
 app.add_typer(jobs.app, name="jobs")
+app.command("audit")(audit.audit)
 app.command("workers")(jobs.workers)
 app.add_typer(model.app, name="model")
 

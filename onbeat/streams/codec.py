@@ -4,7 +4,9 @@ A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: o
 version spans that cover every response exactly.
 """
 
+import hashlib
 import math
+from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
@@ -31,8 +33,12 @@ __all__ = [
     "check_group",
     "decode_group",
     "decode_task",
+    "encode_group",
+    "group_digest",
+    "payload_digest",
     "pin_task",
     "span_versions",
+    "used_digest",
 ]
 
 
@@ -52,6 +58,26 @@ def decode_group(payload: bytes) -> RolloutGroup:
         raise ValueError(f"not a RolloutGroup: {error}") from error
     check_group(group)
     return group
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """The same bytes for the same group."""
+    return group.SerializeToString(deterministic=True)
+
+
+def payload_digest(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+def group_digest(group: RolloutGroup) -> str:
+    """SHA-256 of tokens, logprobs, spans, rewards, worker and all else, hex: what the audit log says of the group."""
+    return payload_digest(encode_group(group))
+
+
+def used_digest(digests: Mapping[str, str]) -> str:
+    """SHA-256 over `group id -> group_digest` of an iteration, hex, whatever their order."""
+    lines = "".join(f"{group_id}\t{digest}\n" for group_id, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def check_group(group: RolloutGroup) -> None:

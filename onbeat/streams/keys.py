@@ -45,12 +45,17 @@ class JobKeys:
         """Stream of events, newest few thousand."""
         return self._key("events")
 
+    @property
+    def audit(self) -> str:
+        """Stream, a chain: `line` and `link`, the hash of the link before and of the line."""
+        return self._key("audit")
+
     def iteration(self, iteration: int) -> str:
         """Hash: state, policy version, counts, times, metrics."""
         return self._key(f"iteration:{iteration}")
 
     def groups(self, iteration: int) -> str:
-        """Hash, the ledger: group id -> `waiting` | `accepted:<rollouts entry id>`."""
+        """Hash, the ledger: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`."""
         return self._key(f"groups:{iteration}")
 
     def busy(self, iteration: int) -> str:

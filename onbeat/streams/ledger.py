@@ -3,6 +3,7 @@
 Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half way cannot break a rule.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
-from onbeat.streams import keys
+from onbeat.streams import audit, keys
 from onbeat.streams.codec import (
     PromptTask,
     RolloutGroup,
     check_group,
     decode_group,
     decode_task,
+    encode_group,
+    payload_digest,
     pin_task,
     span_versions,
 )
@@ -64,7 +67,7 @@ class Ledger:
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         if name not in self._scripts:
             self._scripts[name] = self.redis.register_script(load_script(name))
-        return await self._scripts[name](keys=[job.job, job.events, *more_keys], args=list(args))
+        return await self._scripts[name](keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
 
     # ---- jobs ----------------------------------------------------------------------------------------------------
 
@@ -79,9 +82,11 @@ class Ledger:
         await self.redis.zadd(keys.ACTIVE_JOBS, {job_id: time_s}, nx=True)
         await self._create_group(job.prompts, ROLLOUT_GROUP)
         await self._create_group(job.rollouts, TRAINER_GROUP)
-        fields = ["name", config["name"], "pool", config["pool"], "config", json.dumps(config)]
+        text = json.dumps(config)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        fields = ["name", config["name"], "pool", config["pool"], "config", text]
         fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
-        created = await self._run("create_job", job, [], job_id, *fields)
+        created = await self._run("create_job", job, [], job_id, digest, *fields)
         return bool(created)
 
     async def _create_group(self, stream: str, group: str) -> None:
@@ -142,9 +147,9 @@ class Ledger:
         epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s)
         return epoch.decode() if epoch else None
 
-    async def renew_job(self, job_id: str, epoch: str, lease_s: float) -> JobState:
-        """Keep the job; returns its state. Raises LeaseLost."""
-        state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s)
+    async def renew_job(self, job_id: str, epoch: str, lease_s: float, doing: str = "") -> JobState:
+        """Keep the job; returns its state. Raises LeaseLost. `doing`: what its trainer does, for people."""
+        state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s, doing)
         if state is None:
             raise LeaseLost(f"job {job_id} has another trainer now")
         return JobState(state.decode())
@@ -234,15 +239,18 @@ class Ledger:
         version: int,
         digest: str,
         metrics: dict[str, float],
+        used: str,
         is_published: bool = True,
     ) -> bool:
         """Close a drained iteration and publish `version`. False if it was committed before. Raises LeaseLost.
+
+        `used`: the `used_digest` of the groups that the step was made of.
 
         Not `is_published`: rollouts stay on the version that they have; allowed while the next iteration can be opened
         on that one.
         """
         job = JobKeys(job_id)
-        args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0")
+        args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
         outcome = (await self._run("commit_iteration", job, [job.iteration(iteration)], *args)).decode()
         if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
@@ -270,8 +278,37 @@ class Ledger:
         """Claim up to `count` prompts: those of dead workers first. Never blocks."""
         job = JobKeys(job_id)
         flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
-        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        return [Claim(entry.decode(), int(attempt), decode_task(task)) for entry, attempt, task in triples]
+        claims, foreign = [], []
+        for entry, attempt, payload in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            try:
+                claims.append(Claim(entry.decode(), int(attempt), decode_task(payload)))
+            except ValueError:
+                foreign.append(entry)
+        listed = await self._states([self._place(job, claim.task) for claim in claims])
+        foreign += [
+            claim.entry_id
+            for claim, state in zip(claims, listed, strict=True)
+            if state != f"waiting:{claim.entry_id}".encode()
+        ]
+        await self._drop_foreign(job, job.prompts, ROLLOUT_GROUP, foreign)
+        return [claim for claim in claims if claim.entry_id not in foreign]
+
+    def _place(self, job: JobKeys, unit: PromptTask | RolloutGroup) -> tuple[str, str]:
+        """The ledger of a group and its name there."""
+        groups = job.evaluation_groups if unit.is_evaluation else job.groups
+        return groups(unit.iteration), unit.group_id
+
+    async def _states(self, places: list[tuple[str, str]]) -> list[bytes | None]:
+        """What the ledger says of groups."""
+        pipeline = self.redis.pipeline(transaction=False)
+        for key, group_id in places:
+            pipeline.hget(key, group_id)
+        return list(await pipeline.execute()) if places else []
+
+    async def _drop_foreign(self, job: JobKeys, stream: str, group: str, entries: list[Any]) -> None:
+        """What somebody else has written to a stream of ours is counted, said in an event, and gone."""
+        if entries:
+            await self._run("drop_foreign", job, [stream], group, *entries)
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
         """Block until the prompts stream grows past `last_seen` or time is up; returns the new cursor."""
@@ -314,8 +351,9 @@ class Ledger:
         unit, ledger, results = keys_of_unit
         more_keys = [unit, ledger, job.busy(number), job.prompts, results]
         versions = ",".join(map(str, span_versions(group)))
-        args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, group.SerializeToString())
-        more_args = (versions, failure_text(group), group.timings.worker_busy_s, kind)
+        payload = encode_group(group)
+        args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
+        more_args = (versions, failure_text(group), group.timings.worker_busy_s, kind, payload_digest(payload))
         return Verdict((await self._run("submit_group", job, more_keys, *args, *more_args)).decode())
 
     async def engine_ready(self, job_id: str, version: int, worker: str, update: WeightUpdate) -> None:
@@ -328,10 +366,19 @@ class Ledger:
 
     async def take_groups(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
         """The next accepted groups in completion order; empty when none came in time."""
-        stream = {JobKeys(job_id).rollouts: ">"}
+        job = JobKeys(job_id)
         block_ms = max(1, int(timeout_s * 1000))
-        answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
-        return [decode_group(fields[b"group"]) for _, fields in answer[0][1]] if answer else []
+        answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, {job.rollouts: ">"}, count=count, block=block_ms)
+        groups, foreign = {}, []
+        for entry, fields in answer[0][1] if answer else []:
+            try:
+                groups[entry] = decode_group(fields[b"group"])
+            except (ValueError, KeyError):
+                foreign.append(entry)
+        states = await self._states([self._place(job, group) for group in groups.values()])
+        foreign += [entry for entry, state in zip(groups, states, strict=True) if state != b"accepted:" + entry]
+        await self._drop_foreign(job, job.rollouts, TRAINER_GROUP, foreign)
+        return [group for entry, group in groups.items() if entry not in foreign]
 
     async def record_micro_batch(
         self, job_id: str, epoch: str, iteration: int, rank: int, index: int, group_ids: list[str]
@@ -374,6 +421,25 @@ class Ledger:
         found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])
         wanted = set(entries)
         return [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+
+    # ---- the audit log -------------------------------------------------------------------------------------------
+
+    async def audit_entries(self, job_id: str, after: str = "-", count: int = 1000) -> list[audit.Entry]:
+        """The next entries after the id `after`, oldest first; empty at the end."""
+        start = after if after == "-" else f"({after}"
+        found = await self.redis.xrange(JobKeys(job_id).audit, start, "+", count)
+        return [
+            audit.Entry(
+                entry.decode(), *(fields.get(name, b"").decode(errors="replace") for name in (b"line", b"link"))
+            )
+            for entry, fields in found
+        ]
+
+    async def rollouts(self, job_id: str, after: str = "-", count: int = 64) -> list[tuple[str, bytes]]:
+        """The next entries of the rollouts stream after the id `after`, as they are: (id, RolloutGroup)."""
+        start = after if after == "-" else f"({after}"
+        found = await self.redis.xrange(JobKeys(job_id).rollouts, start, "+", count)
+        return [(entry.decode(), fields.get(b"group", b"")) for entry, fields in found]
 
     # ---- events and workers --------------------------------------------------------------------------------------
 

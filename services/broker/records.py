@@ -45,7 +45,7 @@ class IterationSources:
 def iteration_record(sources: IterationSources) -> IterationRecord:
     """Times of the trainer, the rollouts and the ledger, put together; None where something has not happened yet."""
     fields, ready_at = sources.fields, sources.engine_ready_at
-    counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate")
+    counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate", "num_lost")
     times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
     known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
     known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}

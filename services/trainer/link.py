@@ -53,7 +53,9 @@ class Link(Protocol):
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]: ...
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None: ...
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None: ...
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool: ...
+    def commit(
+        self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
+    ) -> bool: ...
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
     def wait_for_evaluation(self) -> None: ...
 
@@ -200,10 +202,12 @@ class JobLink:
 
     # ---- the barrier ---------------------------------------------------------------------------------------------
 
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool:
+    def commit(
+        self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
+    ) -> bool:
         """Close the iteration and count the next version. False when it was committed before a crash."""
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
-        arguments = (self.job_id, self._epoch, iteration, version, digest, metrics, is_published)
+        arguments = (self.job_id, self._epoch, iteration, version, digest, metrics, used, is_published)
         return self._run(self._ledger.commit_iteration(*arguments))
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
+from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import ALONE, World
@@ -81,7 +82,7 @@ class Publisher:
             self._publish(snapshot)
         if self._world.is_main:
             report = stats.report(self._world.size)
-            is_new = self._link.commit(iteration, snapshot, report, is_published)
+            is_new = self._link.commit(iteration, snapshot, report, used_digest(stats.digests), is_published)
             log_iteration(iteration, report, is_new)
         self._tell_durable()
         self._checkpoint_if_due()

@@ -75,7 +75,9 @@ class RecordedLink:
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         pass
 
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool:
+    def commit(
+        self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
+    ) -> bool:
         self.digests[iteration] = snapshot.manifest.digest.hex()
         self.metrics[iteration] = metrics
         return True
@@ -116,7 +118,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     """Raises OnbeatError or ValueError with what to do."""
 
     async def fields_of() -> dict[str, str]:
-        return await Ledger(connect(settings.redis_url)).job_fields(job_id)
+        return await Ledger(settings.connect_redis()).job_fields(job_id)
 
     config = JobConfig.model_validate_json(asyncio.run(fields_of())["config"])
     device = choose_device(settings.device)
@@ -128,7 +130,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     state = restore(recorded, job_id, config, policy, before=iteration) or TrainState.fresh(job_id, config.model.path)
 
     async def record() -> tuple[list[RolloutGroup], dict, list[str]]:
-        return await read_record(Ledger(connect(settings.redis_url)), job_id, state.next_iteration, iteration)
+        return await read_record(Ledger(settings.connect_redis()), job_id, state.next_iteration, iteration)
 
     groups, micro_batches, digests = asyncio.run(record())
     until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1})

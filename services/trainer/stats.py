@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import RolloutGroup, group_digest
 from services.trainer.algorithm.gac import GacAction, GacDecision
 from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.batch import MicroBatch
@@ -35,6 +35,7 @@ class IterationStats:
     maxima: dict[str, float] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)  # of the steps: the same on every replica
     first_failure: str = ""
+    digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
     tally: Tally = field(default_factory=Tally)  # since the last `start_update`
 
     @contextmanager
@@ -59,6 +60,7 @@ class IterationStats:
     def add_group(self, group: RolloutGroup, is_trained: bool) -> None:
         """Count a group, whether or not it has a gradient."""
         rewards = [response.reward for response in group.responses]
+        self.digests[group.group_id] = group_digest(group)
         if group.HasField("failure"):
             self._add("rollout/failed_groups", 1)
             self.first_failure = self.first_failure or f"{group.failure.kind}: {group.failure.message}"
@@ -114,7 +116,7 @@ class IterationStats:
 
         Added up in the same order it has the same bits everywhere: replicas decide by it, each for itself.
         """
-        self.sums, self.maxima, self.first_failure = {}, {}, ""
+        self.sums, self.maxima, self.first_failure, self.digests = {}, {}, "", {}
         for message in messages:
             replica = json.loads(message)
             for name, value in replica["sums"].items():
@@ -122,9 +124,12 @@ class IterationStats:
             for name, value in replica["maxima"].items():
                 self._raise(name, value)
             self.first_failure = self.first_failure or replica["first_failure"]
+            self.digests |= replica["digests"]
 
     def to_bytes(self) -> bytes:
-        return json.dumps({name: asdict(self)[name] for name in ("sums", "maxima", "first_failure")}).encode()
+        return json.dumps(
+            {name: asdict(self)[name] for name in ("sums", "maxima", "first_failure", "digests")}
+        ).encode()
 
     @property
     def divergence(self) -> float:

@@ -11,7 +11,16 @@ from typing import Any
 import httpx
 
 from onbeat.config import JobConfig
-from onbeat.streams.codec import GroupFailure, PromptTask, Response, RolloutGroup, Timings, VersionSpan
+from onbeat.streams.codec import (
+    GroupFailure,
+    PromptTask,
+    Response,
+    RolloutGroup,
+    Timings,
+    VersionSpan,
+    group_digest,
+    used_digest,
+)
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import IterationState
 from services.broker.app import create_app
@@ -45,8 +54,9 @@ async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> Asy
     """The whole application, conductor included, without a socket."""
     app = create_app(Settings(data_dir=data_dir, **settings), ledger)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://broker") as c:
-        yield c
+    client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    async with app.router.lifespan_context(app), client:
+        yield client
 
 
 async def eventually(what: str, check: Callable[[], Awaitable[Any]], timeout_s: float = 10.0) -> Any:
@@ -137,4 +147,6 @@ async def commit(
     ledger: Ledger, job_id: str, epoch: str, iteration: int, *, is_published: bool = True, **metrics: float
 ) -> bool:
     version, digest = iteration + 1, f"d{iteration + 1}"
-    return await ledger.commit_iteration(job_id, epoch, iteration, version, digest, metrics, is_published)
+    groups = await ledger.iteration_groups(job_id, iteration)
+    used = used_digest({group.group_id: group_digest(group) for group in groups})
+    return await ledger.commit_iteration(job_id, epoch, iteration, version, digest, metrics, used, is_published)

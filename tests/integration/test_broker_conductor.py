@@ -151,9 +151,9 @@ async def wait_claimable(ledger: Ledger, job_id: str, worker: str = "w1") -> lis
     return claims
 
 
-async def submit(ledger: Ledger, job_id: str, claims: list[Claim]) -> None:
+async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str = "w1") -> None:
     for claim in claims:
-        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
 
 
 @pytest.mark.usefixtures("conductors")
@@ -297,7 +297,7 @@ async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledg
     assert [claim.entry_id for claim in again] == [claim.entry_id for claim in lost]
     newer = make_group(again[0].task, "w2", version=1)
     assert await ledger.submit_group(job_id, again[0].entry_id, newer) is Verdict.STALE
-    await submit(ledger, job_id, again)
+    await submit(ledger, job_id, again, "w2")
     late = make_group(lost[0].task, "dead")
     assert await ledger.submit_group(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
     assert await is_over(ledger, job_id, 0) is EvaluationState.DONE

@@ -245,7 +245,7 @@ async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledge
     assert (await ledger.iteration_fields(job_id, 1))["weights_digest"] == "d2"
     assert not await commit(ledger, job_id, epoch, 1, is_published=False)  # replayed: the same bits
     with pytest.raises(JobFailed, match="gave other bits"):
-        await ledger.commit_iteration(job_id, epoch, 1, 2, "other", {}, is_published=False)
+        await ledger.commit_iteration(job_id, epoch, 1, 2, "other", {}, "", is_published=False)
     await ledger.announce_version(job_id, epoch, 2, "127.0.0.1:2", "d2")  # a trainer that starts again there
     fields = await ledger.job_fields(job_id)
     assert (fields["policy_version"], fields["weights_address"]) == ("0", "127.0.0.1:2")
@@ -348,8 +348,8 @@ async def test_one_token_of_another_version_makes_the_group_stale(ledger: Ledger
 async def test_group_is_accepted_once_however_many_submit_it(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id)
-    groups = [make_group(claim.task, f"w{i}") for i in range(20)]
-    verdicts = await asyncio.gather(*(ledger.submit_group(job_id, claim.entry_id, group) for group in groups))
+    group = make_group(claim.task)  # again and again: its worker never heard the answer
+    verdicts = await asyncio.gather(*(ledger.submit_group(job_id, claim.entry_id, group) for _ in range(20)))
     assert sorted(verdicts) == [Verdict.ACCEPTED, *[Verdict.DUPLICATE] * 19]
     assert len(await ledger.iteration_groups(job_id, 0)) == 1
     assert (await ledger.iteration_fields(job_id, 0))["num_duplicate"] == "19"
@@ -476,13 +476,14 @@ async def test_zombie_worker_that_comes_back_is_a_duplicate(ledger: Ledger) -> N
     assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "zombie")) is Verdict.DUPLICATE
 
 
-async def test_worker_that_lost_its_lease_may_still_be_first(ledger: Ledger) -> None:
+async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (old,) = await ledger.claim_groups(job_id, "slow", 1, lease_s=0.01)
     await asyncio.sleep(0.02)
     (new,) = await ledger.claim_groups(job_id, "w2", 1, lease_s=0.01)
-    assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "slow")) is Verdict.ACCEPTED
-    assert await ledger.submit_group(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.DUPLICATE
+    assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "slow")) is Verdict.LOST
+    assert await ledger.submit_group(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
+    assert (await ledger.iteration_fields(job_id, 0))["num_lost"] == "1"
     assert await claim_all(ledger, job_id, "w3") == []
 
 
@@ -580,10 +581,10 @@ async def test_cancelled_task_ends_wherever_its_command_stands(ledger: Ledger) -
 async def test_a_replay_with_other_bits_is_noticed(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     await drain(ledger, job_id)
-    assert await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {})
-    assert not await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {})
+    assert await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {}, "used")
+    assert not await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {}, "used")
     with pytest.raises(JobFailed, match="gave other bits"):
-        await ledger.commit_iteration(job_id, epoch, 0, 1, "bb", {})
+        await ledger.commit_iteration(job_id, epoch, 0, 1, "bb", {}, "used")
 
 
 async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger) -> None:

@@ -143,7 +143,7 @@ class Rig:
     async def commit(self, iteration: int) -> None:
         """The step is done: publish the next version."""
         await self.trainer.publish(iteration + 1)
-        assert await self.ledger.commit_iteration(self.job_id, self.epoch, iteration, iteration + 1, "digest", {})
+        assert await self.ledger.commit_iteration(self.job_id, self.epoch, iteration, iteration + 1, "digest", {}, "used")
 
     async def restart_trainer_behind(self, num_iterations: int) -> None:
         """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""

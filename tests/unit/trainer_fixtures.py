@@ -126,7 +126,7 @@ class RecordedLink:
     def publish(self, snapshot, published):
         self.published.append(snapshot.policy_version)
 
-    def commit(self, iteration, snapshot, metrics, is_published):
+    def commit(self, iteration, snapshot, metrics, used, is_published):
         self.commits.append((iteration, snapshot.manifest.digest, metrics))
         return True
 

@@ -7,6 +7,7 @@ redis.call('HSET', job, 'weights_address', ARGV[3], 'progress_at', now())
 if ARGV[5] ~= '' then redis.call('HSETNX', KEYS[3], 'published', ARGV[5]) end
 if not field('policy_version') then
   redis.call('HSET', job, 'policy_version', ARGV[2], 'weights_digest', ARGV[4])
+  record('published', ARGV[2], ARGV[4])
   emit('weights.published', 'policy version ' .. ARGV[2], {policy_version = tonumber(ARGV[2])})
 end
 return 1

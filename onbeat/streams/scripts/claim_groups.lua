@@ -10,7 +10,7 @@ local function add(entries)
     local pending = redis.call('XPENDING', KEYS[3], ARGV[4], entry[1], entry[1], 1)
     claimed[#claimed + 1] = entry[1]
     claimed[#claimed + 1] = tostring(pending[1][4])
-    claimed[#claimed + 1] = task
+    claimed[#claimed + 1] = task or '' -- not one of ours
   end
 end
 local cursor, num_orphans = '0-0', 0

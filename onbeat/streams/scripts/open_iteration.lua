@@ -12,4 +12,5 @@ if version < oldest then return 'needs version ' .. oldest .. ' or newer' end
 if version < iteration and num_unclaimed(KEYS[5], ARGV[3]) > 0 then return 'prompts are still unclaimed' end
 dispatch('iteration', ARGV[1], ARGV[2], KEYS[3], KEYS[4], KEYS[5], 4)
 redis.call('HSET', job, 'num_opened', iteration + 1)
+record('opened', ARGV[1], ARGV[2], (#ARGV - 3) / 2)
 return ''

@@ -1,5 +1,6 @@
--- Put before every script: the clock, events and the fence. KEYS[1] is always the job hash, KEYS[2] the events stream.
-local job, events = KEYS[1], KEYS[2]
+-- Put before every script: the clock, events, the audit log and the fence. The first key is always the job hash, the
+-- second the stream of events, the last the audit log.
+local job, events, audit = KEYS[1], KEYS[2], KEYS[#KEYS]
 
 local function now()
   local time = redis.call('TIME')
@@ -13,6 +14,16 @@ end
 
 local function field(name)
   return redis.call('HGET', job, name)
+end
+
+-- Appends a line to the audit log. Its link is the hash of the link before it and of the line.
+local function record(...)
+  local words = {}
+  for i, word in ipairs({...}) do words[i] = string.gsub(tostring(word), '%c', ' ') end
+  local line = table.concat(words, '\t')
+  local link = redis.sha1hex((field('audit_link') or '') .. '\n' .. line)
+  redis.call('XADD', audit, '*', 'line', line, 'link', link)
+  redis.call('HSET', job, 'audit_link', link)
 end
 
 -- True if the caller still owns the job: a process that lost its lease carries an old epoch.
@@ -32,8 +43,8 @@ local function dispatch(kind, number, version, unit, groups, prompts, first)
   redis.call('HSET', unit, kind, number, 'state', 'OPEN', 'policy_version', version, 'num_groups', num_groups,
     'num_accepted', 0, 'opened_at', now())
   for i = first, #ARGV, 2 do
-    redis.call('HSET', groups, ARGV[i], 'waiting')
-    redis.call('XADD', prompts, '*', kind, number, 'group_id', ARGV[i], 'task', ARGV[i + 1])
+    local entry = redis.call('XADD', prompts, '*', kind, number, 'group_id', ARGV[i], 'task', ARGV[i + 1])
+    redis.call('HSET', groups, ARGV[i], 'waiting:' .. entry)
   end
   redis.call('HSET', job, 'progress_at', now())
   emit(kind .. '.opened', kind .. ' ' .. number .. ' on policy version ' .. version,

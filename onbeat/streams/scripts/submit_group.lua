@@ -1,26 +1,31 @@
 -- KEYS: job, events, iteration, groups, busy, prompts, rollouts; or an evaluation with its groups and its results.
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
---       iteration | evaluation.
--- The one place where a group is accepted. Returns accepted | stale | duplicate | closed.
+--       iteration | evaluation, digest of the RolloutGroup (hex).
+-- The one place where a group is accepted. Returns accepted | stale | duplicate | lost | closed.
 local state = field('state')
 if state ~= 'RUNNING' and state ~= 'PAUSED' then return 'closed' end
 local kind = ARGV[10]
 local ledger = redis.call('HGET', KEYS[4], ARGV[5])
 local unit_state = redis.call('HGET', KEYS[3], 'state')
 if not ledger or not unit_state then return 'closed' end
-if ledger ~= 'waiting' then
+if string.sub(ledger, 1, 9) == 'accepted:' then
   redis.call('HINCRBY', KEYS[3], 'num_duplicate', 1)
-  redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
   return 'duplicate'
+end
+local pending = redis.call('XPENDING', KEYS[6], ARGV[3], ARGV[1], ARGV[1], 1)
+if not pending[1] or pending[1][2] ~= ARGV[2] or ledger ~= 'waiting:' .. ARGV[1] then
+  redis.call('HINCRBY', KEYS[3], 'num_lost', 1)
+  emit('group.lost', ARGV[2] .. ' submitted ' .. ARGV[5] .. ' without holding its lease',
+    {[kind] = tonumber(ARGV[4]), group_id = ARGV[5], worker_id = ARGV[2]})
+  return 'lost'
 end
 local version = redis.call('HGET', KEYS[3], 'policy_version')
 if unit_state ~= 'OPEN' or (ARGV[8] == '' and ARGV[7] ~= version) then
   redis.call('HINCRBY', KEYS[3], 'num_stale', 1)
   emit('group.stale', ARGV[2] .. ' submitted ' .. ARGV[5] .. ' with versions [' .. ARGV[7] .. '], wanted ' .. version,
     {[kind] = tonumber(ARGV[4]), group_id = ARGV[5], worker_id = ARGV[2]})
-  local pending = redis.call('XPENDING', KEYS[6], ARGV[3], ARGV[1], ARGV[1], 1)
-  if pending[1] and pending[1][2] == ARGV[2] and pending[1][3] < 86400000 then -- handed back, once: not an attempt
+  if pending[1][3] < 86400000 then -- handed back, once: not an attempt
     local attempts = math.max(0, pending[1][4] - 1)
     redis.call('XCLAIM', KEYS[6], ARGV[3], ARGV[2], 0, ARGV[1], 'IDLE', 86400000, 'RETRYCOUNT', attempts, 'JUSTID')
   end
@@ -34,6 +39,9 @@ redis.call('XDEL', KEYS[6], ARGV[1])
 redis.call('HSET', KEYS[5], ARGV[2], ARGV[9])
 redis.call('HSET', job, 'progress_at', time)
 redis.call('HSETNX', KEYS[3], 'first_accepted_at', time)
+if kind == 'iteration' then
+  record('accepted', ARGV[4], ARGV[5], ARGV[7], ARGV[2], entry, ARGV[11], string.match(ARGV[8], '^[^:]*'))
+end
 if ARGV[8] ~= '' then
   redis.call('HINCRBY', KEYS[3], 'num_failed_groups', 1)
   emit('group.failed', ARGV[5] .. ': ' .. ARGV[8],

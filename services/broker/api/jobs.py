@@ -14,6 +14,7 @@ from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.ledger import Ledger
 from onbeat.types import (
+    AuditReport,
     EvaluationRecord,
     Event,
     IterationRecord,
@@ -25,6 +26,7 @@ from onbeat.types import (
 )
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
+from services.broker.auditor import run_audit
 from services.broker.records import (
     evaluation_series,
     job_record,
@@ -217,6 +219,12 @@ async def list_weights(
 ) -> WeightsList:
     """How policy versions above `after` came to the rollouts, in order; those that were not published are left out."""
     return WeightsList(weights=await read_weights(broker.ledger, job_id, after, limit))
+
+
+@router.get("/jobs/{job_id}/audit", responses=documented(404))
+async def audit_job(job_id: JobId, broker: Broker) -> AuditReport:
+    """Read the job's whole audit log and compare it with the ledger and with every group that is still kept."""
+    return await run_audit(broker.ledger, job_id)
 
 
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))

@@ -1,0 +1,126 @@
+"""The audit log of a job: what the scripts wrote down when they accepted a group or committed a version, as a chain.
+
+Each entry is a line of words between tabs, and a link: SHA-1 of the link before, a line feed, and the line (the only
+hash that Redis' scripts have; contents and weights are in the lines by SHA-256 and BLAKE3).
+
+    created    job id, SHA-256 of the configuration
+    published  version, digest of the weights                       the first version; later ones by their commit
+    opened     iteration, policy version, number of groups
+    accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
+    committed  iteration, version, is_published, digest of the weights, used_digest
+
+What a clean log shows: one policy version per iteration and group, each group accepted once and used by exactly one
+commit, each iteration opened and committed once and in order.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from onbeat.streams.codec import used_digest
+
+
+@dataclass(frozen=True)
+class Entry:
+    id: str
+    line: str
+    link: str
+
+
+class AuditViolation(Exception):
+    """The first entry that breaks a rule, and which."""
+
+
+@dataclass
+class Iteration:
+    version: int
+    num_groups: int
+    digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
+    is_committed: bool = False
+
+
+@dataclass
+class Audit:
+    """Reads the entries of one job in order; raises AuditViolation at the first that may not be there."""
+
+    job_id: str
+    max_staleness: int
+    link: str = ""
+    num_entries: int = 0
+    config_digest: str = ""
+    published: int | None = None
+    next_iteration: int = 0  # to be committed
+    weights_digest: str = ""  # of the newest published version
+    iterations: list[Iteration] = field(default_factory=list)
+    contents: dict[str, tuple[str, str]] = field(default_factory=dict)  # rollouts entry -> group id, group_digest
+
+    def read(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            kind, *words = entry.line.split("\t")
+            try:
+                self._check_link(entry)
+                rule = RULES.get(kind)
+                require(rule is not None, f"{kind!r} is no kind of entry")
+                assert rule is not None
+                rule(self, *words)
+            except (AuditViolation, TypeError, ValueError, IndexError) as error:
+                raise AuditViolation(f"audit entry {entry.id} ({entry.line[:120]!r}): {error}") from error
+            self.num_entries += 1
+
+    def _check_link(self, entry: Entry) -> None:
+        link = hashlib.sha1(f"{self.link}\n{entry.line}".encode(), usedforsecurity=False).hexdigest()
+        require(entry.link == link, "its link does not follow from the entry before: the log was changed")
+        self.link = link
+
+    def _created(self, job_id: str, config_digest: str) -> None:
+        require(self.num_entries == 0, "a job is created once, and first")
+        require(job_id == self.job_id, f"it is the log of another job, {job_id}")
+        self.config_digest = config_digest
+
+    def _published(self, version: str, digest: str) -> None:
+        require(self.published is None, "later versions are published by their commit")
+        self.published, self.weights_digest = int(version), digest
+
+    def _opened(self, iteration: str, version: str, num_groups: str) -> None:
+        number = int(iteration)
+        require(number == len(self.iterations), f"the next iteration to open is {len(self.iterations)}")
+        require(int(version) == self.published, f"the published version is {self.published}")
+        require(number - int(version) <= self.max_staleness, f"versions may be {self.max_staleness} older at most")
+        self.iterations.append(Iteration(int(version), int(num_groups)))
+
+    def _accepted(
+        self, iteration: str, group_id: str, versions: str, _worker: str, stream_entry: str, digest: str, failure: str
+    ) -> None:
+        opened = self.iterations[int(iteration)]
+        require(group_id not in opened.digests, "the group was accepted before")
+        require(len(opened.digests) < opened.num_groups, f"the iteration has {opened.num_groups} groups only")
+        wanted = "" if failure else str(opened.version)
+        require(versions == wanted, f"its tokens are of versions [{versions}], the iteration's is {opened.version}")
+        require(stream_entry not in self.contents, "the entry of the stream holds another group")
+        opened.digests[group_id] = digest
+        self.contents[stream_entry] = (group_id, digest)
+
+    def _committed(self, iteration: str, version: str, is_published: str, digest: str, used: str) -> None:
+        number = int(iteration)
+        require(number == self.next_iteration, f"the next iteration to commit is {self.next_iteration}")
+        opened = self.iterations[number]
+        require(len(opened.digests) == opened.num_groups, f"{len(opened.digests)} of {opened.num_groups} groups are in")
+        require(int(version) == number + 1, f"iteration {number} makes version {number + 1}")
+        require(used == used_digest(opened.digests), "the step used other groups than those that were accepted")
+        opened.is_committed, self.next_iteration = True, number + 1
+        if is_published == "1":
+            self.published, self.weights_digest = int(version), digest
+
+
+RULES: dict[str, Callable[..., None]] = {
+    "created": Audit._created,
+    "published": Audit._published,
+    "opened": Audit._opened,
+    "accepted": Audit._accepted,
+    "committed": Audit._committed,
+}
+
+
+def require(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise AuditViolation(message)
