@@ -1,7 +1,7 @@
 """Messages of the streams: protobuf, checked on the way in. The rest of the house never sees generated modules.
 
-A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, finite numbers,
-version spans that cover every response exactly.
+A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, finite rewards,
+version spans that cover every response exactly. That logprobs are finite is checked where they are made and used.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ __all__ = [
     "Timings",
     "VersionSpan",
     "check_group",
+    "check_logprobs",
     "decode_group",
     "decode_task",
     "encode_group",
@@ -93,9 +94,16 @@ def check_group(group: RolloutGroup) -> None:
         num_tokens = len(response.token_ids)
         if num_tokens == 0 or num_tokens != len(response.rollout_logprobs):
             raise ValueError(f"{where}: {num_tokens} tokens with {len(response.rollout_logprobs)} logprobs")
-        if not math.isfinite(response.reward) or not all(map(math.isfinite, response.rollout_logprobs)):
-            raise ValueError(f"{where}: a reward or logprob is not finite")
+        if not math.isfinite(response.reward):
+            raise ValueError(f"{where}: its reward is {response.reward}, not a finite number")
         check_spans(where, response, num_tokens)
+
+
+def check_logprobs(group: RolloutGroup) -> None:
+    """Apart from `check_group` because it looks at every token. Raises ValueError when one is not finite."""
+    for index, response in enumerate(group.responses):
+        if not math.isfinite(sum(response.rollout_logprobs)):
+            raise ValueError(f"group {group.group_id}, response {index}: a logprob is not finite")
 
 
 def check_spans(where: str, response: Response, num_tokens: int) -> None:

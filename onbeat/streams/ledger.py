@@ -15,6 +15,7 @@ from redis.exceptions import ResponseError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams import audit, keys
+from onbeat.streams.batching import BatchedScript
 from onbeat.streams.codec import (
     PromptTask,
     RolloutGroup,
@@ -62,6 +63,7 @@ class Ledger:
     def __init__(self, redis: Redis) -> None:
         self.redis: Any = redis  # redis-py types answers as unions over both protocols
         self._scripts: dict[str, Any] = {}
+        self._submit: BatchedScript | None = None
         self.evaluations = Evaluations(self.redis, self._run)
 
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
@@ -354,7 +356,10 @@ class Ledger:
         payload = encode_group(group)
         args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
         more_args = (versions, failure_text(group), group.timings.worker_busy_s, kind, payload_digest(payload))
-        return Verdict((await self._run("submit_group", job, more_keys, *args, *more_args)).decode())
+        if self._submit is None:
+            self._submit = BatchedScript(self.redis, self.redis.register_script(load_script("submit_group")))
+        verdict = await self._submit([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
+        return Verdict(verdict.decode())
 
     async def engine_ready(self, job_id: str, version: int, worker: str, update: WeightUpdate) -> None:
         """Record that a rollout serves `version`, and how it came to it."""

@@ -594,3 +594,50 @@ async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger
     assert await ledger.claim_job(job_id, "other", 10) is None
     await ledger.move_job(job_id, JobState.RUNNING)
     assert await ledger.claim_job(job_id, "other", 10) is not None
+
+
+# ---- many submissions at once ----------------------------------------------------------------------------------------
+
+
+async def test_submissions_of_one_moment_share_round_trips_and_keep_their_own_answers(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=100)
+    claims = await claim_all(ledger, job_id)
+    groups = [
+        make_group(claim.task, version=claim.task.policy_version + index % 2) for index, claim in enumerate(claims)
+    ]
+    before = await num_commands(ledger, "evalsha"), await num_reads(ledger)
+    verdicts = await asyncio.gather(
+        *(ledger.submit_group(job_id, claim.entry_id, group) for claim, group in zip(claims, groups, strict=True))
+    )
+    assert verdicts == [Verdict.ACCEPTED, Verdict.STALE] * 50
+    assert await num_commands(ledger, "evalsha") - before[0] == 100
+    assert await num_reads(ledger) - before[1] < 60  # not one for each
+
+
+async def test_submission_goes_through_when_redis_has_forgotten_its_scripts(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, second = await claim_all(ledger, job_id)
+    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+    await ledger.redis.script_flush()
+    assert await ledger.submit_group(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
+
+
+async def test_cancelled_submission_takes_no_other_along(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=10)
+    claims = await claim_all(ledger, job_id)
+    tasks = [
+        asyncio.create_task(ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))) for claim in claims
+    ]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    assert await asyncio.gather(*tasks[1::2]) == [Verdict.ACCEPTED] * 5
+
+
+async def num_commands(ledger: Ledger, name: str) -> int:
+    stats = await ledger.redis.info("commandstats")
+    return int(stats.get(f"cmdstat_{name}", {}).get("calls", 0))
+
+
+async def num_reads(ledger: Ledger) -> int:
+    return int((await ledger.redis.info("stats"))["total_reads_processed"])
