@@ -23,6 +23,8 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     table.add_row("state", Text(job.state, style=state_style(job.state)))
     for label, text in total_rows(report):
         table.add_row(label, Text(printable(text)))
+    if text := await audit_text(client, job.id):
+        table.add_row("audit", Text(printable(text)))
     console.print()
     console.print(table)
     if not committed:
@@ -63,6 +65,17 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if counts:
         yield "groups", ", ".join(counts)
     yield "checkpoint", report["checkpoint"] or "none"
+
+
+async def audit_text(client: AsyncClient, job_id: str) -> str:
+    """'' when the broker does not say."""
+    try:
+        audit = await client.jobs.audit(job_id)
+    except OnbeatError:
+        return ""
+    if not audit.is_clean:
+        return f"VIOLATION: {audit.violation}"
+    return f"clean: {audit.num_groups} groups, each used once, on one policy version per iteration"
 
 
 def weights_text(totals: dict[str, Any]) -> str:

@@ -18,10 +18,11 @@ def audit(
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
+    head: Annotated[str, typer.Option(help="The head of an earlier audit: the log must still contain it.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Re-check a job's log of groups and versions; exit code 0 only if nothing is wrong."""
-    report = asyncio.run(fetch(job_id, url, api_key, data_dir))
+    report = asyncio.run(fetch(job_id, head, url, api_key, data_dir))
     if as_json:
         print_json(report)
     else:
@@ -29,9 +30,9 @@ def audit(
     raise typer.Exit(0 if report.is_clean else 1)
 
 
-async def fetch(job_id: str, url: str | None, api_key: str | None, data_dir: Path | None) -> "AuditReport":
+async def fetch(job_id: str, head: str, url: str | None, api_key: str | None, data_dir: Path | None) -> "AuditReport":
     async with connect(url, api_key, data_dir) as client:
-        return await client.jobs.audit(job_id)
+        return await client.jobs.audit(job_id, head)
 
 
 def describe(report: "AuditReport") -> str:

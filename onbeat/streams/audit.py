@@ -45,7 +45,9 @@ class Audit:
 
     job_id: str
     max_staleness: int
+    kept_head: str = ""  # a link that somebody has kept: it must be in the log
     link: str = ""
+    has_kept_head: bool = False
     num_entries: int = 0
     config_digest: str = ""
     published: int | None = None
@@ -71,6 +73,7 @@ class Audit:
         link = hashlib.sha1(f"{self.link}\n{entry.line}".encode(), usedforsecurity=False).hexdigest()
         require(entry.link == link, "its link does not follow from the entry before: the log was changed")
         self.link = link
+        self.has_kept_head |= link == self.kept_head
 
     def _created(self, job_id: str, config_digest: str) -> None:
         require(self.num_entries == 0, "a job is created once, and first")

@@ -11,12 +11,13 @@ from onbeat.types import AuditReport, JobState
 MAX_ROUNDS = 100  # a running job writes on while its log is read
 
 
-async def run_audit(ledger: Ledger, job_id: str) -> AuditReport:
-    """Raises JobNotFound. A violation is in the report: the first one."""
+async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditReport:
+    """Raises JobNotFound. A violation is in the report: the first one. `kept_head`: the head of an earlier report."""
     max_staleness = int((await ledger.job_fields(job_id))["max_staleness"])
-    audit, num_contents, violation = Audit(job_id, max_staleness), 0, None
+    audit, num_contents, violation = Audit(job_id, max_staleness, kept_head), 0, None
     try:
         fields = await read_log(ledger, audit)
+        require(not kept_head or audit.has_kept_head, f"link {kept_head} is not in the log: it was written anew")
         check_ledger(audit, fields)
         num_contents = await check_contents(ledger, audit, int(fields.get("checkpoint_iteration", "0")))
     except (AuditViolation, ValueError) as error:

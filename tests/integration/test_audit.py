@@ -139,6 +139,13 @@ async def test_cheat_is_seen(cheat: Callable, violation: str, ledger: Ledger) ->
     assert violation in (report.violation or "")
 
 
+async def test_log_that_was_written_anew_does_not_contain_a_head_that_was_kept(ledger: Ledger) -> None:
+    job_id, other = await finished_job(ledger), await finished_job(ledger)
+    kept = (await ledger.audit_entries(job_id))[5].link
+    assert (await run_audit(ledger, job_id, kept)).is_clean
+    assert "was written anew" in ((await run_audit(ledger, other, kept)).violation or "")
+
+
 async def test_group_of_a_durable_iteration_may_be_gone(ledger: Ledger) -> None:
     job_id = await finished_job(ledger)
     await ledger.redis.xdel(JobKeys(job_id).rollouts, (await ledger.redis.xrange(JobKeys(job_id).rollouts))[0][0])

@@ -30,6 +30,7 @@ class FakeJobs:
         self.requests: list[tuple[str, str]] = []
         self.failures: list[int] = []  # status codes to answer before doing the work
         self.authorization: str | None = None
+        self.audit: dict[str, Any] = {}  # over a clean report
 
     def create(self, config: dict[str, Any], key: str) -> dict[str, Any]:
         if key not in self.by_key:
@@ -161,6 +162,11 @@ def make_app(fake: FakeJobs) -> FastAPI:
     @app.get("/v1/jobs/{job_id}/evaluations/{evaluation}/samples")
     async def evaluation_samples(job_id: str, evaluation: int) -> Any:
         return await samples(job_id, evaluation, 1)
+
+    @app.get("/v1/jobs/{job_id}/audit")
+    async def audit(job_id: str) -> Any:
+        counts = {"num_entries": 9, "num_groups": 4, "num_commits": 2, "num_contents": 4, "num_contents_gone": 0}
+        return {"is_clean": True, "violation": None, "head": "ab12", **counts} | fake.audit
 
     @app.get("/v1/jobs/{job_id}/weights")
     async def weights(job_id: str, after: int = -1) -> Any:

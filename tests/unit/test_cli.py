@@ -62,6 +62,7 @@ def test_watch_in_a_pipe_prints_a_line_per_iteration_and_no_control_codes(
         assert out.count(f"iteration {k}/6  version {k - 1}  reward 0.{k - 1}00  50 tokens/s") == 1
     assert "SUCCEEDED" in out
     assert "0.200 (first 5) -> 0.300 (last 5)" in out
+    assert "clean: 4 groups, each used once" in out
     assert "15.1% of the bytes sent, engine open 0.35 s after the step (median)" in out  # (1000 + 6 * 10) / 7000
     assert out.count("[bold]\\x1b[2J2") == 4  # markup and control codes of a model are only text; 2 before, 2 after
 
@@ -71,6 +72,17 @@ def test_watch_fails_unless_the_job_succeeded(monkeypatch: pytest.MonkeyPatch, f
     onbeat(monkeypatch, "jobs", "create", str(QUICKSTART))
     fake.jobs["job-1"]["ended"] = "FAILED"
     assert onbeat(monkeypatch, "jobs", "watch", "job-1") == 1
+
+
+@pytest.mark.usefixtures("url")
+def test_audit_fails_at_a_violation_and_says_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeJobs
+) -> None:
+    assert onbeat(monkeypatch, "audit", "job-1") == 0
+    assert "clean: 9 entries, 2 iterations committed, 4 groups accepted" in capsys.readouterr().out
+    fake.audit = {"is_clean": False, "violation": "audit entry 7-0: the group was accepted before"}
+    assert onbeat(monkeypatch, "audit", "job-1") == 1
+    assert "VIOLATION: audit entry 7-0: the group was accepted before" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("url")

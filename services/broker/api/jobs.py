@@ -222,9 +222,14 @@ async def list_weights(
 
 
 @router.get("/jobs/{job_id}/audit", responses=documented(404))
-async def audit_job(job_id: JobId, broker: Broker) -> AuditReport:
-    """Read the job's whole audit log and compare it with the ledger and with every group that is still kept."""
-    return await run_audit(broker.ledger, job_id)
+async def audit_job(
+    job_id: JobId, broker: Broker, head: Annotated[str, Query(pattern=r"^([0-9a-f]{40})?$")] = ""
+) -> AuditReport:
+    """Read the job's whole audit log and compare it with the ledger and with every group that is still kept.
+
+    `head`: that of an earlier report, which must still be in the log.
+    """
+    return await run_audit(broker.ledger, job_id, head)
 
 
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))
