@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
 
-.PHONY: setup run test test-unit lint bench proto lock clean
+.PHONY: setup run test test-unit lint bench chaos proto lock clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ test-unit: setup
 bench: setup
 	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
+chaos: setup
+	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/chaos.py
 
 # Generated code is committed, so users need no protoc.
 proto: setup

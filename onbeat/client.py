@@ -7,10 +7,13 @@ with Client() as client:
 
 import asyncio
 import functools
+import logging
+import ssl
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
@@ -19,6 +22,7 @@ from onbeat.config import JobConfig
 from onbeat.errors import ApiError, OnbeatError
 from onbeat.types import (
     AuditReport,
+    Diagnosis,
     EvaluationRecord,
     Event,
     IterationRecord,
@@ -30,9 +34,11 @@ from onbeat.types import (
     WorkerRecord,
 )
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
-BUSY_STATUSES = frozenset({502, 503, 504})
+BUSY_STATUSES = frozenset({429, 502, 503, 504})
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,6 +93,10 @@ class AsyncJobs:
     async def resume(self, job_id: str) -> JobRecord:
         return await self._move(job_id, "resume")
 
+    async def delete(self, job_id: str) -> None:
+        """Remove a job that is over, and all of it but its checkpoints. Safe to repeat."""
+        await self._client.request("DELETE", job_path(job_id), is_repeatable=True)
+
     async def _move(self, job_id: str, verb: str) -> JobRecord:
         return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}"))
 
@@ -110,9 +120,13 @@ class AsyncJobs:
         answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
         return parse_list(WeightsRecord, "weights", answer)
 
-    async def audit(self, job_id: str) -> AuditReport:
-        """Re-check the job's audit log, its ledger and all groups that are kept."""
-        return AuditReport.model_validate(await self._client.get(f"{job_path(job_id)}/audit"))
+    async def audit(self, job_id: str, head: str = "") -> AuditReport:
+        """Re-check the job's audit log, its ledger and all groups that are kept. `head`: of an earlier report."""
+        return AuditReport.model_validate(await self._client.get(f"{job_path(job_id)}/audit", head=head))
+
+    async def explain(self, job_id: str) -> Diagnosis:
+        """Why the job is where it is: who waits for whom, since when, and what happens next."""
+        return Diagnosis.model_validate(await self._client.get(f"{job_path(job_id)}:explain"))
 
     async def metrics(self, job_id: str) -> Series:
         """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation."""
@@ -144,16 +158,25 @@ class AsyncJobs:
 class AsyncClient:
     """An async REST client; use it as `async with AsyncClient(url) as client`."""
 
-    def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 15.0) -> None:
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        timeout_s: float = 15.0,
+        ca_file: str | Path | None = None,  # PEM authority of the broker's certificate; default: those of the system
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
         self.jobs = AsyncJobs(self)
-        host = host_of(self.base_url)
+        is_here = host_of(self.base_url) in ("127.0.0.1", "localhost", "::1")
+        if api_key and not is_here and self.base_url.startswith("http:"):
+            logger.warning("the API key travels in the clear to %s; give the broker TLS and use https", self.base_url)
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
             timeout=timeout_s,
-            trust_env=host not in ("127.0.0.1", "localhost", "::1"),  # no proxy between us and this machine
+            trust_env=not is_here,  # no proxy between us and this machine
+            verify=trust_in(ca_file) if ca_file else True,
         )
 
     async def __aenter__(self) -> Self:
@@ -167,6 +190,10 @@ class AsyncClient:
 
     async def workers(self, pool: str | None = None) -> list[WorkerRecord]:
         return parse_list(WorkerRecord, "workers", await self.get("/v1/workers", pool=pool))
+
+    async def doctor(self) -> Diagnosis:
+        """What is wrong with the installation, and what every active job waits for."""
+        return Diagnosis.model_validate(await self.get("/v1/doctor"))
 
     async def get(self, path: str, **params: Any) -> Any:
         given = {name: value for name, value in params.items() if value is not None}
@@ -200,6 +227,21 @@ def host_of(base_url: str) -> str:
     return url.host
 
 
+def checked_key(api_key: str) -> str:
+    """Raises ValueError without quoting the key."""
+    if not all("!" <= character <= "~" for character in api_key):
+        raise ValueError("the API key has a blank, a line end or a character beyond ASCII; copy it again")
+    return api_key
+
+
+def trust_in(ca_file: str | Path) -> ssl.SSLContext:
+    """Raises ValueError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ValueError(f"the CA file {ca_file} has no PEM certificate: {error}") from error
+
+
 def job_path(job_id: str) -> str:
     if not job_id or not all(character.isalnum() or character in "._-" for character in job_id):
         raise ValueError(f"{job_id!r} is not a job id; `onbeat jobs list` shows them")
@@ -211,7 +253,9 @@ def parse_list(record: type[RecordT], name: str, answer: Any) -> list[RecordT]:
 
 
 def parse_answer(response: httpx.Response) -> Any:
-    """The JSON of a success; raises ApiError with the problem document of a refusal."""
+    """The JSON of a success, None where it has none; raises ApiError with the problem document of a refusal."""
+    if response.status_code == 204:
+        return None
     try:
         body = response.json()
     except ValueError:
@@ -281,11 +325,13 @@ class Jobs:
     cancel = jobs_face(AsyncJobs.cancel)
     pause = jobs_face(AsyncJobs.pause)
     resume = jobs_face(AsyncJobs.resume)
+    delete = jobs_face(AsyncJobs.delete)
     iterations = jobs_face(AsyncJobs.iterations)
     evaluations = jobs_face(AsyncJobs.evaluations)
     evaluation_samples = jobs_face(AsyncJobs.evaluation_samples)
     weights = jobs_face(AsyncJobs.weights)
     audit = jobs_face(AsyncJobs.audit)
+    explain = jobs_face(AsyncJobs.explain)
     metrics = jobs_face(AsyncJobs.metrics)
     samples = jobs_face(AsyncJobs.samples)
     events = jobs_face(AsyncJobs.events)
@@ -295,8 +341,14 @@ class Jobs:
 class Client:
     """A blocking REST client; use it as `with Client(url) as client`."""
 
-    def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 15.0) -> None:
-        self._client = AsyncClient(base_url, api_key, timeout_s)
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        timeout_s: float = 15.0,
+        ca_file: str | Path | None = None,
+    ) -> None:
+        self._client = AsyncClient(base_url, api_key, timeout_s, ca_file)
         self._thread = LoopThread()
         self.jobs = Jobs(self._client.jobs, self._thread)
 
@@ -312,3 +364,6 @@ class Client:
 
     def workers(self, pool: str | None = None) -> list[WorkerRecord]:
         return self._thread.run(self._client.workers(pool))
+
+    def doctor(self) -> Diagnosis:
+        return self._thread.run(self._client.doctor())

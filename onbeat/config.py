@@ -51,11 +51,16 @@ DataConfig = Annotated[ReasoningGymData | FileData, Field(discriminator="type")]
 
 
 class RewardConfig(Section):
-    name: str = Field(description="an installed entry point of the group `onbeat.rewards`")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the reward")
-    timeout_s: float = Field(10.0, gt=0, le=3600, description="hard limit for scoring one response")
-    memory_limit_mb: int = Field(2048, ge=64, description="hard limit of a scoring process")
-    max_attempts: PositiveInt = Field(2, description="tries before a group counts as failed")
+    name: str = Field(description="an installed entry point of the group `onbeat.rewards`, or http")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the reward; http: `service` names the service, which gets the others",
+    )
+    timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="hard limit for scoring one response; http: for each response of a group"
+    )
+    memory_limit_mb: int = Field(2048, ge=64, description="hard limit of a scoring process; http: has none")
+    max_attempts: PositiveInt = Field(2, description="tries of one response (http: of one group) in one rollout")
 
 
 class LoraConfig(Section):
@@ -79,6 +84,11 @@ class RolloutConfig(Section):
     )
     on_group_failure: Literal["skip", "fail"] = Field(
         "skip", description="a group that cannot be produced is recorded and skipped, or fails the job"
+    )
+    dispatch: Literal["longest_first", "in_order"] = Field(
+        "longest_first",
+        description="prompts go out by the length of their responses in the epoch before, or as they come in the data; "
+        "what is trained is the same",
     )
 
 
@@ -268,6 +278,12 @@ class Schedule(Section):
     iteration_deadline_s: float = Field(
         1800.0, gt=0, description="an iteration that makes no progress for this long fails the job"
     )
+    start_deadline_s: float = Field(
+        86400.0, gt=0, description="a pending job fails when no trainer of its pool was alive for this long"
+    )
+    max_lost_trainers: PositiveInt = Field(
+        10, description="trainers lost in a row, without a committed iteration between, that fail the job"
+    )
 
 
 class PeriodicSchedule(Schedule):
@@ -319,6 +335,16 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=2, description="newest checkpoints that are kept")
 
 
+class RetentionConfig(Section):
+    """What is kept of a job while it is there. Deleting a job removes all but the trainer's checkpoints."""
+
+    rollout_iterations: PositiveInt | None = Field(
+        None,
+        description="newest iterations contained in a checkpoint whose groups are kept, for samples, replay and audit; "
+        "default: 50, or checkpoint.every_iterations if that is more",
+    )
+
+
 class JobConfig(Section):
     """One training job. `JobConfig.from_file` reads TOML or JSON."""
 
@@ -338,6 +364,7 @@ class JobConfig(Section):
     training: TrainingConfig = TrainingConfig()
     schedule: ScheduleConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    retention: RetentionConfig = RetentionConfig()
     evaluation: EvaluationConfig | None = None
 
     @field_validator("objective", mode="before")
@@ -399,6 +426,14 @@ class JobConfig(Section):
         if self.gac.mode is None:
             mode = "control" if self.max_staleness else "metric"
             object.__setattr__(self, "gac", self.gac.model_copy(update={"mode": mode}))
+        return self
+
+    @model_validator(mode="after")
+    def default_retention(self) -> "JobConfig":
+        """A replay starts at a checkpoint: so what lies between two of them is kept."""
+        if self.retention.rollout_iterations is None:
+            kept = RetentionConfig(rollout_iterations=max(50, self.checkpoint.every_iterations))
+            object.__setattr__(self, "retention", kept)
         return self
 
     @classmethod

@@ -19,12 +19,36 @@ class IllegalTransition(OnbeatError):
         self.job_id, self.current, self.wanted = job_id, current, wanted
 
 
+class JobNotFinal(IllegalTransition):
+    def __init__(self, job_id: str, current: str) -> None:
+        super().__init__(job_id, current, "deleted")
+
+    def __str__(self) -> str:
+        return f"job {self.job_id} is {self.current}; only a job that is over can be deleted: cancel it first"
+
+
+class JobDeleted(OnbeatError):
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"job {job_id} was deleted; take a new Idempotency-Key for a new job")
+
+
 class LeaseLost(OnbeatError):
     """Another process owns the job now, or the job is over; whoever sees this must stop touching it."""
 
 
 class JobFailed(OnbeatError):
     """The job cannot go on; the message is the reason shown to the user."""
+
+
+class GroupsTrimmed(JobFailed):
+    """The groups of an old iteration are no longer kept. Ends the job of a trainer that cannot do without them."""
+
+    def __init__(self, job_id: str, iteration: int, first_kept: int) -> None:
+        super().__init__(
+            f"the groups of iteration {iteration} of job {job_id} are no longer kept (retention.rollout_iterations), "
+            f"only those from iteration {first_kept} on. A trainer that needs them lacks the job's checkpoints: give "
+            "it the data folder of the one that wrote them, or submit the job again"
+        )
 
 
 class WeightsError(OnbeatError):

@@ -91,6 +91,7 @@ class JobRecord(Record):
     policy_version: int | None = None  # newest published
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     num_training_devices: int = 1
+    queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
     config: dict[str, Any]
 
 
@@ -230,3 +231,33 @@ class WorkerRecord(Record):
     last_seen_at: float
     num_devices: int = 1
     tokens_per_s: float | None = None
+    lease_s: float | None = None  # others take over its prompts when it is silent for so long; None: not told
+
+
+class TrainerRecord(Record):
+    """A trainer's last heartbeat. `last_seen_at` is by the Redis clock."""
+
+    id: str
+    job_id: str | None = None
+    state: str  # "idle" (asks for jobs) | "training" | "stopped"
+    last_seen_at: float
+
+
+class Finding(Record):
+    """One sentence of the doctor, and the same for programs."""
+
+    sentence: str
+    is_problem: bool = False
+    job_id: str | None = None
+    who: str = ""  # id of the trainer, rollout or job that it is about, or "redis", "broker"
+    waits_for: str = ""
+    since_s: float | None = None
+    next: str = ""  # what happens then
+    deadline_s: float | None = None  # until it does
+
+
+class Diagnosis(Record):
+    """What the doctor finds, most important first. Healthy: none of it is a problem."""
+
+    is_healthy: bool
+    findings: list[Finding]

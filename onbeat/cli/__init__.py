@@ -1,12 +1,14 @@
 """The `onbeat` command. Modules import what they need inside the commands: `onbeat --help` stays instant."""
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, jobs, model, replay, stack
+from onbeat.cli import audit, doctor, jobs, keys, model, replay, stack
+from onbeat.cli.options import CaFile
 
 app = typer.Typer(
     name="onbeat",
@@ -22,7 +24,9 @@ app.command("down")(stack.down)
 app.command("replay")(replay.replay)
 app.add_typer(jobs.app, name="jobs")
 app.command("audit")(audit.audit)
+app.command("doctor")(doctor.doctor)
 app.command("workers")(jobs.workers)
+app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 
 
@@ -36,11 +40,13 @@ def show_version(is_wanted: bool) -> None:
 
 @app.callback()
 def root(
+    ca_file: CaFile = None,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    if ca_file is not None:
+        os.environ["ONBEAT_CA_FILE"] = str(ca_file)  # where `connect` looks
 
 
 def main() -> None:

@@ -114,6 +114,20 @@ def resume(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Dat
     move("resume", job_id, url, api_key, data_dir)
 
 
+@app.command()
+def delete(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+    """Remove a job that is over, for good. Its checkpoints stay on the trainer's disk."""
+
+    async def call() -> str | None:
+        async with connect(url, api_key, data_dir) as client:
+            checkpoint = (await client.jobs.get(job_id)).checkpoint
+            await client.jobs.delete(job_id)
+            return checkpoint
+
+    checkpoint = asyncio.run(call())
+    typer.echo(f"{job_id} deleted" + (f"; its newest checkpoint is still at {checkpoint}" if checkpoint else ""))
+
+
 def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir: Path | None) -> None:
     async def call() -> "JobRecord":
         async with connect(url, api_key, data_dir) as client:

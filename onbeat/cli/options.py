@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,16 @@ Url = Annotated[
         envvar="ONBEAT_URL", help="The broker. Default: the stack of the data folder, else http://127.0.0.1:8800."
     ),
 ]
-ApiKey = Annotated[str | None, typer.Option(envvar="ONBEAT_API_KEY", help="Sent as a bearer token.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="ONBEAT_API_KEY", help="Sent to the broker. Other users see options, but not the variable."),
+]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="ONBEAT_CA_FILE", help="PEM authority of the broker's certificate. Default: those of the system."
+    ),
+]
 DataDir = Annotated[
     Path | None,
     typer.Option(envvar="ONBEAT_DATA_DIR", help="Redis, checkpoints and logs of the local stack. Default: ./.onbeat"),
@@ -44,14 +54,17 @@ TrainerCores = Annotated[
 
 
 def connect(url: str | None, api_key: str | None, data_dir: Path | None = None) -> "AsyncClient":
-    """A client for --url, else for the stack of the data folder, else for the default address."""
+    """A client for --url, else for the stack of the data folder, else for the default address.
+
+    Trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for whatever command follows.
+    """
     from onbeat.client import DEFAULT_URL, AsyncClient
     from onbeat.local.state import resolve_data_dir, running_stack
 
     if not url:
         stack = running_stack(resolve_data_dir(data_dir))
         url = stack.url if stack else DEFAULT_URL
-    return AsyncClient(url, api_key)
+    return AsyncClient(url, api_key, ca_file=os.environ.get("ONBEAT_CA_FILE"))
 
 
 def make_console() -> "Console":

@@ -21,15 +21,17 @@ def replay(
 ) -> None:
     """Replay an iteration from its stream; exit code 0 only if the weights agree bit for bit."""
     from onbeat.local.state import resolve_data_dir, running_stack
+    from onbeat.local.supervisor import inherited_environment
 
     folder = resolve_data_dir(data_dir)
     stack = running_stack(folder)
-    environment = os.environ | {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
+    environment = dict(os.environ)
     if stack is not None:
-        environment["ONBEAT_REDIS_URL"] = stack.redis_url
+        environment = inherited_environment() | {"ONBEAT_REDIS_URL": stack.redis_url}
     elif "ONBEAT_REDIS_URL" not in environment:
         typer.echo(f"no stack runs in {folder}: start it with `onbeat up`, or set ONBEAT_REDIS_URL", err=True)
         raise typer.Exit(2)
+    environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
     # A process of its own: this one never imports torch.
     command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]
     raise typer.Exit(subprocess.call(command, env=environment))

@@ -22,6 +22,15 @@ MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
 HEALTHY_AFTER_S = 120.0  # a service that lived so long starts again with a clean record
 TAIL_LINES = 20
+# What the user's shell has for other brokers and another Redis is no business of these services: names that begin so.
+NOT_INHERITED = (
+    *("ONBEAT_API_KEY", "ONBEAT_URL", "ONBEAT_CA_FILE", "ONBEAT_TLS_", "ONBEAT_REDIS_USERNAME"),
+    *("ONBEAT_REDIS_PASSWORD_FILE", "ONBEAT_REDIS_CA_FILE", "ONBEAT_REDIS_CERT_FILE", "ONBEAT_REDIS_KEY_FILE"),
+)
+
+
+def inherited_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
 
 
 class StackFailed(OnbeatError):
@@ -60,7 +69,7 @@ class Service:
         with self.log_path.open("ab") as output:
             self._guard = subprocess.Popen(
                 [*guard, "--grace-s", str(self.spec.grace_s), "--", *self.spec.command],
-                env={**os.environ, **self.spec.env, "PYTHONUNBUFFERED": "1"},
+                env={**inherited_environment(), **self.spec.env, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

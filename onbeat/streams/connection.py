@@ -1,12 +1,58 @@
 """The connection to Redis that every service uses."""
 
 import asyncio
+import ssl
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError, TimeoutError
+
+
+class RedisSettings(BaseModel):
+    """The part of a service's settings that names its Redis: `class Settings(RedisSettings, BaseSettings)`."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379",
+        repr=False,
+        description="the Redis of broker, trainers and rollouts; rediss:// with TLS",
+    )
+    redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
+    redis_username: str = Field("", description="user of Redis, if the URL names none; empty: its default user")
+    redis_password_file: Path | None = Field(
+        None, description="holds the password of Redis, instead of the URL; read anew for every connection"
+    )
+    redis_ca_file: Path | None = Field(
+        None, description="PEM authority of the certificate of Redis; default: those of the system"
+    )
+    redis_cert_file: Path | None = Field(None, description="PEM certificate shown to Redis; with redis_key_file")
+    redis_key_file: Path | None = Field(None, description="PEM private key of redis_cert_file, not encrypted")
+
+    @field_validator("redis_password_file", "redis_ca_file", "redis_cert_file", "redis_key_file", mode="before")
+    @classmethod
+    def take_empty_redis_file_as_unset(cls, value: object) -> object:
+        """Compose files pass an unset variable on as an empty one, which would be the current folder."""
+        return None if value == "" else value
+
+    def connect_redis(self, retry_s: float | None = None) -> Redis:
+        """Raises ValueError for what cannot work; whether Redis is there shows at the first command."""
+        return connect(
+            self.redis_url,
+            self.redis_retry_s if retry_s is None else retry_s,
+            username=self.redis_username,
+            password_file=self.redis_password_file,
+            ca_file=self.redis_ca_file,
+            cert_file=self.redis_cert_file,
+            key_file=self.redis_key_file,
+        )
 
 
 class CancellableRedis(Redis):
@@ -26,16 +72,101 @@ class CancellableRedis(Redis):
                 raise asyncio.CancelledError
 
 
-def connect(url: str, retry_s: float = 30.0) -> Redis:
-    """A client that rides out a restart of Redis for about `retry_s`, then raises redis' ConnectionError."""
-    num_retries = max(1, int(retry_s))
-    retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), num_retries)
-    return CancellableRedis.from_url(
-        url,
-        retry=retry,
-        retry_on_error=[ConnectionError, TimeoutError],
-        protocol=2,
-        socket_timeout=30.0,
-        socket_connect_timeout=5.0,
-        health_check_interval=30,
+class PasswordFile(CredentialProvider):
+    """Asked at every new connection, so that a password can be changed while services run."""
+
+    def __init__(self, username: str, path: Path) -> None:
+        self._username, self._path = username, path
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        try:
+            password = read_password(self._path)
+        except ValueError as error:  # it may be just changing: try again
+            raise ConnectionError(str(error)) from None
+        return (self._username, password) if self._username else (password,)
+
+
+def connect(
+    url: str,
+    retry_s: float = 30.0,
+    *,
+    username: str = "",
+    password_file: Path | None = None,
+    ca_file: Path | None = None,
+    cert_file: Path | None = None,
+    key_file: Path | None = None,
+) -> Redis:
+    """A client that rides out a restart of Redis for about `retry_s`, then raises redis' ConnectionError.
+
+    Raises ValueError for what cannot work. The password is in no message, whatever is wrong.
+    """
+    options = options_in(url)
+    if password_file is not None:
+        if options.pop("password", None):
+            raise ValueError("ONBEAT_REDIS_URL has a password and ONBEAT_REDIS_PASSWORD_FILE is set; keep one of them")
+        read_password(password_file)
+        options["credential_provider"] = PasswordFile(options.pop("username", username), password_file)
+    elif username:
+        options.setdefault("username", username)
+    if ca_file or cert_file or key_file:
+        check_tls_files(options, ca_file, cert_file, key_file)
+        options |= {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
+    defaults: dict[str, Any] = {
+        "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), max(1, int(retry_s))),
+        "retry_on_error": [ConnectionError, TimeoutError],
+        "protocol": 2,
+        "driver_info": None,  # else it sends CLIENT SETINFO, which a user with the least rights does not have
+        "socket_timeout": 30.0,
+        "socket_connect_timeout": 5.0,
+        "health_check_interval": 30,
+    }
+    return CancellableRedis.from_pool(ConnectionPool(**(defaults | options)))
+
+
+def options_in(url: str) -> dict[str, Any]:
+    """Raises ValueError without quoting the URL: what is wrong there may be an odd password."""
+    try:
+        options, parts = dict(parse_url(url)), urlsplit(url)
+        if "@" not in parts.path + parts.query + parts.fragment:  # else all before it is likely a password
+            return options
+    except ValueError:
+        pass
+    raise ValueError(
+        "ONBEAT_REDIS_URL is no URL of Redis; expected redis://USER:PASSWORD@HOST:PORT/DB, or rediss:// with TLS. "
+        "Write / ? # : % in a password as %2F %3F %23 %3A %25, or put it into a file and set ONBEAT_REDIS_PASSWORD_FILE"
     )
+
+
+def public_address(redis: Redis) -> str:
+    """Where Redis is, without user and password: for messages."""
+    options = redis.connection_pool.connection_kwargs
+    return f"{options.get('host', options.get('path', 'localhost'))}:{options.get('port', 6379)}/{options.get('db', 0)}"
+
+
+def read_password(path: Path) -> str:
+    try:
+        password = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"ONBEAT_REDIS_PASSWORD_FILE={path} cannot be read: {type(error).__name__}") from None
+    if not password:
+        raise ValueError(f"ONBEAT_REDIS_PASSWORD_FILE={path} is empty")
+    return password
+
+
+def check_tls_files(
+    options: dict[str, Any], ca_file: Path | None, cert_file: Path | None, key_file: Path | None
+) -> None:
+    """redis-py would take a wrong file for a Redis that is away, and try again."""
+    if options.get("connection_class") is not SSLConnection:
+        raise ValueError("there are TLS files for Redis, but ONBEAT_REDIS_URL is without TLS; make it rediss://")
+    if (cert_file is None) != (key_file is None):
+        raise ValueError("ONBEAT_REDIS_CERT_FILE and ONBEAT_REDIS_KEY_FILE work only together; set both or neither")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if ca_file:
+            context.load_verify_locations(ca_file)
+        if cert_file:
+            context.load_cert_chain(cert_file, key_file, password="")
+    except OSError as error:
+        files = f"ONBEAT_REDIS_CA_FILE={ca_file}, ONBEAT_REDIS_CERT_FILE={cert_file}, ONBEAT_REDIS_KEY_FILE={key_file}"
+        raise ValueError(f"one of these is no PEM file of its kind: {files}: {error}") from error

@@ -18,6 +18,11 @@ def workers(pool: str) -> str:
     return f"{PREFIX}:workers:{pool}"
 
 
+def trainers(pool: str) -> str:
+    """Hash: trainer id -> last heartbeat as JSON."""
+    return f"{PREFIX}:trainers:{pool}"
+
+
 @dataclass(frozen=True)
 class JobKeys:
     job_id: str
@@ -29,6 +34,11 @@ class JobKeys:
     def job(self) -> str:
         """Hash: state, config, lease, progress."""
         return self._key("job")
+
+    @property
+    def deleted(self) -> str:
+        """Hash: the job's record while its other keys are being removed; then a mark that lasts for a day."""
+        return self._key("deleted")
 
     @property
     def prompts(self) -> str:
@@ -61,6 +71,11 @@ class JobKeys:
     def busy(self, iteration: int) -> str:
         """Hash: worker id -> seconds with at least one response in flight in this iteration."""
         return self._key(f"busy:{iteration}")
+
+    @property
+    def lengths(self) -> str:
+        """Hash: row of the data -> mean tokens of a response, of the last time; of data whose rows come again."""
+        return self._key("lengths")
 
     def evaluation(self, evaluation: int) -> str:
         """Hash: state, policy version, counts, times, scores."""
@@ -95,3 +110,16 @@ class JobKeys:
     def taken(self, iteration: int) -> str:
         """Set: the group ids that some trainer replica has taken."""
         return self._key(f"taken:{iteration}")
+
+    @property
+    def of_job(self) -> list[str]:
+        """Every key of the job itself, but its record."""
+        streams = [self.prompts, self.rollouts, self.events, self.audit]
+        return [*streams, self.lengths, self.versions, self.open_evaluations]
+
+    def numbered(self, number: int) -> list[str]:
+        """Every key of the iteration, the evaluation and the policy version of this number."""
+        of_iteration = [self.iteration(number), self.groups(number), self.busy(number)]
+        of_training = [self.micro_batches(number), self.taken(number), self.weights(number)]
+        of_evaluation = [self.evaluation(number), self.evaluation_groups(number), self.evaluation_results(number)]
+        return [*of_iteration, *of_training, *of_evaluation]

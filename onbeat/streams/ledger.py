@@ -8,12 +8,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from statistics import fmean
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.errors import (
+    GroupsTrimmed,
+    IllegalTransition,
+    JobDeleted,
+    JobFailed,
+    JobNotFinal,
+    JobNotFound,
+    LeaseLost,
+)
 from onbeat.streams import audit, keys
 from onbeat.streams.batching import BatchedScript
 from onbeat.streams.codec import (
@@ -41,6 +50,9 @@ from onbeat.types import (
     WeightUpdate,
     WorkerRecord,
 )
+
+UNLINKED_AT_ONCE = 100  # iterations
+DELETED_ID_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -77,26 +89,23 @@ class Ledger:
         """Store a PENDING job. False if the id exists. Indexed before it is created: a crash leaves no hidden job.
 
         max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
+        Raises JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
         """
         job = JobKeys(job_id)
         time_s = await self.now()  # whole seconds would order the jobs of one second by name
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
         await self.redis.zadd(keys.ACTIVE_JOBS, {job_id: time_s}, nx=True)
-        await self._create_group(job.prompts, ROLLOUT_GROUP)
-        await self._create_group(job.rollouts, TRAINER_GROUP)
         text = json.dumps(config)
         digest = hashlib.sha256(text.encode()).hexdigest()
         fields = ["name", config["name"], "pool", config["pool"], "config", text]
         fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
-        created = await self._run("create_job", job, [], job_id, digest, *fields)
-        return bool(created)
-
-    async def _create_group(self, stream: str, group: str) -> None:
-        try:
-            await self.redis.xgroup_create(stream, group, id="0", mkstream=True)
-        except ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+        more_keys = [job.prompts, job.rollouts, job.deleted]
+        args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, *fields)
+        outcome = (await self._run("create_job", job, more_keys, *args)).decode()
+        if outcome == "deleted":
+            await self._unlist_job(job_id)
+            raise JobDeleted(job_id)
+        return bool(outcome == "created")
 
     async def job_fields(self, job_id: str) -> dict[str, str]:
         """The job hash as text. Raises JobNotFound."""
@@ -121,6 +130,24 @@ class Ledger:
         """Take a job that is final, or was never created, off the list of active jobs."""
         await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
 
+    async def listed_at(self, job_id: str) -> float | None:
+        """Unix time since when the job is listed, a moment before it was created; None when it is not."""
+        time_s = await self.redis.zscore(keys.ALL_JOBS, job_id)
+        return None if time_s is None else float(time_s)
+
+    async def _unlist_job(self, job_id: str) -> None:
+        await self.redis.zrem(keys.ALL_JOBS, job_id)
+        await self.retire_job(job_id)
+
+    async def pending_jobs(self, pool: str) -> list[str]:
+        """Those of a pool that wait for a trainer, in the order in which they are taken."""
+        job_ids = await self.job_ids(active_only=True)
+        pipeline = self.redis.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipeline.hmget(JobKeys(job_id).job, "state", "pool")
+        wanted = [JobState.PENDING.encode(), pool.encode()]
+        return [job_id for job_id, found in zip(job_ids, await pipeline.execute(), strict=True) if found == wanted]
+
     async def now(self) -> float:
         """Unix seconds by the Redis clock: the one that all times in the ledger are from."""
         seconds, microseconds = await self.redis.time()
@@ -143,6 +170,45 @@ class Ledger:
         if wanted.is_final:
             await self.retire_job(job_id)
         return JobState(before.decode())
+
+    async def delete_job(self, job_id: str) -> None:
+        """Remove a final job and all of its keys. Raises JobNotFound or JobNotFinal.
+
+        There is no such job from the first step on. Repeating it finishes a deletion that died half way.
+        """
+        job = JobKeys(job_id)
+        final = [state for state in JobState if state.is_final]
+        outcome = (await self._run("delete_job", job, [job.deleted], *final)).decode()
+        if not outcome:
+            raise JobNotFound(job_id)
+        if outcome != "deleting":
+            raise JobNotFinal(job_id, outcome)
+        num_opened = await self.redis.hget(job.deleted, "num_opened")  # None: all that follows was done before
+        await self.redis.unlink(*job.of_job)
+        numbers = range(int(num_opened) + 1) if num_opened else range(0)
+        for first in range(0, len(numbers), UNLINKED_AT_ONCE):
+            batch = numbers[first : first + UNLINKED_AT_ONCE]
+            await self.redis.unlink(*(key for number in batch for key in job.numbered(number)))
+        await self._finish_deletion(job_id)
+
+    async def _finish_deletion(self, job_id: str) -> None:
+        """The record goes, and what is left of it refuses the id for a while."""
+        deleted = JobKeys(job_id).deleted
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.delete(deleted)
+        pipeline.hset(deleted, "deleted_at", await self.now())
+        pipeline.expire(deleted, DELETED_ID_S)
+        await pipeline.execute()
+        await self._unlist_job(job_id)
+
+    async def is_deleted(self, job_id: str) -> bool:
+        """Whether the job is being deleted, or was within a day."""
+        return bool(await self.redis.exists(JobKeys(job_id).deleted))
+
+    async def forget_job(self, job_id: str) -> None:
+        """Take an id off all lists that has no job: whoever was about to create it died."""
+        if not await self.redis.exists(JobKeys(job_id).job):
+            await self._unlist_job(job_id)
 
     async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:
         """Become the job's trainer; returns the epoch that fences off earlier owners, or None if it is not free."""
@@ -274,6 +340,15 @@ class Ledger:
         if not await self._run("checkpointed", job, [job.rollouts, *ledgers], *args):
             raise LeaseLost(f"job {job_id} has another trainer now")
 
+    async def trim_iteration(self, job_id: str, iteration: int, num_kept: int) -> bool:
+        """Drop the groups of the oldest iteration that still has them, if `num_kept` newer ones are durable.
+
+        False when it is not its turn.
+        """
+        job = JobKeys(job_id)
+        more_keys = [job.rollouts, job.groups(iteration), job.micro_batches(iteration), job.taken(iteration)]
+        return bool(await self._run("trim_iteration", job, more_keys, iteration, num_kept))
+
     # ---- groups: the rollout's side ------------------------------------------------------------------------------
 
     async def claim_groups(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
@@ -351,11 +426,12 @@ class Ledger:
             else ("iteration", (job.iteration(number), job.groups(number), job.rollouts))
         )
         unit, ledger, results = keys_of_unit
-        more_keys = [unit, ledger, job.busy(number), job.prompts, results]
+        more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths]
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
         args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
-        more_args = (versions, failure_text(group), group.timings.worker_busy_s, kind, payload_digest(payload))
+        told = (versions, failure_text(group), group.timings.worker_busy_s, kind)
+        more_args = (*told, payload_digest(payload), *length_of(group))
         if self._submit is None:
             self._submit = BatchedScript(self.redis, self.redis.register_script(load_script("submit_group")))
         verdict = await self._submit([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
@@ -373,7 +449,13 @@ class Ledger:
         """The next accepted groups in completion order; empty when none came in time."""
         job = JobKeys(job_id)
         block_ms = max(1, int(timeout_s * 1000))
-        answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, {job.rollouts: ">"}, count=count, block=block_ms)
+        stream = {job.rollouts: ">"}
+        try:
+            answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
+        except ResponseError as error:
+            if str(error).startswith(("NOGROUP", "UNBLOCKED")):  # the latter: it goes while we wait
+                raise LeaseLost(f"job {job_id} was deleted") from error
+            raise
         groups, foreign = {}, []
         for entry, fields in answer[0][1] if answer else []:
             try:
@@ -414,7 +496,10 @@ class Ledger:
         return {group_id.decode() for group_id in await self.redis.smembers(JobKeys(job_id).taken(iteration))}
 
     async def iteration_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
-        """All accepted groups of an iteration in the order of the stream; for people and for replay."""
+        """All accepted groups of an iteration in the order of the stream; for people and for replay.
+
+        Raises GroupsTrimmed when they are no longer kept.
+        """
         job = JobKeys(job_id)
         states = [state.decode() for state in await self.redis.hvals(job.groups(iteration))]
         entries = sorted(
@@ -425,7 +510,17 @@ class Ledger:
             return []
         found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])
         wanted = set(entries)
-        return [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+        groups = [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+        if len(groups) < len(entries):
+            first_kept = int(await self.redis.hget(job.job, "num_trimmed") or 0)
+            if iteration < first_kept:
+                raise GroupsTrimmed(job_id, iteration, first_kept)
+        return groups
+
+    async def lengths(self, job_id: str, rows: Sequence[int]) -> list[int | None]:
+        """Mean tokens of a response to each row of the data, when it was last generated."""
+        found = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []
+        return [None if length is None else int(length) for length in found]
 
     # ---- the audit log -------------------------------------------------------------------------------------------
 
@@ -472,6 +567,13 @@ class Ledger:
 
 def failure_text(group: RolloutGroup) -> str:
     return f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else ""
+
+
+def length_of(group: RolloutGroup) -> tuple[int | str, int]:
+    """Row of the data and mean tokens of a response; no row where nobody asks, or where it is not known."""
+    if not group.HasField("data_row") or not group.responses:
+        return "", 0
+    return group.data_row, round(fmean(len(response.token_ids) for response in group.responses))
 
 
 def to_event(entry: bytes, fields: dict[bytes, bytes]) -> Event:

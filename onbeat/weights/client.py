@@ -5,9 +5,12 @@ Every failure is a WeightsError that names the address; every wait has a deadlin
 
 import asyncio
 import contextlib
+import math
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -19,9 +22,12 @@ from onbeat.weights.security import PLAIN, WireSecurity, create_channel
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
 from onbeat.weights.wire import key_message, pull_stub, read_manifest, read_message
 
+Answer = TypeVar("Answer")
+
 MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a living source that has nothing to send says so
 MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
 PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that gets less than so much in so long is given up
+FILE_NAME = re.compile(r"\w[\w .+-]{0,199}")  # of the model: no path
 CALL_DEADLINE_S = 60.0  # of calls that answer once
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
@@ -89,15 +95,20 @@ class WeightsClient:
     async def describe(self) -> ModelDescription:
         request = weights_pb2.DescribeRequest(job_id=self.job_id)
         with self._as_weights_error("describe the model"):
-            answer = await self._stub.Describe(request, timeout=CALL_DEADLINE_S)
+            answer = checked(await self._stub.Describe(request, timeout=CALL_DEADLINE_S))
+            for file in answer.files:
+                if not FILE_NAME.fullmatch(file.name):
+                    raise WeightsError(f"a model file is named {file.name[:80]!r}: expected a plain file name")
         return ModelDescription({file.name: file.content for file in answer.files}, answer.policy_version)
 
     async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary:
         """Raises WeightsError when the version is not held or the manifest contradicts its own digest."""
         request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version, base_version=base_version)
         with self._as_weights_error(f"get the manifest of version {version}"):
-            answer = await self._stub.GetManifest(request, timeout=CALL_DEADLINE_S)
+            answer = checked(await self._stub.GetManifest(request, timeout=CALL_DEADLINE_S))
             manifest = read_manifest(answer)
+            if not 0 <= answer.age_s < math.inf:
+                raise WeightsError(f"the answer says that the version is {answer.age_s} s old")
         if manifest.policy_version != version:
             raise WeightsError(f"{self.address} sent the manifest of version {manifest.policy_version}, not {version}")
         steps = tuple(Step(step.policy_version, step.base_version, step.size_bytes) for step in answer.steps)
@@ -112,7 +123,7 @@ class WeightsClient:
             failed_addresses=failed,
         )
         with self._as_weights_error(f"locate {key}"):
-            answer = await self._stub.Locate(request, timeout=CALL_DEADLINE_S)
+            answer = checked(await self._stub.Locate(request, timeout=CALL_DEADLINE_S))
         return Source(answer.address, answer.shared_path)
 
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
@@ -121,7 +132,7 @@ class WeightsClient:
             job_id=self.job_id, key=key_message(key), worker_id=worker_id, is_complete=is_complete
         )
         with self._as_weights_error(f"finish {key}"):
-            await self._stub.Finish(request, timeout=CALL_DEADLINE_S)
+            checked(await self._stub.Finish(request, timeout=CALL_DEADLINE_S))
 
     async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
         """The plan, then the payload's bytes from the offset on. Raises WeightsError, also after a long silence."""
@@ -130,7 +141,7 @@ class WeightsClient:
         try:
             with self._as_weights_error(f"pull {key}"):
                 messages = aiter(call)
-                started, received = time.monotonic(), 0
+                started, received, has_plan = time.monotonic(), 0, False
                 while True:
                     if time.monotonic() - started > PROGRESS_S:
                         if received < PROGRESS_BYTES:
@@ -143,7 +154,12 @@ class WeightsClient:
                     if message is None:
                         return
                     received += len(message)
-                    if (part := read_message(key, message)) or isinstance(part, Plan):  # else a sign of life
+                    part = read_message(key, message)
+                    if isinstance(part, Plan):
+                        if has_plan:  # plans without end would pass for progress
+                            raise WeightsError(f"{key}: a second plan came")
+                        has_plan = True
+                    if part or isinstance(part, Plan):  # else a sign of life
                         yield part
         finally:
             call.cancel()
@@ -152,7 +168,7 @@ class WeightsClient:
         """The current version, then each newer one. Raises WeightsError when the server is gone."""
         with self._as_weights_error("watch for versions"):
             async for answer in self._stub.Watch(weights_pb2.WatchRequest(job_id=self.job_id)):
-                yield answer.policy_version
+                yield checked(answer).policy_version
 
     async def close(self) -> None:
         await self._channel.close()
@@ -165,6 +181,10 @@ class WeightsClient:
             raise WeightsError(
                 f"could not {doing} at {self.address}: {error.code().name}: {error.details()}"
             ) from error
+        except WeightsError as error:
+            raise WeightsError(f"could not {doing} at {self.address}: {error}") from error
+        except grpc.aio.UsageError as error:
+            raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
         except TimeoutError as error:
             raise WeightsError(f"could not {doing} at {self.address}: silent for {MESSAGE_DEADLINE_S:.0f} s") from error
         except asyncio.CancelledError as error:
@@ -173,3 +193,10 @@ class WeightsClient:
                 raise
             # gRPC says so too when the channel is closed; a task that ended with it would pass for a cancelled one.
             raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
+
+
+def checked(answer: Answer | None) -> Answer:
+    """gRPC gives None for bytes that it cannot read, and where no answer came. Raises WeightsError."""
+    if answer is None:
+        raise WeightsError("what was answered is no message of the weights service")
+    return answer

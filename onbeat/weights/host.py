@@ -25,8 +25,9 @@ class HostWeights:
     """Lives on one event loop, except `tensor` and `data`, which any thread may read and the puller's may write."""
 
     def __init__(self, layout: Manifest, folder: Path) -> None:
-        """Room for tensors of this layout; it holds no version yet."""
+        """Room for tensors of this layout; it holds no version yet. Raises WeightsError when there is none."""
         self.manifest: Manifest | None = None  # of the version that it holds, whole and verified
+        self.has_held = False  # any version, ever: engines know its path then
         self.layout = layout
         header = safetensors_header(layout)
         size = len(header) + layout.size_bytes
@@ -36,8 +37,12 @@ class HostWeights:
         else:
             self.path = folder / "weights.safetensors"
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.truncate(self._fd, size)
-        self._map = mmap.mmap(self._fd, size)
+        try:
+            os.truncate(self._fd, size)
+            self._map = mmap.mmap(self._fd, size)
+        except (OSError, OverflowError) as error:
+            os.close(self._fd)
+            raise WeightsError(f"there is no room for weights of {size} bytes: {error}") from error
         self._map[: len(header)] = header
         self.header = header
         self.data = memoryview(self._map)[len(header) :]
@@ -64,7 +69,7 @@ class HostWeights:
 
     def settle(self, manifest: Manifest) -> None:
         """All tensors are verified to be the manifest's."""
-        self.manifest = manifest
+        self.manifest, self.has_held = manifest, True
         for shard in range(len(manifest.shards)):
             self.offer(manifest, shard)
 

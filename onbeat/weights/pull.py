@@ -223,7 +223,7 @@ class WeightsMover:
             address = ""
             try:
                 address = await self._find_trainer()
-                await self._move(pull, self.client(address))
+                await self._move(pull, address)
                 return
             except WeightsError as error:
                 await self.drop_client(address)
@@ -235,17 +235,23 @@ class WeightsMover:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
-    async def _move(self, pull: Pull, trainer: WeightsSource) -> None:
-        host = self.host
+    async def _move(self, pull: Pull, address: str) -> None:
+        host, trainer = self.host, self.client(address)
         started = time.monotonic()
         itinerary = await trainer.itinerary(pull.version, None if host is None else host.version)
         manifest = itinerary.manifest
-        if host is None:
-            host = self.host = HostWeights(manifest, self._folder)
-        elif host.layout.layout != manifest.layout:
-            raise WeightsError(f"version {pull.version} is of another model than the versions before it")
         if pull.manifest is not None and pull.manifest.digest != manifest.digest:
-            raise OtherWeights(f"version {pull.version} has other weights than when its pull began")
+            raise OtherWeights(f"{address}: version {pull.version} has other weights than when its pull began")
+        if host is not None and host.layout.layout != manifest.layout:
+            if host.has_held:
+                raise WeightsError(f"{address}: version {pull.version} is of another model than the versions before it")
+            host.close()  # nobody reads it: it was made for a version that never came
+            host = self.host = None
+        if host is None:
+            try:
+                host = self.host = HostWeights(manifest, self._folder)
+            except WeightsError as error:
+                raise WeightsError(f"{address}: {error}") from error
         held = host.manifest
         pull.stats.full_bytes = manifest.size_bytes
         pull.stepped_at = time.monotonic() - itinerary.age_s
@@ -258,7 +264,7 @@ class WeightsMover:
         else:
             pull.announce(range(len(manifest.tensors)))
         if len(pull.final) < len(manifest.tensors):
-            raise WeightsError(f"the way to version {pull.version} that the trainer named does not lead there")
+            raise WeightsError(f"the way to version {pull.version} that {address} named does not lead there")
         host.settle(manifest)
         pull.stats.pull_s = time.monotonic() - started
 
@@ -390,7 +396,7 @@ class ShardPull:
                     done += len(chunk)
                     yield memoryview(chunk)
                     await asyncio.sleep(0)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path that can be none
             raise WeightsError(f"cannot read the weights that {source.address} shares: {error}") from error
 
     async def _open(self, key: PayloadKey, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from onbeat.weights.v1 import weights_pb2
 
 SERVICE = "onbeat.weights.v1.WeightsService"
 MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12; reading a plan takes time and memory before it can be judged
+MAX_SHARDS = 4096  # ranks of a trainer; each is pulled by a task of its own
 DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 
 
@@ -133,8 +134,15 @@ def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
     manifest = Manifest(answer.policy_version, tensors, tuple(answer.shard_starts))
     if manifest.digest != answer.digest:
         raise WeightsError(f"the manifest of version {answer.policy_version} contradicts its digest")
+    names = {tensor.name for tensor in tensors}
+    if len(names) < len(tensors) or "__metadata__" in names:
+        raise WeightsError(f"the manifest of version {answer.policy_version} has tensors that no file can hold by name")
+    if len(manifest.shard_starts) > MAX_SHARDS:
+        raise WeightsError(f"the manifest of version {answer.policy_version} has {len(manifest.shard_starts)} shards")
     for tensor in tensors:
-        if tensor.size_bytes != math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0):
+        if tensor.dtype not in DTYPE_BYTES:
+            raise WeightsError(f"the manifest says that {tensor.name} is of dtype {tensor.dtype!r}, unknown here")
+        if tensor.size_bytes != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
             shape = f"{tensor.dtype} of shape {tensor.shape}"
             raise WeightsError(f"the manifest says that {tensor.name}, {shape}, has {tensor.size_bytes} bytes")
     bounds = (0, *manifest.shard_starts, len(tensors))

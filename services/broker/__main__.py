@@ -10,17 +10,19 @@ from collections.abc import Iterator
 
 import uvicorn
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
 from onbeat.logging import configure
-from onbeat.streams.connection import connect
+from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
 from services.broker.settings import Settings
 
 logger = logging.getLogger("services.broker")
 
+TLS_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all good, and nothing older is spoken
 DRAIN_S = 5  # for requests in flight after SIGTERM
 
 
@@ -29,8 +31,7 @@ def main() -> int:
         settings = Settings()
         configure(settings.log_format, settings.log_level)
     except ValidationError as error:
-        names = [f"ONBEAT_{str(e['loc'][0]).upper()}: {e['msg']}" for e in error.errors()]
-        sys.stderr.write(f"the broker's settings are wrong: {'; '.join(names)}\n")
+        sys.stderr.write(f"the broker's settings are wrong: {'; '.join(map(describe, error.errors()))}\n")
         return 2
     try:
         return asyncio.run(serve(settings))
@@ -38,11 +39,16 @@ def main() -> int:
         return 130
 
 
+def describe(problem: ErrorDetails) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"ONBEAT_{str(problem['loc'][0]).upper()}: {message}" if problem["loc"] else message
+
+
 async def serve(settings: Settings) -> int:
     try:
-        redis = connect(settings.redis_url, settings.redis_retry_s)
+        redis = settings.connect_redis()
     except ValueError as error:
-        logger.critical("ONBEAT_REDIS_URL is wrong: %s", error)
+        logger.critical("%s", error)
         return 2
     try:
         if not await wait_for_redis(redis, settings):
@@ -55,7 +61,7 @@ async def serve(settings: Settings) -> int:
 async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
     """Bounded by redis_retry_s; says what it waits for."""
     started = time.monotonic()
-    probe = connect(settings.redis_url, retry_s=1)
+    probe = settings.connect_redis(retry_s=1)
     try:
         while True:
             try:
@@ -66,19 +72,13 @@ async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
                 if isinstance(error, AuthenticationError) or waited_s > settings.redis_retry_s:
                     logger.critical(
                         "no Redis at %s after %.0f s (%s); start it, or set ONBEAT_REDIS_URL",
-                        *(public_url(redis), waited_s, error),
+                        *(public_address(redis), waited_s, error),
                     )
                     return False
-                logger.warning("waiting for Redis at %s (%s)", public_url(redis), error)
+                logger.warning("waiting for Redis at %s (%s)", public_address(redis), error)
                 await asyncio.sleep(1.0)
     finally:
         await probe.aclose()
-
-
-def public_url(redis: Redis) -> str:
-    """Without the password."""
-    options = redis.connection_pool.connection_kwargs
-    return f"{options.get('host', options.get('path', '?'))}:{options.get('port', '')}/{options.get('db', 0)}"
 
 
 class Server(uvicorn.Server):
@@ -110,10 +110,20 @@ async def run_server(settings: Settings, ledger: Ledger) -> int:
             access_log=False,
             timeout_graceful_shutdown=DRAIN_S,
             server_header=False,
+            http="h11",  # holds little of a request's headers before it asks us; httptools would take any size
+            ws="none",
+            limit_concurrency=settings.max_connections,
+            proxy_headers=bool(settings.trusted_proxies),
+            forwarded_allow_ips=settings.trusted_proxies,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+            ssl_ciphers=TLS_CIPHERS,
         )
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logger.info("serving http://%s:%d, Redis %s", settings.host, settings.port, public_url(ledger.redis))
+    url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
+    access = f"API keys of {settings.api_keys_file}" if settings.api_keys_file else "no API keys: everybody is an admin"
+    logger.info("serving %s, %s, Redis %s", url, access, public_address(ledger.redis))
     await server.serve()
     return 1 if has_failed or not server.started else 0
 

@@ -16,6 +16,8 @@ from services.broker.models import review_model
 from services.broker.tasks import read_held_out
 
 REWARD_GROUP = "onbeat.rewards"
+HTTP_REWARD = "http"  # a service, known to the rollouts by name
+SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
 
 # Far beyond what a run can use, and far below what one message of the streams or one script can carry.
@@ -30,6 +32,8 @@ LIMITS = {
     "training.max_tokens_per_micro_batch": 2**31 - 1,
     "schedule.num_iterations": 1_000_000,
     "schedule.iteration_deadline_s": 7 * 86_400,
+    "schedule.start_deadline_s": 365 * 86_400,
+    "schedule.max_lost_trainers": 1_000,
     "model.max_context_tokens": 16_777_216,
     "evaluation.num_prompts": 10_000,
     "evaluation.num_samples_per_prompt": 1_024,
@@ -119,8 +123,10 @@ def data_sections(config: JobConfig) -> list[tuple[str, ReasoningGymData | FileD
 
 def review_reward(config: JobConfig) -> list[FieldError]:
     name, installed = config.reward.name, entry_points(group=REWARD_GROUP).names
+    if name == HTTP_REWARD:
+        return review_service(config)
     if name not in installed:
-        message = f"no reward {name!r} is installed; {nearest(name, installed)}"
+        message = f"no reward {name!r} is installed; {nearest(name, {*installed, HTTP_REWARD})}"
         return [FieldError(field="reward.name", message=message)]
     for field, data in data_sections(config):
         if name == "reasoning_gym" and isinstance(data, FileData):
@@ -130,6 +136,18 @@ def review_reward(config: JobConfig) -> list[FieldError]:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [FieldError(field=f"{field}.answer_field", message=message)]
     return review_pattern(config) if name == "regex" else []
+
+
+def review_service(config: JobConfig) -> list[FieldError]:
+    """Only the form of the name: which services there are is in the settings of the rollouts."""
+    service = config.reward.options.get("service")
+    if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
+        return []
+    message = (
+        f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {service!r}; "
+        "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
+    )
+    return [FieldError(field="reward.options.service", message=message)]
 
 
 def review_pattern(config: JobConfig) -> list[FieldError]:

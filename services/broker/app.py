@@ -9,12 +9,14 @@ from fastapi import FastAPI
 
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
-from services.broker.api import health, jobs, problems
+from services.broker.api import doctor, health, jobs, problems
 from services.broker.api.context import Context
+from services.broker.auth import KeyRing, RateLimit
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.broker.metrics import Meters
-from services.broker.middleware import BodyLimit, RequestTimer
+from services.broker.middleware import BodyLimit, Envelope, Gate, RequestTimer
+from services.broker.retention import Retention
 from services.broker.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -27,12 +29,18 @@ def create_app(
     on_conductor_end: Callable[[], None] = lambda: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """The lifespan runs the conductor; `on_conductor_end` is called if it gives up."""
+    """The lifespan runs the conductor; `on_conductor_end` is called if it gives up.
+
+    Raises ValueError for a keys file that is missing or broken.
+    """
+    keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
+    limit = RateLimit(settings.requests_per_s, settings.request_burst)
     memory_mb = settings.dataset_memory_mb
     # Two processes, so that an odd job at the door cannot hold up the jobs inside.
     admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, memory_mb)
     conductor_data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, memory_mb)
     conductor = Conductor(ledger, conductor_data, settings.redis_retry_s)
+    retention = Retention(ledger, settings.job_retention_days)
     conducting: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
@@ -40,15 +48,21 @@ def create_app(
         task = asyncio.create_task(conductor.run(), name="conductor")
         task.add_done_callback(lambda ended: report_end(ended, on_conductor_end))
         conducting[:] = [task]
+        cleaning = asyncio.create_task(retention.run(), name="retention")
+        cleaning.add_done_callback(lambda ended: report_end(ended, on_conductor_end))
         try:
             yield
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            cleaning.cancel()
+            await asyncio.gather(task, cleaning, return_exceptions=True)
             await admission_data.close()
             await conductor_data.close()
 
-    app = FastAPI(title="Onbeat broker", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    refusals = problems.documented(401, 403, 429)
+    app = FastAPI(
+        title="Onbeat broker", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, responses=refusals
+    )
     meters = Meters()
     app.state.context = Context(
         ledger=ledger,
@@ -58,8 +72,11 @@ def create_app(
         is_stopping=is_stopping,
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
+    app.add_middleware(Envelope)
     app.add_middleware(RequestTimer, meters=meters)
     problems.install(app)
+    app.include_router(doctor.router)  # before jobs, where JOB:explain would be the id of one
     app.include_router(jobs.router)
     app.include_router(health.router)
     return app
@@ -69,5 +86,5 @@ def report_end(task: asyncio.Task[None], on_end: Callable[[], None]) -> None:
     if task.cancelled():
         return
     error = task.exception()
-    logger.critical("the control loop gave up: %s: %s", type(error).__name__, error)
+    logger.critical("the control loop gave up (%s): %s: %s", task.get_name(), type(error).__name__, error)
     on_end()

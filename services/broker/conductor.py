@@ -22,7 +22,8 @@ from services.broker.watcher import JobWatcher
 logger = logging.getLogger(__name__)
 
 SCAN_S = 0.25
-MAX_CRASHES = 3  # of one job's watcher, by a defect of ours, before the job fails
+MAX_CRASHES = 3  # of one job's watcher, by a defect of ours, within CRASH_WINDOW_S, before the job fails
+CRASH_WINDOW_S = 600.0
 FORGET_S = 60.0  # an indexed job without a record was never created
 MAX_BACKOFF_S = 5.0
 
@@ -33,7 +34,7 @@ class Conductor:
     def __init__(self, ledger: Ledger, process: DatasetProcess, patience_s: float) -> None:
         self._ledger, self._process, self._patience_s = ledger, process, patience_s
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._crashes: dict[str, int] = {}
+        self._crashed_at: dict[str, list[float]] = {}  # recent crashes by job
         self._missing_since: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -70,7 +71,7 @@ class Conductor:
     async def _look_after(self, job_id: str, watcher: asyncio.Task[None]) -> None:
         error = watcher.exception()
         if error is None:  # the job is final
-            self._crashes.pop(job_id, None)
+            self._crashed_at.pop(job_id, None)
             await self._ledger.retire_job(job_id)
         elif isinstance(error, RedisError):
             raise error
@@ -88,9 +89,11 @@ class Conductor:
 
     async def _bury_after_crashes(self, job_id: str, error: BaseException) -> None:
         """A defect of ours that meets one job must not spin for ever, nor stop the other jobs."""
-        self._crashes[job_id] = self._crashes.get(job_id, 0) + 1
+        now = time.monotonic()
+        recent = [at for at in self._crashed_at.get(job_id, []) if now - at < CRASH_WINDOW_S]
+        self._crashed_at[job_id] = [*recent, now]
         logger.error("watching job %s failed", job_id, exc_info=error)
-        if self._crashes[job_id] >= MAX_CRASHES:
+        if len(recent) + 1 >= MAX_CRASHES:
             reason = f"the broker cannot conduct this job: {type(error).__name__}: {error}; see the broker's log"
             with contextlib.suppress(IllegalTransition):
                 await self._ledger.move_job(job_id, JobState.FAILED, reason)

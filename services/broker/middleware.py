@@ -1,12 +1,182 @@
-"""Around every request: its size is limited, its time is measured."""
+"""Around every request: who sends it, whether it may be sent, and what is noted of it.
 
+RequestTimer -> Envelope -> Gate -> BodyLimit -> the route: a refusal costs no more than its headers.
+"""
+
+import logging
+import math
+import re
+import secrets
 import time
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.broker.api.problems import problem
+from onbeat.api_keys import ApiKey
+from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
+from services.broker.auth import READING, KeyRing, RateLimit, required_role
 from services.broker.metrics import Meters
+from services.broker.settings import is_loopback
+
+access_log = logging.getLogger("onbeat.access")
+
+MAX_HEADER_BYTES = 16 * 1024  # URL included
+CALLER = "onbeat.caller"  # in the scope: the ApiKey, once it is known
+FAILURES_PER_S, FAILURE_BURST = 0.2, 10  # of wrong keys from one address; a right key gets in all the same
+CLEAN_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+CLEAN_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+class Gate:
+    """Lets a request through if its key has the role that the route asks for, and has not called too often.
+
+    `keys` None: everybody is an admin. `is_local`: then only for programs of this machine, not for what a web page in
+    its browser sends.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing | None, limit: RateLimit, is_local: bool) -> None:
+        self._app, self._keys, self._limit, self._is_local = app, keys, limit, is_local
+        self._failures = RateLimit(FAILURES_PER_S, FAILURE_BURST)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        assert scope["type"] == "http", "the server takes no web sockets"
+        await (self._refusal(scope) or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ProblemResponse | None:
+        if size_of_headers(scope) > MAX_HEADER_BYTES:
+            detail = f"URL and headers together take at most {MAX_HEADER_BYTES} bytes"
+            return problem(431, "Request header fields too large", detail)
+        role = required_role(scope["method"], scope["path"])
+        if role is None:
+            return None
+        headers = Headers(scope=scope)
+        if self._keys is None:
+            if self._is_local and not is_from_here(headers):
+                return refuse_page(headers)
+            return self._refuse_haste(address_of(scope))
+        sent = bearer_token(headers)
+        key = self._keys.find(sent) if sent else None
+        if key is None:
+            wait_s = self._failures.wait_s(address_of(scope))
+            return refuse_failures(wait_s) if wait_s else refuse_unknown(has_key=bool(sent))
+        scope[CALLER] = key
+        if too_hasty := self._refuse_haste(key.id):
+            return too_hasty
+        if not key.role.includes(role):
+            return problem(
+                403, "Forbidden", f"this takes an API key of role {role}; the one sent has the role {key.role}"
+            )
+        return None
+
+    def _refuse_haste(self, who: str) -> ProblemResponse | None:
+        wait_s = self._limit.wait_s(who)
+        return refuse_haste(wait_s, "more requests than this broker takes from one caller") if wait_s else None
+
+
+def size_of_headers(scope: Scope) -> int:
+    return len(scope["path"]) + len(scope["query_string"]) + sum(len(n) + len(value) for n, value in scope["headers"])
+
+
+def bearer_token(headers: Headers) -> str:
+    """'' without one; two of them are none."""
+    sent = headers.getlist("authorization")
+    scheme, _, token = (sent[0] if len(sent) == 1 else "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def refuse_unknown(*, has_key: bool) -> ProblemResponse:
+    """The same for any key that is not in force: nobody learns which ids exist."""
+    if has_key:
+        detail = "the API key is not known, or is revoked or expired; ask whoever runs this broker for another one"
+        challenge = 'Bearer realm="onbeat", error="invalid_token"'
+    else:
+        detail = "send an API key as 'Authorization: Bearer KEY'; the onbeat command takes it from ONBEAT_API_KEY"
+        challenge = 'Bearer realm="onbeat"'
+    return problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
+
+
+def refuse_failures(wait_s: float) -> ProblemResponse:
+    return refuse_haste(wait_s, "too many requests without a valid API key from this address")
+
+
+def refuse_haste(wait_s: float, what: str) -> ProblemResponse:
+    after_s = math.ceil(wait_s)
+    detail = f"{what}; try again in {after_s} s"
+    return problem(429, "Too many requests", detail, headers={"Retry-After": str(after_s)})
+
+
+def is_from_here(headers: Headers) -> bool:
+    """Not from a page of another site, and not to a name of another site that was made to point here."""
+    host = headers.get("host", "")
+    name = re.sub(r":\d*$", "", host)  # without the port
+    is_own_page = headers.get("origin") in (None, f"http://{host}", f"https://{host}")
+    return is_own_page and is_loopback(name.strip("[]"))
+
+
+def refuse_page(headers: Headers) -> ProblemResponse:
+    return problem(
+        403,
+        "Forbidden",
+        f"this broker has no API keys and answers programs of this machine only: Host is {headers.get('host', '')!r}, "
+        f"Origin {headers.get('origin', '')!r}. Call it as 127.0.0.1, or give it keys (ONBEAT_API_KEYS_FILE)",
+    )
+
+
+def address_of(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else "-"
+
+
+class Envelope:
+    """A request id, headers that browsers heed, and a line in the access log for what changes something or is refused.
+
+    The line has no body, no query and nothing that a client could choose freely.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        sent_id = Headers(scope=scope).get("x-request-id", "")
+        scope[REQUEST_ID] = sent_id if CLEAN_REQUEST_ID.fullmatch(sent_id) else secrets.token_hex(8)
+        status, location = 500, ""
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status, location
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                status, location = message["status"], headers.get("location", "")
+                headers["X-Request-Id"] = scope[REQUEST_ID]
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["X-Frame-Options"] = "DENY"
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_marked)
+        finally:
+            if scope["method"] not in READING or status in (401, 403):
+                note_access(scope, status, location)
+
+
+def note_access(scope: Scope, status: int, location: str) -> None:
+    key: ApiKey | None = scope.get(CALLER)
+    job_id = scope.get("path_params", {}).get("job_id") or location.removeprefix("/v1/jobs/")
+    fields = {
+        "method": scope["method"],
+        "route": getattr(scope.get("route"), "path", "unknown"),
+        "status": status,
+        "job_id": job_id if CLEAN_JOB_ID.fullmatch(job_id) else "-",
+        "key_id": key.id if key else "-",
+        "role": key.role.value if key else "-",
+        "address": address_of(scope),
+        "request_id": scope[REQUEST_ID],
+    }
+    access_log.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)
 
 
 class BodyLimit:

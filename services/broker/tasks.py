@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from statistics import fmean
 
 from onbeat.config import EvaluationConfig, JobConfig
 from onbeat.streams.codec import Message, PromptTask, Reward
+from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetProcess
 
@@ -23,8 +25,25 @@ def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> l
         task.group_id, task.iteration = f"{iteration}-{index}", iteration
         task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
         task.seed = task_seed(config.seed, iteration, index)
+        if item.row is not None and config.rollout.dispatch == "longest_first":
+            task.data_row = item.row
         tasks.append(task)
     return tasks
+
+
+async def longest_first(ledger: Ledger, job_id: str, tasks: list[PromptTask]) -> list[PromptTask]:
+    """The order in which the prompts go out: what may take longest begins first, so that it is not what all wait for.
+
+    By the mean length of the responses when the prompt was last generated; one that was not yet is taken for average.
+    Only the order changes: group ids, prompts and seeds stay together, so the same set of groups is trained.
+    """
+    rows = [task.data_row for task in tasks if task.HasField("data_row")]
+    lengths = dict(zip(rows, await ledger.lengths(job_id, rows), strict=True))
+    known = [length for length in lengths.values() if length is not None]
+    if not known:
+        return tasks
+    mean = fmean(known)
+    return sorted(tasks, key=lambda task: lengths.get(task.data_row) or mean, reverse=True)
 
 
 async def read_held_out(

@@ -5,18 +5,20 @@ import logging
 
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition
+from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
 from services.broker.evaluations import Evaluator
-from services.broker.tasks import produce_tasks
+from services.broker.explain import CANCEL_GRACE_S, JOB_FAILS, explain_job, num_lost_trainers, trainers_away_s
+from services.broker.tasks import longest_first, produce_tasks
 
 logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0  # longest time between two looks at a job
-CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
+MAX_REASONS = 8  # of a failure: findings that are stored with it
 
 Fields = dict[str, str]
 
@@ -27,6 +29,7 @@ class JobWatcher:
         self._config: JobConfig | None = None
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
+        self._seen_epoch = "0"  # of the trainer whose predecessors have been counted
 
     async def run(self) -> None:
         """Returns when the job is final. Raises JobNotFound, and redis' errors when Redis stays away."""
@@ -52,9 +55,11 @@ class JobWatcher:
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
             self._evaluator.prepare(self._config)
+            await self._fail_if_nobody_comes(self._config, fields)
         elif state is JobState.RUNNING:
             await self._open_if_due(self._config, fields)
             await self._evaluator.step(self._config, fields)
+            await self._fail_if_trainers_are_lost(self._config, fields)
             await self._fail_if_stuck(self._config)
         elif state is JobState.CANCELLING:
             await self._cancel_if_abandoned(fields)
@@ -78,6 +83,7 @@ class JobWatcher:
         except DatasetError as error:
             await self._move(JobState.FAILED, f"iteration {iteration} has no prompts: {error}")
             return
+        tasks = await longest_first(self._ledger, self._job_id, tasks)
         reason = await self._ledger.open_iteration(self._job_id, iteration, version, tasks)
         if reason:
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
@@ -108,27 +114,34 @@ class JobWatcher:
         deadline_s = config.schedule.iteration_deadline_s
         silent_s = await self._ledger.now() - float(fields["progress_at"])
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have been what held us up
-            await self._move(JobState.FAILED, await self._explain(config, fields, silent_s))
+            start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
+            await self._fail(f"{start} (schedule.iteration_deadline_s)")
 
-    async def _explain(self, config: JobConfig, fields: Fields, silent_s: float) -> str:
-        """`iteration 3 made no progress for 1800 s: 5 of 8 groups accepted; workers seen: ...`"""
-        iteration = int(fields["next_iteration"])
-        opened = await self._ledger.iteration_fields(self._job_id, iteration)
-        if iteration >= config.schedule.num_iterations:
-            what = "all iterations are committed, but the trainer did not finish the job"
-        elif opened:
-            what = f"{opened['num_accepted']} of {opened['num_groups']} groups accepted"
-        else:
-            published = fields.get("policy_version", "none")
-            what = f"not opened: it needs policy version {max(0, iteration - config.max_staleness)}, and trainer "
-            what += f"{fields.get('owner')} has published {published}"
-        now = await self._ledger.now()
-        workers = [
-            f"{worker.id} ({worker.state}, {max(0.0, now - worker.last_seen_at):.0f} s ago)"
-            for worker in await self._ledger.workers(config.pool)
-        ]
-        seen = ", ".join(workers) or f"none in pool {config.pool}; start a rollout"
-        return f"iteration {iteration} made no progress for {silent_s:.0f} s: {what}; workers seen: {seen}"
+    async def _fail_if_nobody_comes(self, config: JobConfig, fields: Fields) -> None:
+        """While trainers of its pool are alive, a pending job waits its turn for as long as that takes."""
+        now, deadline_s = await self._ledger.now(), config.schedule.start_deadline_s
+        if now - float(fields["created_at"]) < deadline_s:
+            return
+        away_s = trainers_away_s(fields, await inspection.trainers(self._ledger, config.pool), now)
+        if away_s > deadline_s:
+            await self._fail(f"no trainer came for {away_s:.0f} s (schedule.start_deadline_s)")
+
+    async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
+        """A job that kills its trainers, one after another, is not handed to the next one for ever."""
+        if fields["epoch"] == self._seen_epoch:
+            return
+        self._seen_epoch = fields["epoch"]
+        limit = config.schedule.max_lost_trainers
+        if int(fields["epoch"]) > limit:
+            num_lost = num_lost_trainers(await inspection.newest_events(self._ledger, self._job_id))
+            if num_lost >= limit:
+                await self._fail(f"{num_lost} trainers in a row were lost (schedule.max_lost_trainers)")
+
+    async def _fail(self, reason: str) -> None:
+        """`reason: what the doctor finds`. The deadline that has just passed is no finding."""
+        findings = [finding for finding in await explain_job(self._ledger, self._job_id) if finding.next != JOB_FAILS]
+        sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
+        await self._move(JobState.FAILED, "; ".join([reason, *sentences]))
 
     async def _cancel_if_abandoned(self, fields: Fields) -> None:
         """A cancelled job is ended by its trainer; without one, or when it does not react, by us."""

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.local.cores import parse_cores
 from onbeat.logging import configure
-from onbeat.streams.connection import connect
+from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
@@ -37,7 +37,11 @@ def main() -> int:
 
 async def supervise(settings: Settings) -> int:
     """Run the worker. Whatever breaks it is reported once, where the user looks, and ends the process."""
-    ledger = Ledger(connect(settings.redis_url, settings.redis_retry_s))
+    try:
+        ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
 
     def engine_of(config: JobConfig) -> Engine:
         return create_engine(
@@ -49,7 +53,6 @@ async def supervise(settings: Settings) -> int:
             cpu_cores=settings.cpu_cores or None,
         )
 
-    security = settings.wire_security()
     worker = Worker(settings, ledger, engine_of, lambda address, job_id: WeightsClient(address, job_id, security))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)
@@ -60,7 +63,7 @@ async def supervise(settings: Settings) -> int:
     except Exception as error:  # the supervisor: an unknown defect ends the process, loudly
         cause = root_cause(error)
         if isinstance(cause, RedisError):
-            logger.error("Redis at %s cannot be reached: %s", settings.redis_url.rpartition("@")[2], cause)
+            logger.error("Redis at %s cannot be reached: %s", public_address(ledger.redis), cause)
         else:
             logger.error("the rollout broke", exc_info=cause)
             await report(ledger, worker, settings.worker_id, cause)

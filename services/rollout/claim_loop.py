@@ -3,7 +3,8 @@
 claimed --> produced --> submitted: accepted | duplicate, closed (dropped) | stale (handed back)
    |           |
    |           +--> error that another attempt may cure: the lease is handed back, the attempt counts
-   +--> no weights, no time left, this process ends: the lease is handed back as if it had never been claimed
+   +--> no weights, no time left, no such reward service here, this process ends: the lease is handed back as if it had
+   |    never been claimed
    +--> lease lost: cancelled, another worker has it
 """
 
@@ -24,12 +25,14 @@ from services.rollout.engines import EngineBroken
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
 from services.rollout.puller import WeightsPuller
+from services.rollout.rewards.outcome import RewardUnavailable, ServiceMissing
 from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # leases that others lost or handed back are noticed this late
 RETRY_PAUSE_S = 1.0  # no claims for so long after an error
+MISSING_SERVICE_S = 10.0  # no claims for so long when a reward service is not among the settings
 MISSING_VERSION_S = 60.0  # no claims for so long after a version was not to be had, unless it is announced before
 MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
 RELEASE_DEADLINE_S = 5.0
@@ -40,10 +43,10 @@ class StaleGroup(Exception):
 
 
 # Not the engine's fault.
-PASSING_ERRORS = (WeightsError, DeadlineExceeded)
+PASSING_ERRORS = (WeightsError, DeadlineExceeded, RewardUnavailable)
 
 # Not the group's fault: they do not count as attempts.
-BLAMELESS_ERRORS = (WeightsError, VersionMismatch, StaleGroup, EngineBroken, RedisError)
+BLAMELESS_ERRORS = (WeightsError, VersionMismatch, StaleGroup, EngineBroken, RedisError, ServiceMissing)
 
 
 class ClaimLoop:
@@ -203,7 +206,7 @@ class ClaimLoop:
         if isinstance(error, RedisError):
             raise error
         self.flights.remove(flight)
-        self._resume_at = time.monotonic() + RETRY_PAUSE_S
+        self._resume_at = time.monotonic() + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_PAUSE_S)
         if isinstance(error, WeightsError):
             self._missing_version = max(task.policy_version, self._missing_version or 0)
             self._missing_until = time.monotonic() + MISSING_VERSION_S

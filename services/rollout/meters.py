@@ -14,6 +14,10 @@ WEIGHT_BUCKETS_S = (0.03, 0.1, 0.3, 1, 3, 10, 60)
 GROUPS = Counter("onbeat_rollout_groups", "Groups by what became of them", ["outcome"])
 RESPONSE_TOKENS = Counter("onbeat_rollout_response_tokens", "Tokens of finished responses")
 RELEASED = Counter("onbeat_rollout_released_groups", "Leases handed back after an error")
+REWARD_TRIES = Counter("onbeat_rollout_reward_tries", "Tries to score a group: scored, or why not", ["outcome"])
+REWARD_CIRCUIT = Gauge(
+    "onbeat_rollout_reward_circuit", "0: service in use, 1: left alone, 2: one call probes", ["service"]
+)
 IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet submitted")
 POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
 GENERATE_S = Histogram("onbeat_rollout_generate_seconds", "Generating one group", buckets=(0.1, 0.5, 1, 5, 10, 60, 300))

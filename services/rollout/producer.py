@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 from onbeat.streams.codec import (
     GroupFailure,
@@ -13,6 +13,7 @@ from onbeat.streams.codec import (
     Timings,
     VersionSpan,
     check_group,
+    check_logprobs,
 )
 from services.rollout import meters
 from services.rollout.engine import Engine, GeneratedResponse, Sampling
@@ -21,8 +22,10 @@ from services.rollout.inflight import Flight, Stage
 from services.rollout.meters import BusyMeter, TokenRate
 from services.rollout.prompts import GroupFailed, PromptEncoder, prompt_text
 from services.rollout.puller import VersionGone
-from services.rollout.rewards.pool import RewardPool
-from services.rollout.rewards.process import RewardError, RewardRequest, Score
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
+from services.rollout.rewards.scorer import Scorer
+
+LONGEST_S = 3600.0  # of a task that names no deadline: nothing is waited for without end
 
 
 class DeadlineExceeded(Exception):
@@ -35,7 +38,7 @@ class GroupProducer:
         engine: Engine,
         gate: VersionGate,
         encoder: PromptEncoder,
-        rewards: RewardPool,
+        rewards: Scorer,
         worker_id: str,
         reward_attempts: int,
         max_group_attempts: int,
@@ -54,9 +57,11 @@ class GroupProducer:
     async def produce(self, flight: Flight) -> RolloutGroup:
         """A group with responses, or with the reason why there are none.
 
-        Raises what another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, and what engines raise.
+        Raises what another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable, and
+        what engines raise.
         """
         task = flight.claim.task
+        deadline_s = task.deadline_s or LONGEST_S
         group = RolloutGroup(
             group_id=task.group_id,
             iteration=task.iteration,
@@ -64,25 +69,28 @@ class GroupProducer:
             policy_version=task.policy_version,
             prompt_text=prompt_text(task),
             worker_id=self._worker_id,
+            data_row=task.data_row if task.HasField("data_row") else None,
         )
         try:
             self._check_attempts(flight)
+            request = self._reward_request(task)
+            self._rewards.source(request.name, request.options)  # before anything is generated in vain
             prompt_token_ids = self._encoder.encode(task)
             group.prompt_token_ids.extend(prompt_token_ids)
-            async with asyncio.timeout(task.deadline_s or None) as deadline:
+            deadline = asyncio.get_running_loop().time() + deadline_s
+            async with asyncio.timeout_at(deadline) as timeout:
                 responses = await self._generate(flight, prompt_token_ids, group.timings)
-                scores = await self._score(flight, responses, group.timings)
+                request = replace(request, responses=[response.text for response in responses])
+                scores = await self._score(request, deadline, group.timings)
             group.responses.extend(map(to_response, responses, scores))
             refuse_broken(group)
         except GroupFailed as failure:
             del group.responses[:]
             group.failure.CopyFrom(GroupFailure(kind=failure.kind, message=str(failure)))
         except TimeoutError as error:
-            if not deadline.expired():
+            if not timeout.expired():
                 raise
-            message = (
-                f"not ready {task.deadline_s:g} s after its claim (rollout.group_deadline_s), still {flight.stage}"
-            )
+            message = f"not ready {deadline_s:g} s after its claim (rollout.group_deadline_s), still {flight.stage}"
             raise DeadlineExceeded(message) from error
         group.timings.worker_busy_s = self.busy.seconds(task.iteration)
         self._last_errors.pop(task.group_id, None)
@@ -134,22 +142,24 @@ class GroupProducer:
         meters.GENERATE_S.observe(timings.generate_s)
         return responses
 
-    async def _score(self, flight: Flight, responses: Sequence[GeneratedResponse], timings: Timings) -> list[Score]:
-        task = flight.claim.task
-        request = RewardRequest(
+    def _reward_request(self, task: PromptTask) -> RewardRequest:
+        """With no responses yet."""
+        return RewardRequest(
             name=task.reward.name,
             options=json.loads(task.reward.options_json or "{}"),
             context=json.loads(task.reward_context_json or "{}"),
-            responses=[response.text for response in responses],
+            responses=[],
             timeout_s=task.reward.timeout_s,
             memory_limit_mb=task.reward.memory_limit_mb,
             max_attempts=self._reward_attempts,
         )
+
+    async def _score(self, request: RewardRequest, deadline: float, timings: Timings) -> list[Score]:
         started = time.monotonic()
         try:
-            scores = await self._rewards.score(request)
-        except RewardError as error:
-            raise GroupFailed("reward_failed", f"reward {task.reward.name}: {error}") from error
+            scores = await self._rewards.score(request, deadline)
+        except RewardRefused as error:
+            raise GroupFailed("reward_failed", f"reward {request.name}: {error}") from error
         finally:
             timings.score_s = time.monotonic() - started
         meters.SCORE_S.observe(timings.score_s)
@@ -175,5 +185,6 @@ def refuse_broken(group: RolloutGroup) -> None:
     """An empty response, a logprob that is not finite or a gap in the versions would be refused at the door."""
     try:
         check_group(group)
+        check_logprobs(group)
     except ValueError as error:
         raise GroupFailed("generation_failed", f"the engine's output is not usable: {error}") from error

@@ -18,13 +18,14 @@ from onbeat.weights.host import host_id, shared_space
 from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters
+from services.rollout.choice import live_workers
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine
 from services.rollout.gate import VersionGate
 from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
-from services.rollout.rewards.pool import RewardPool
+from services.rollout.rewards.scorer import Scorer
 from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)
 FOLLOW_S = 1.0
 ATTACH_RETRY_S = 1.0
-PEER_SILENCE_S = 10.0  # a worker without a heartbeat for so long has no share
 MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 EngineFactory = Callable[[JobConfig], Engine]
@@ -53,8 +53,9 @@ class Session:
         self.job_id = job_id
         self._settings, self._ledger, self._config = settings, ledger, config
         self._create_engine, self._connect_weights = create_engine, connect_weights
-        self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to stop
+        self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to leave it
         self._hurry = asyncio.Event()  # do not even finish
+        self._is_stopping = False
         self._newest_served: int | None = None
         self._engine: Engine | None = None
         self._gate: VersionGate | None = None
@@ -79,8 +80,13 @@ class Session:
 
     def stop(self) -> None:
         """Drain and leave; called again, leave at once."""
-        if self._ending.is_set():
+        if self._is_stopping:
             self._hurry.set()
+        self._is_stopping = True
+        self._ending.set()
+
+    def leave(self) -> None:
+        """Drain and leave: another job needs this rollout more."""
         self._ending.set()
 
     # ---- what heartbeats say -------------------------------------------------------------------------------------
@@ -136,7 +142,8 @@ class Session:
         await self._start_engine(engine, model_dir, pull, puller)
         gate = VersionGate(engine, puller, self._record_ready, await pull.known())
         cleanup.push_async_callback(gate.close)
-        rewards = RewardPool(self._settings.reward_processes)
+        settings = self._settings
+        rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
         cleanup.push_async_callback(rewards.close)
         attempts = (self._config.reward.max_attempts, self._config.rollout.max_group_attempts)
         producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts)
@@ -217,13 +224,11 @@ class Session:
             return False
 
     async def _num_peers(self) -> int:
-        oldest = time.time() - PEER_SILENCE_S
         return sum(
             worker.job_id == self.job_id
             and worker.id != self._settings.worker_id
             and worker.state in ("idle", "updating", "generating")
-            and worker.last_seen_at > oldest
-            for worker in await self._ledger.workers(self._settings.pool)
+            for worker in await live_workers(self._ledger, self._settings.pool)
         )
 
     async def _load_when_idle(self, puller: WeightsPuller) -> None:

@@ -4,23 +4,42 @@ import os
 import secrets
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
+
+
+class RewardServiceSettings(BaseModel):
+    """Where the reward `http` finds a service, and how it shows who it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(description="groups are posted there")
+    bearer_token_file: Path | None = Field(None, description="holds the token of the Authorization header")
+
+    @field_validator("url")
+    @classmethod
+    def check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("put no user or password into the url, they would be logged; use bearer_token_file")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError
+            raise ValueError(f"{url!r} is no http:// or https:// address")
+        return url
 
 
 def new_worker_id() -> str:
     return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-class Settings(WireSettings, BaseSettings):
+class Settings(WireSettings, RedisSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
-    redis_url: str = Field("redis://127.0.0.1:6379", description="the Redis of broker, trainers and rollouts")
-    redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
     pool: str = Field("default", description="serves jobs of this pool")
     worker_id: str = Field(default_factory=new_worker_id, min_length=1, description="unique among living rollouts")
     engine: str = Field("vllm", description="an installed entry point of the group `onbeat.engines`")
@@ -37,6 +56,11 @@ class Settings(WireSettings, BaseSettings):
     weights_advertise: str = Field("", description="host name that others reach it by; default: weights_host")
     zone: str = Field("", description="label of what is near: weights are pulled within a zone where possible")
     reward_processes: int = Field(1, ge=1, description="groups scored concurrently")
+    reward_services: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")], RewardServiceSettings
+    ] = Field(
+        {}, description='of the reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}'
+    )
     drain_s: float = Field(60.0, ge=0, description="after SIGTERM: time to finish what is in flight")
     metrics_port: int = Field(0, ge=0, lt=65536, description="Prometheus metrics over HTTP; 0: off")
     metrics_host: str = Field("127.0.0.1", description="interface of the metrics port")

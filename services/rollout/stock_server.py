@@ -28,7 +28,7 @@ from redis.exceptions import RedisError
 
 from onbeat.errors import OnbeatError, WeightsError
 from onbeat.logging import configure
-from onbeat.streams.connection import connect
+from onbeat.streams.connection import RedisSettings
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import Manifest
@@ -47,12 +47,11 @@ LOAD_DEADLINE_S = 300.0  # for each step of a load
 START_WITH = "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config.backend onbeat_safetensors"
 
 
-class Settings(WireSettings, BaseSettings):
+class Settings(WireSettings, RedisSettings, BaseSettings):
     """Read from the environment, prefix ONBEAT_."""
 
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
-    redis_url: str = Field("redis://127.0.0.1:6379", description="names the weights' address, unless --weights does")
     log_format: Literal["text", "json"] = Field("text", description="text or json")
 
 
@@ -189,7 +188,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
         model_dir = options.model or await server.model_dir()
         if not (model_dir / "config.json").is_file():
             raise ValueError(f"the server's model is {model_dir}, no folder here; name its checkpoint with --model")
-        ledger = Ledger(connect(settings.redis_url))  # connects when it is asked
+        ledger = Ledger(settings.connect_redis())  # connects when it is asked
         cleanup.push_async_callback(ledger.redis.aclose)
         folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="onbeat-weights-"))
 

@@ -11,7 +11,8 @@ from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
-from services.rollout.session import EngineFactory, Session, SourceFactory
+from services.rollout.choice import Candidate, choose_job, find_move, live_workers
+from services.rollout.session import SERVED_STATES, EngineFactory, Session, SourceFactory
 from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 FIND_JOB_S = 0.5
 HEARTBEAT_S = 2.0
 STATE_CHECK_S = 0.1  # a change of state is told this soon
+MOVE_CHECK_S = 15.0  # twice in a row the same move must be due
 FAREWELL_DEADLINE_S = 5.0
 
 
@@ -35,10 +37,12 @@ class Worker:
     async def run(self) -> None:
         """Until `stop` is called. Raises what this process cannot cure: redis' errors, EngineBroken, ..."""
         try:
+            await self._ledger.heartbeat(self._settings.pool, self._record())  # before others choose their jobs
             async with asyncio.TaskGroup() as tasks:
-                heartbeats = tasks.create_task(self._send_heartbeats())
+                background = [tasks.create_task(work) for work in (self._send_heartbeats(), self._move_if_needed())]
                 await self._serve_jobs()
-                heartbeats.cancel()
+                for task in background:
+                    task.cancel()
         finally:
             await self._say_farewell()
 
@@ -70,17 +74,39 @@ class Worker:
             self._session = None
 
     async def _find_job(self) -> Session | None:
-        """The oldest running job of the pool whose trainer serves weights."""
+        running = [job for job in await self._candidates() if not job.is_paused]
+        if not running:
+            return None
+        workers = await live_workers(self._ledger, self._settings.pool)
+        job = choose_job(running, workers, self._settings.worker_id)
+        factories = (self._create_engine, self._connect_weights)
+        return Session(self._settings, self._ledger, job.job_id, job.config, *factories)
+
+    async def _move_if_needed(self) -> None:
+        """Leave a job for one that has no rollout, when nobody else is about to go there."""
+        due_before = None
+        while True:
+            await asyncio.sleep(MOVE_CHECK_S)
+            workers = await live_workers(self._ledger, self._settings.pool)
+            move = find_move(await self._candidates(), workers, self._settings.worker_id)
+            due = (self.job_id, move.job_id) if move is not None else None
+            if self._session is not None and due is not None and due == due_before:
+                logger.info("leaving job %s: job %s has no rollout", *due)
+                self._session.leave()
+            due_before = due
+
+    async def _candidates(self) -> list[Candidate]:
+        """Jobs of the pool that can be served, the oldest first."""
+        found = []
         for job_id in await self._ledger.job_ids(active_only=True):
             try:
                 fields = await self._ledger.job_fields(job_id)
             except JobNotFound:
                 continue
-            is_ours = fields["pool"] == self._settings.pool and fields["state"] == JobState.RUNNING
+            is_ours = fields["pool"] == self._settings.pool and fields["state"] in SERVED_STATES
             if is_ours and "weights_address" in fields and (config := self._read_config(job_id, fields["config"])):
-                factories = (self._create_engine, self._connect_weights)
-                return Session(self._settings, self._ledger, job_id, config, *factories)
-        return None
+                found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
+        return found
 
     def _read_config(self, job_id: str, config: str) -> JobConfig | None:
         try:
@@ -113,7 +139,8 @@ class Worker:
             await asyncio.sleep(STATE_CHECK_S)
 
     def _record(self) -> WorkerRecord:
-        record = WorkerRecord(id=self._settings.worker_id, state="idle", last_seen_at=time.time())
+        settings = self._settings
+        record = WorkerRecord(id=settings.worker_id, state="idle", last_seen_at=time.time(), lease_s=settings.lease_s)
         session = self._session
         if session is None:
             return record

@@ -16,13 +16,14 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.logging import configure
-from onbeat.streams.connection import connect
+from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.background import Background
 from services.trainer.device import choose_device
 from services.trainer.distributed import PeerLost, World, is_lost_peer
 from services.trainer.link import JobCancelled, JobLink, Stopped
+from services.trainer.presence import Presence
 from services.trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -41,16 +42,20 @@ def main() -> int:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
     background = Background()
-    ledger = background.run(create_ledger(settings))
     try:
+        ledger = background.run(create_ledger(settings))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
         world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
-        serve(settings, background, ledger, stop, world)
+        presence = Presence(background, ledger, settings.pool, settings.trainer_id) if world.is_main else None
+        try:
+            serve(settings, background, ledger, stop, world, presence)
+        finally:
+            if presence is not None:
+                presence.close()
         world.close()
     except (RedisError, TimeoutError) as error:
-        logger.error(
-            "Redis at %s cannot be reached: %s; the job goes on when a trainer is back", settings.redis_url, error
-        )
+        where = public_address(ledger.redis)
+        logger.error("Redis at %s cannot be reached: %s; the job goes on when a trainer is back", where, error)
         return 1
     except RanksMustRestart as reason:
         logger.warning("%s", reason)
@@ -62,10 +67,17 @@ def main() -> int:
 
 
 async def create_ledger(settings: Settings) -> Ledger:
-    return Ledger(connect(settings.redis_url, settings.redis_retry_s))
+    return Ledger(settings.connect_redis())
 
 
-def serve(settings: Settings, background: Background, ledger: Ledger, stop: threading.Event, world: World) -> None:
+def serve(
+    settings: Settings,
+    background: Background,
+    ledger: Ledger,
+    stop: threading.Event,
+    world: World,
+    presence: Presence | None,
+) -> None:
     """Jobs, one after another, until `stop`. Raises RanksMustRestart when one of several ranks left a job early."""
     if world.is_main:
         logger.info("%s waits for jobs of pool %s", settings.trainer_id, settings.pool)
@@ -78,12 +90,16 @@ def serve(settings: Settings, background: Background, ledger: Ledger, stop: thre
         config = JobConfig.model_validate_json(fields)
         num_replicas = world.size if settings.parallelism == "ddp" else 1
         link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, world.rank, num_replicas)
+        if presence is not None:
+            presence.job_id = job_id
         try:
             outcome, error = train(settings, link, config, world)
             if outcome is not None and (world.is_main or outcome is JobState.FAILED):
                 finish(background, ledger, job_id, epoch, outcome, error)
         finally:
             link.close()
+            if presence is not None:
+                presence.job_id = None
         if world.size > 1 and outcome is not JobState.SUCCEEDED:
             raise RanksMustRestart(f"job {job_id} ended early ({outcome or 'left'}); all ranks start again")
 

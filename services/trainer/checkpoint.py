@@ -69,7 +69,7 @@ class CheckpointStore:
     """One save at a time is in flight. Every rank creates it and calls `save` and `restore` at the same points."""
 
     def __init__(self, folder: Path, keep: int, world: World | None = None, writer: str = "0") -> None:
-        """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease."""
+        """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease, a number."""
         self._folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -152,21 +152,15 @@ class CheckpointStore:
         return {name: size for report in reports for name, size in report["files"].items()}
 
     def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> Sizes:
-        """Everything is written: list it, sync, rename, then drop the oldest."""
+        """Everything is written: list it, sync, let it appear, then drop the oldest."""
         check_files(partial, files)
-        (partial / "state.json").write_text(json.dumps({"state": asdict(state), "files": files}, indent=2))
-        for path in [partial / "state.json", *(path for path in partial.iterdir() if path.is_dir()), partial]:
-            sync_path(path)
-        replaced = self._folder / f".{target.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if target.exists():
-            target.rename(replaced)
-        partial.rename(target)
-        sync_path(self._folder)
-        for leftover in [replaced, *self._folder.glob(".*.partial")]:  # of writers that died
-            shutil.rmtree(leftover, ignore_errors=True)
+        write_state(partial, state, files)
+        appear(partial, target)
+        for leftover in self._folder.glob(".*.partial"):
+            if epoch_of(leftover) < epoch_of(partial):  # never what a successor is writing
+                shutil.rmtree(leftover, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # another trainer may be at it, too
         return {}
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -276,6 +270,32 @@ def write_content(partial: Path, content: Content, rank: int, size: int) -> Size
         path.chmod(0o644)  # safetensors writes for the owner only
         sync_path(path)
     return {str(path.relative_to(partial)): path.stat().st_size for path in paths}
+
+
+def write_state(partial: Path, state: TrainState, files: Sizes) -> None:
+    """The last file. Returns when all names in the folder are on disk."""
+    (partial / "state.json").write_text(json.dumps({"state": asdict(state), "files": files}, indent=2))
+    for path in [partial / "state.json", *(path for path in partial.iterdir() if path.is_dir()), partial]:
+        sync_path(path)
+
+
+def appear(partial: Path, target: Path) -> None:
+    """Rename in one move. A complete checkpoint stays: it has the same bits, and somebody may be reading it."""
+    try:
+        partial.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        is_complete = (target / "state.json").exists()
+        shutil.rmtree(partial if is_complete else target)
+        if not is_complete:  # it was being removed when its trainer died
+            partial.rename(target)
+    sync_path(target.parent)
+
+
+def epoch_of(partial: Path) -> int:
+    """`.iteration-000003.7.partial` -> 7"""
+    return int(partial.name.split(".")[-2])
 
 
 def shard_name(rank: int, size: int) -> str:

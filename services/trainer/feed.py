@@ -15,6 +15,7 @@ from services.trainer.batch import cost
 from services.trainer.link import Link
 
 LOOK_AGAIN_S = 3.0  # after so much silence: a delivery may have been lost with its answer, the ledger has not
+BROKER_FIRST_S = 10.0  # a broker that is alive fails a stuck iteration first: it can say more about it
 ALL_AT_ONCE = 64  # groups of one delivery to the only replica
 
 
@@ -39,12 +40,12 @@ class GroupFeed:
             if group_ids[0] in wanted:
                 while not (recorded := self._pick(group_ids)):
                     self._wait(iteration, len(group_ids))
-                yield recorded
+                yield self._begin(iteration, recorded)
         left = set(wanted) - self._link.taken_groups(iteration)
         while left:
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
-                self._wait(iteration, len(left))
+                self._wait(iteration, len(left) - len(ready))
                 left -= self._taken_by_others(iteration)
                 continue
             group_ids = [group.group_id for group in self._take_budget(ready)]
@@ -52,8 +53,12 @@ class GroupFeed:
             left -= set(group_ids)
             mine = {group.group_id: group for group in self._discard(group_ids)}
             if granted:
-                yield [mine[group_id] for group_id in granted]
+                yield self._begin(iteration, [mine[group_id] for group_id in granted])
             self._quiet_since = time.monotonic()
+
+    def _begin(self, iteration: int, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        self._link.doing = f"training a micro-batch of {len(groups)} groups of iteration {iteration}"
+        return groups
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
         """Each group once. True if any was new."""
@@ -112,6 +117,7 @@ class GroupFeed:
     def _wait(self, iteration: int, num_left: int) -> None:
         """Until another group arrives, for a moment at most. Raises JobFailed after the iteration's deadline."""
         deadline_s = self._config.schedule.iteration_deadline_s
+        self._link.doing = f"waiting for groups of iteration {iteration}: {num_left} missing"
         is_new = self._receive(timeout_s=0.5 if self._num_replicas == 1 else 0.02)
         now = time.monotonic()
         if not is_new and now - self._looked_at > LOOK_AGAIN_S:
@@ -119,7 +125,7 @@ class GroupFeed:
             is_new = self._add(self._link.accepted_groups(iteration))
         if is_new or self._link.check() is JobState.PAUSED:
             self._quiet_since = now
-        if now - self._quiet_since > deadline_s:
+        if now - self._quiet_since > deadline_s + BROKER_FIRST_S:
             raise JobFailed(
                 f"iteration {iteration}: no group arrived for {deadline_s:.0f} s, {num_left} are missing; "
                 "are rollouts running? (`onbeat workers`)"

@@ -42,6 +42,7 @@ class Link(Protocol):
 
     job_id: str
     config: JobConfig
+    doing: str  # set by the steps of the training, for people: the next heartbeat tells it
 
     def check(self) -> JobState: ...
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]: ...
@@ -76,6 +77,7 @@ class JobLink:
         num_replicas: int = 1,
     ) -> None:
         self.job_id, self.config, self.epoch = job_id, config, epoch
+        self.doing = "loading the model"
         self._background, self._ledger, self._epoch, self._lease_s, self._stop = (
             background,
             ledger,
@@ -105,7 +107,7 @@ class JobLink:
     async def _renew(self) -> JobState:
         """Rank 0 keeps the lease; the other ranks only look whether it is still theirs."""
         if self._rank == 0:
-            return await self._ledger.renew_job(self.job_id, self._epoch, self._lease_s)
+            return await self._ledger.renew_job(self.job_id, self._epoch, self._lease_s, self.doing)
         fields = await self._ledger.job_fields(self.job_id)
         if fields["epoch"] != self._epoch:
             raise LeaseLost(f"job {self.job_id} has another trainer now")
@@ -148,6 +150,7 @@ class JobLink:
 
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         """Rollouts pull this version, which is held, from now on."""
+        self.doing = f"publishing policy version {snapshot.policy_version}"
         assert self._server is not None
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         self._background.run(self._server.announce())
@@ -206,6 +209,7 @@ class JobLink:
         self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
     ) -> bool:
         """Close the iteration and count the next version. False when it was committed before a crash."""
+        self.doing = f"committing iteration {iteration}"
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         arguments = (self.job_id, self._epoch, iteration, version, digest, metrics, used, is_published)
         return self._run(self._ledger.commit_iteration(*arguments))
@@ -217,6 +221,7 @@ class JobLink:
         """The last version is evaluated while this trainer still serves it. Gives up, loudly, after a deadline."""
         last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
         deadline = time.monotonic() + deadline_s
+        self.doing = "waiting for the last evaluation" if self.config.evaluation else "ending the job"
         while self.config.evaluation is not None and not self._is_evaluated(last):
             self.check()
             if time.monotonic() > deadline:

@@ -22,7 +22,7 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
-from onbeat.streams.codec import RolloutGroup, span_versions
+from onbeat.streams.codec import RolloutGroup, check_logprobs, span_versions
 from onbeat.types import JobState
 from services.trainer.algorithm.gac import GacAction
 from services.trainer.algorithm.reinforce_pp import batch_scale
@@ -99,6 +99,7 @@ class TrainLoop:
         if self._lockstep(len(self._rows)) == 0:  # no signal at all: one row, of zero gradient, shows the mismatch
             with stats.busy("train/micro_batches_s"):
                 self._accumulate_rows(rows(witness, self._config)[:1], stats, scale)
+        self._link.doing = f"at the barrier of iteration {self._iteration}: sum over replicas and optimizer step"
         with stats.busy("train/step_s"):
             self.reduce(stats)
             self.step(stats)
@@ -219,6 +220,16 @@ class TrainLoop:
         if versions != [wanted] or not newest - self._config.max_staleness <= wanted <= newest:
             allowed = f"one version, {newest - self._config.max_staleness} to {newest}"
             raise JobFailed(f"group {group.group_id} has tokens of versions {versions}, wanted {wanted} ({allowed})")
+        try:
+            check_logprobs(group)
+        except ValueError as error:
+            raise JobFailed(f"{error}; worker {group.worker_id} sent it, stop that one") from error
+        largest = max(max(ids) for ids in (group.prompt_token_ids, *(each.token_ids for each in group.responses)))
+        if largest >= (vocab_size := self._policy.model.config.vocab_size):
+            raise JobFailed(
+                f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens; "
+                f"worker {group.worker_id} sent it, stop that one"
+            )
 
 
 def shares(config: JobConfig, iteration: int) -> list[list[str]]:

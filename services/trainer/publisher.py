@@ -74,6 +74,7 @@ class Publisher:
         """The iteration is over: publish its version, unless it has hardly moved (`bounded` only), and commit."""
         version, num_steps = self.state.policy_version + 1, self._policy.optimizer.num_steps
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
+        self._link.doing = f"making policy version {version} of the weights"
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
@@ -89,6 +90,7 @@ class Publisher:
 
     def finish(self) -> None:
         """Returns when everything is on disk. Raises JobFailed when it cannot be written."""
+        self._link.doing = "waiting until the last checkpoint is on disk"
         self._checkpoints.wait()
         self._tell_durable()
 
@@ -155,6 +157,7 @@ class Publisher:
         is_last = done == self._config.schedule.num_iterations
         if not is_last and done % self._config.checkpoint.every_iterations:
             return
+        self._link.doing = f"writing the checkpoint after {done} iterations"
         snapshots = self._policy.old.snapshots.items()
         older = {version: held.tensors() for version, held in snapshots if version < self.state.policy_version}
         assert self._newest is not None

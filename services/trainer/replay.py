@@ -19,7 +19,6 @@ from typing import Any
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.streams.codec import RolloutGroup
-from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
@@ -39,7 +38,7 @@ class RecordedLink:
     def __init__(
         self, config: JobConfig, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]
     ) -> None:
-        self.config, self.job_id = config, "replay"
+        self.config, self.job_id, self.doing = config, "replay", ""
         self._groups = list(groups)
         self._micro_batches = micro_batches
         self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it

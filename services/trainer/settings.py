@@ -8,13 +8,13 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
 
 
-class Settings(WireSettings, BaseSettings):
+class Settings(WireSettings, RedisSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
-    redis_url: str = Field("redis://127.0.0.1:6379", description="the Redis of broker, trainers and rollouts")
     pool: str = Field("default", description="takes jobs of this pool")
     trainer_id: str = Field(default_factory=lambda: f"trainer-{socket.gethostname()}-{os.getpid()}")
     data_dir: Path = Field(Path(".onbeat"), description="checkpoints go to data_dir/jobs/JOB/checkpoints")
@@ -43,5 +43,4 @@ class Settings(WireSettings, BaseSettings):
     weights_max_calls: int = Field(1024, ge=1, description="calls to the weights service at a time; more are refused")
     zone: str = Field("", description="label of what is near: weights are pulled within a zone where possible")
     lease_s: float = Field(30.0, gt=0, description="another trainer takes over when this one is silent for so long")
-    redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
     log_format: str = Field("text", description="text or json")

@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
-from onbeat.client import Client
+from onbeat.client import BrokerUnreachable, Client
+from onbeat.errors import ApiError
 from onbeat.local.cores import available_cores
-from onbeat.local.stack import LocalStack, StackOptions
+from onbeat.local.stack import LocalStack, StackOptions, service_specs
 from onbeat.local.state import running_stack
+from onbeat.local.supervisor import Service, ServiceSpec
 from onbeat.types import JobRecord
 from tests.integration.tiny_models import write_tied_model
 
@@ -24,48 +27,58 @@ DEADLINE_S = 180.0
 
 class RunningStack:
     def __init__(self, stack: LocalStack, data_dir: Path) -> None:
-        self.data_dir, self.url = data_dir, stack.url
+        self.data_dir, self.url, self._stack = data_dir, stack.url, stack
         state = running_stack(data_dir)
         assert state is not None
         self.redis_url = state.redis_url
         self.client = Client(stack.url)
 
-    def kill(self, service: str, number: int = signal.SIGKILL, worker_id: str = "") -> int:
-        """Signal the service process of this stack (never its guard); returns its pid."""
-        (process,) = self.processes(service, worker_id)
-        os.kill(process.pid, number)
-        return process.pid
+    @property
+    def services(self) -> list[Service]:
+        assert self._stack._supervisor is not None
+        return self._stack._supervisor.services
 
-    def processes(self, service: str, worker_id: str = "") -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                environment = process.environ()
-                is_service = process.cmdline()[-2:] == ["-m", f"services.{service}"]
-                is_guard = "onbeat.local.guard" in " ".join(process.cmdline())
-            except (psutil.Error, OSError):
-                continue
-            is_ours = environment.get("ONBEAT_REDIS_URL") == self.redis_url
-            if is_ours and is_service and not is_guard and worker_id in environment.get("ONBEAT_WORKER_ID", ""):
-                found.append(process)
-        return found
+    def process(self, name: str) -> psutil.Process | None:
+        """That of the service (`redis`, `broker`, `trainer`, `rollout-0`), not its guard; None while there is none."""
+        (service,) = [service for service in self.services if service.spec.name == name]
+        try:
+            children = psutil.Process(service.pid).children() if service.pid else []
+        except psutil.NoSuchProcess:
+            return None
+        return children[0] if children and children[0].status() != psutil.STATUS_ZOMBIE else None
+
+    def signal(self, name: str, number: int = signal.SIGKILL) -> bool:
+        """Signal the service; False when there is none just now."""
+        process = self.process(name)
+        try:
+            if process is not None:
+                process.send_signal(number)
+        except psutil.NoSuchProcess:
+            return False
+        return process is not None
+
+    def log(self, name: str) -> str:
+        return (self.data_dir / "logs" / f"{name}.log").read_text(errors="replace")
+
+    def launch(self, spec: ServiceSpec) -> None:
+        """One more service, which ends with the stack."""
+        assert self._stack._supervisor is not None
+        self._stack._supervisor._launch(spec)
 
     def wait(self, job_id: str) -> JobRecord:
         """Until the job is final."""
-        wait_until(lambda: self.client.jobs.get(job_id).state.is_final, f"job {job_id} ends")
-        return self.client.jobs.get(job_id)
+        wait_until(lambda: self.job(job_id).state.is_final, f"job {job_id} ends")
+        return self.job(job_id)
 
-    def wait_for_middle_of_iteration(self, job_id: str, iteration: int, num_accepted: int = 1) -> None:
-        """Until some, but not all groups of the iteration are accepted. Fails when it is over too soon."""
-
-        def is_there() -> bool:
-            records = self.client.jobs.iterations(job_id, after=iteration - 1)
-            if not records or records[0].num_accepted < num_accepted:
-                return False
-            assert records[0].num_accepted < records[0].num_groups, "the iteration was over before it could be hurt"
-            return True
-
-        wait_until(is_there, f"iteration {iteration} is under way", poll_s=0.01)
+    def job(self, job_id: str) -> JobRecord:
+        """From whichever broker answers first: one may just be starting again."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                return self.client.jobs.get(job_id)
+            except (BrokerUnreachable, ApiError):
+                assert time.monotonic() < deadline, f"no broker answered for {DEADLINE_S:.0f} s"
+                time.sleep(0.1)
 
     def events(self, job_id: str, kind: str) -> list[Any]:
         return [event for event in self.client.jobs.events(job_id) if event.kind == kind]
@@ -73,22 +86,33 @@ class RunningStack:
 
 @contextmanager
 def running(
-    tmp_path: Path, num_rollouts: int = 1, engine: str = "transformers", lease_s: float = 5.0, **options: Any
+    tmp_path: Path,
+    num_rollouts: int = 1,
+    engine: str = "transformers",
+    lease_s: float = 5.0,
+    change: Callable[[list[ServiceSpec]], list[ServiceSpec]] = lambda specs: specs,
+    **options: Any,
 ) -> Iterator[RunningStack]:
-    os.environ["ONBEAT_LEASE_S"] = str(lease_s)  # services inherit it: take-over in seconds
+    """`change`: what else to start than broker, trainer and rollouts, or how."""
     # Slow on purpose: few responses at a time, the last core trains, so that there is a middle of an iteration to hurt.
     cores = available_cores()
     split = {"rollout_cores": cores[:1], "trainer_cores": cores[-1:]}
-    os.environ["ONBEAT_MAX_NUM_SEQS"] = "24"
+    inherited = {"ONBEAT_LEASE_S": str(lease_s), "ONBEAT_MAX_NUM_SEQS": "24"}  # a short lease: take-over in seconds
     stack_options = StackOptions(data_dir=tmp_path / "data", num_rollouts=num_rollouts, engine=engine, **split)
     stack = LocalStack(replace(stack_options, **options), "up")
     done = threading.Event()
 
     def supervise() -> None:
-        while not done.wait(0.2):
+        while not done.wait(0.1):
             stack.check()
+            for service in stack._supervisor.services if stack._supervisor else []:
+                service.num_failures = 0  # however often a test kills it, it starts again soon
 
-    with stack:
+    with (
+        patch.dict(os.environ, inherited),
+        patch("onbeat.local.stack.service_specs", lambda *args: change(service_specs(*args))),
+        stack,
+    ):
         thread = threading.Thread(target=supervise, daemon=True)
         thread.start()
         try:

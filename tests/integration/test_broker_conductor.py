@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,13 @@ import pytest
 import pytest_asyncio
 
 from onbeat.config import JobConfig, ReasoningGymData
+from onbeat.streams import keys
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
+from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import EvaluationState, IterationState, JobState, Verdict, WorkerRecord
-from services.broker.conductor import Conductor
+from onbeat.types import EvaluationState, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
+from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
 from tests.conftest import free_port, start_redis
@@ -329,7 +332,7 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
     assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
     assert await ledger.num_unclaimed_prompts(job_id) == 0
     fields = await reaches(ledger, job_id, JobState.FAILED)
-    assert "the trainer did not finish the job" in fields["error"]
+    assert "trainer-a did not finish the job" in fields["error"]
 
 
 # ---- ending ------------------------------------------------------------------------------------------------------
@@ -338,13 +341,17 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
 @pytest.mark.usefixtures("conductors")
 async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Ledger) -> None:
     job_id = await create_job(ledger, pool="stuck", schedule={"iteration_deadline_s": 0.6})
-    await ledger.heartbeat("stuck", WorkerRecord(id="w-lazy", state="generating", last_seen_at=time.time() - 60))
+    lazy = WorkerRecord(id="w1", job_id=None, state="generating", last_seen_at=time.time() - 60, lease_s=90)
+    await ledger.heartbeat("stuck", lazy)
     await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     claim, _ = await claim_all(ledger, job_id)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "iteration 0 made no progress for" in fields["error"]
-    assert "0 of 2 groups accepted; workers seen: w-lazy (generating, 6" in fields["error"]
+    assert "w1 was last seen 6" in fields["error"]
+    assert "others take over its 2 prompts in 8" in fields["error"]
+    assert "iteration 0 (policy version 0): 0 of 2 groups accepted; 2 with w1 (" in fields["error"]
+    assert "the job fails in" not in fields["error"]  # it does now
     assert claim.task.group_id == "0-0"
 
 
@@ -354,7 +361,7 @@ async def test_job_whose_trainer_publishes_nothing_fails_and_names_the_trainer(l
     await ledger.claim_job(job_id, "trainer-mute", 30)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "it needs policy version 0, and trainer trainer-mute has published none" in fields["error"]
-    assert "none in pool empty; start a rollout" in fields["error"]
+    assert "none in pool empty was seen in the last 10 s; start a rollout: `onbeat up`" in fields["error"]
 
 
 @pytest.mark.usefixtures("conductors")
@@ -366,6 +373,63 @@ async def test_paused_and_pending_jobs_may_wait(ledger: Ledger) -> None:
     await asyncio.sleep(1.5)
     assert await ledger.job_state(pending) is JobState.PENDING
     assert await ledger.job_state(paused) is JobState.PAUSED
+
+
+async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
+    record = TrainerRecord(id="trainer-a", state="training", job_id="another", last_seen_at=await ledger.now() - ago_s)
+    await ledger.redis.hset(keys.trainers(pool), record.id, record.model_dump_json())
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_pending_job_fails_once_its_pool_is_without_trainers_for_too_long(ledger: Ledger) -> None:
+    pool = f"pool-{uuid.uuid4().hex[:8]}"
+    await trainer_seen(ledger, pool, ago_s=0)
+    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
+    await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
+    await asyncio.sleep(1.5)  # several looks at it
+    assert await ledger.job_state(job_id) is JobState.PENDING  # it waits for its turn, which may take long
+    await trainer_seen(ledger, pool, ago_s=600)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith("no trainer came for 60")
+    assert "(the last one, trainer-a, was last seen 60" in fields["error"]
+    assert "start one: `onbeat up`, or `python -m services.trainer` with ONBEAT_POOL=" + pool in fields["error"]
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
+    for owner in ("trainer-a", "trainer-b"):  # one loss, and a commit
+        epoch = await ledger.claim_job(job_id, owner, 0.0)
+        assert epoch is not None
+    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await wait_open(ledger, job_id, 0)
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
+    await wait_open(ledger, job_id, 1)
+    await asyncio.sleep(1.5)
+    assert await ledger.job_state(job_id) is JobState.RUNNING
+    assert await ledger.claim_job(job_id, "trainer-d", 30.0)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith("2 trainers in a row were lost (schedule.max_lost_trainers); ")
+    assert "2 trainers in a row ended without committing iteration 1" in fields["error"]
+    assert "trainer-d holds" in fields["error"]
+
+
+async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
+    ledger: Ledger, process: DatasetProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await create_job(ledger)
+    conductor = Conductor(ledger, process, patience_s=10)
+    for _ in range(MAX_CRASHES - 1):
+        await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
+    monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # by now all of them are long ago
+    await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
+    assert await ledger.job_state(job_id) is JobState.PENDING
+    monkeypatch.undo()
+    for _ in range(MAX_CRASHES - 1):
+        await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
+    assert "the broker cannot conduct this job: RuntimeError: a defect" in (await ledger.job_fields(job_id))["error"]
 
 
 @pytest.mark.usefixtures("conductors")

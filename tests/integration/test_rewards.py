@@ -1,25 +1,41 @@
-"""Rewards that misbehave, in real child processes: only the process dies, and only that response is failed."""
+"""Rewards that misbehave, in real child processes: only the process dies, and only that response has no score."""
 
 import asyncio
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards.pool import RewardPool
-from services.rollout.rewards.process import RewardError, RewardProcess, RewardRequest
+from services.rollout.rewards import limits
+from services.rollout.rewards import scorer as scorer_module
+from services.rollout.rewards.limits import Limits
+from services.rollout.rewards.outcome import RewardError, RewardRefused, RewardRequest, RewardUnavailable, Score
+from services.rollout.rewards.process import RewardProcess
+from services.rollout.rewards.scorer import Scorer
 
 REWARDS = '''
-import os, sys, time
+import os, resource, signal, sys, time
 from pathlib import Path
+
+def fork_tree(folder, levels):
+    """2 ** levels processes that never end, each known by a file."""
+    for _ in range(levels):
+        os.fork()
+    (folder / str(os.getpid())).touch()
+    time.sleep(3600)
 
 def behave(response, context, **options):
     """Does what the response says."""
     if response == "hang":
         time.sleep(3600)
+    if response == "nap":
+        time.sleep(1.2)
     if response == "spin":
         while True: pass
     if response == "eat":
@@ -42,12 +58,45 @@ def behave(response, context, **options):
         if not marker.exists():
             marker.touch()
             os.abort()
+    if response == "crash here" and "CRASH_HERE" in os.environ:
+        os.abort()
     if response == "secrets":
         return float("ONBEAT_REDIS_URL" in os.environ)
     if response == "child":
         Path(context["marker"]).write_text(str(os.fork() or time.sleep(3600)))
         time.sleep(3600)
-    return {"reward": 1.0, "length": len(response)}
+    if response == "tree":
+        fork_tree(Path(context["folder"]), levels=5)
+    if response == "flood":
+        while True: os.write(1, b"x" * 65536)
+    if response == "close":
+        os.closerange(0, 64)
+    if response == "vanish":
+        os._exit(0)
+    if response == "big file":
+        with open(context["marker"], "wb") as file: file.truncate(1 << 40)
+    if response == "many files":
+        files = [open(os.devnull) for _ in range(10_000)]
+    if response == "stubborn":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU):
+            signal.signal(number, signal.SIG_IGN)
+        while True: pass
+    if response == "scribble":
+        for number in range(3, 20):
+            try: os.write(number, b"5\\n")
+            except OSError: pass
+    if response == "twin" and os.fork() == 0:
+        time.sleep(0.5)
+    if response == "burn":
+        started = time.process_time()
+        while time.process_time() < started + 0.7: pass
+    if response == "limits":
+        kinds = ("AS", "CORE", "FSIZE", "NOFILE", "CPU")
+        values = {kind: resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds}
+        soft_and_hard = {f"{kind}_{i}": v for kind, pair in values.items() for i, v in zip(("soft", "hard"), pair)}
+        expendable = int(Path("/proc/self/oom_score_adj").read_text())
+        return {"reward": 1.0, "nice": os.nice(0), "expendable": expendable, **soft_and_hard}
+    return {"reward": 1.0, "length": len(response), "pid": os.getpid()}
 '''
 
 
@@ -65,10 +114,15 @@ def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def pool():
-    pool = RewardPool(num_processes=1)
-    yield pool
-    await pool.close()
+async def scorer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scorer_module, "FIRST_PAUSE_S", 0.01)
+    scorer = Scorer(1, {}, "w0")
+    yield scorer
+    await scorer.close()
+
+
+async def score(scorer: Scorer, request: RewardRequest, deadline_s: float = 60.0) -> list[Score]:
+    return await scorer.score(request, asyncio.get_running_loop().time() + deadline_s)
 
 
 def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, context: dict | None = None, **kwargs):
@@ -77,97 +131,119 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, cont
     return RewardRequest(**(defaults | limits | kwargs), context=context or {}, responses=list(responses))
 
 
-def idle_pid(pool: RewardPool) -> int:
-    return pool._idle[0].pid
+def idle_pid(scorer: Scorer) -> int:
+    return scorer._pool._idle[0].pid
 
 
-async def test_scores_come_back_in_order_with_their_parts(pool):
-    scores = await pool.score(request("a", "bbb"))
-    assert [(score.reward, score.parts) for score in scores] == [(1.0, {"length": 1.0}), (1.0, {"length": 3.0})]
+async def test_scores_come_back_in_order_with_their_parts(scorer):
+    scores = await score(scorer, request("a", "bbb"))
+    assert [(score.reward, score.parts["length"]) for score in scores] == [(1.0, 1.0), (1.0, 3.0)]
 
 
-async def test_process_stays_warm_and_later_groups_are_fast(pool):
-    await pool.score(request("a"))
-    pid, started = idle_pid(pool), time.monotonic()
+async def test_process_stays_warm(scorer):
+    await score(scorer, request("a"))
+    pid = idle_pid(scorer)
     for _ in range(20):
-        await pool.score(request("a"))
-    assert idle_pid(pool) == pid
-    assert time.monotonic() - started < 1.0
+        await score(scorer, request("a"))
+    assert idle_pid(scorer) == pid
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "spin"])
-async def test_hanging_reward_is_killed_in_time_and_replaced(pool, behaviour):
-    await pool.score(request("a"))
-    pid, started = idle_pid(pool), time.monotonic()
-    with pytest.raises(RewardError, match=r"response 1: timeout: scoring took longer than 0.3 s"):
-        await pool.score(request("a", behaviour, timeout_s=0.3))
-    assert time.monotonic() - started < 1.5
+@pytest.mark.parametrize("behaviour", ["hang", "spin", "stubborn"])
+async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
+    await score(scorer, request("a", timeout_s=1.0))
+    pid = idle_pid(scorer)
+    with pytest.raises(RewardUnavailable, match=r"response 1: timeout: scoring took longer than 1 s"):
+        await score(scorer, request("a", behaviour, timeout_s=1.0))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert (await pool.score(request("a")))[0].reward == 1.0
+    assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
-async def test_timeout_is_per_response_not_per_group(pool):
-    await pool.score(request("a"))
-    started = time.monotonic()
-    with pytest.raises(RewardError, match="response 2"):
-        await pool.score(request("a", "b", "hang", timeout_s=0.5))
-    assert 0.4 < time.monotonic() - started < 1.5
+async def test_timeout_is_per_response_not_per_group(scorer):
+    with pytest.raises(RewardUnavailable, match="response 2: timeout"):
+        await score(scorer, request("nap", "nap", "hang", timeout_s=2.3))  # 1.2 s each
 
 
-async def test_memory_hog_hits_its_limit_and_is_replaced(pool):
-    with pytest.raises(RewardError, match="memory: the memory limit") as caught:
-        await pool.score(request("eat", memory_limit_mb=256))
-    assert caught.value.kind == "memory"
-    assert not pool._idle
-    assert (await pool.score(request("a")))[0].reward == 1.0
+async def test_memory_hog_hits_its_limit_and_is_replaced(scorer):
+    with pytest.raises(RewardUnavailable, match="memory: the memory limit"):
+        await score(scorer, request("eat", memory_limit_mb=256))
+    assert not scorer._pool._idle
+    assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
-async def test_garbage_on_stdout_does_not_reach_the_protocol(pool):
-    scores = await pool.score(request("print", "a"))
+async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
+    scores = await score(scorer, request("print", "a"))
     assert [score.reward for score in scores] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "kind", "words"),
+    ("behaviour", "outcome", "words"),
     [
-        ("nan", "invalid", "nan, not a finite number"),
-        ("raise", "raised", "KeyError: 'no such thing'"),
-        ("crash", "crashed", "SIGABRT"),
-        ("crash", "crashed", "last words|Aborted"),
-        ("exit", "crashed", "exited with code 3"),
+        ("nan", RewardRefused, "invalid: reward is nan, not a finite number"),
+        ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
+        ("big file", RewardRefused, "raised: OSError: .*File too large"),
+        ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
+        ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
+        ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
+        ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
+        ("close", RewardUnavailable, "crashed: .* exited with code"),
+        ("flood", RewardUnavailable, "crashed: killed: it printed more than 4194304 bytes"),
+        ("scribble", RewardUnavailable, "crashed: the reward wrote into the protocol"),
     ],
 )
-async def test_broken_reward_is_an_error_with_its_reason_never_a_zero(pool, behaviour, kind, words):
-    with pytest.raises(RewardError, match=words) as caught:
-        await pool.score(request("a", behaviour))
-    assert (caught.value.kind, caught.value.index) == (kind, 1)
+async def test_broken_reward_is_an_error_of_the_right_kind_never_a_zero(scorer, behaviour, outcome, words, tmp_path):
+    context = {"marker": str(tmp_path / "file")}
+    with pytest.raises(outcome, match=f"response 1: {words}") as caught:
+        await score(scorer, request("a", behaviour, context=context, timeout_s=20.0))
+    assert caught.value.index == 1
+    assert (await score(scorer, request("a")))[0].reward == 1.0
 
 
-async def test_crash_is_retried_and_keeps_the_scores_it_had(pool, tmp_path):
+@pytest.mark.parametrize("options", [{"unknown": 1}, {"response": "again"}])
+async def test_option_that_the_reward_does_not_know_is_its_refusal(scorer, options):
+    with pytest.raises(RewardRefused, match="raised: TypeError"):
+        await score(scorer, request("2", name="exact", options=options, context={"answer": "2"}))
+
+
+async def test_crash_is_retried_and_keeps_the_scores_it_had(scorer, tmp_path):
     context = {"marker": str(tmp_path / "marker")}
-    scores = await pool.score(request("a", "once", "bb", max_attempts=2, context=context))
+    scores = await score(scorer, request("a", "once", "bb", max_attempts=2, context=context))
     assert [score.parts["length"] for score in scores] == [1.0, 4.0, 2.0]
 
 
-async def test_attempts_are_counted_per_response(pool):
-    with pytest.raises(RewardError, match="response 1: raised"):
-        await pool.score(request("a", "raise", "crash", max_attempts=3))
+async def test_attempts_are_counted_per_response(scorer):
+    with pytest.raises(RewardRefused, match="response 1: raised"):
+        await score(scorer, request("a", "raise", "crash", max_attempts=3))
 
 
-async def test_unknown_reward_fails_with_the_installed_names(pool):
-    with pytest.raises(RewardError, match=r"load: ValueError: no reward 'nobody'.*behave, exact"):
-        await pool.score(request("a", name="nobody"))
+async def test_try_that_would_begin_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
+    monkeypatch.setattr(scorer_module, "pause_after", lambda error, num_tries: 3600.0)
+    with pytest.raises(RewardUnavailable, match="SIGABRT"):
+        await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
 
 
-async def test_settings_of_the_service_are_hidden_from_rewards(pool):
-    assert (await pool.score(request("secrets")))[0].reward == 0.0
+@pytest.mark.parametrize("groups", [["twin", "nap"], ["twin+nap"]], ids=["next group", "same group"])
+async def test_reward_that_forks_and_returns_twice_never_mixes_up_scores(scorer, groups):
+    """The twin's answer arrives while the nap is awaited."""
+    for group in groups:
+        responses = group.split("+")
+        scores = await score(scorer, request(*responses, max_attempts=3))
+        assert [score.parts["length"] for score in scores] == [len(response) for response in responses]
 
 
-async def test_cancelled_scoring_leaves_no_process(pool):
-    await pool.score(request("a"))
-    pid = idle_pid(pool)
-    scoring = asyncio.create_task(pool.score(request("hang", timeout_s=60)))
+async def test_unknown_reward_fails_with_the_installed_names(scorer):
+    with pytest.raises(RewardRefused, match=r"load: ValueError: no reward 'nobody'.*behave, exact"):
+        await score(scorer, request("a", name="nobody"))
+
+
+async def test_settings_of_the_service_are_hidden_from_rewards(scorer):
+    assert (await score(scorer, request("secrets")))[0].reward == 0.0
+
+
+async def test_cancelled_scoring_leaves_no_process(scorer):
+    await score(scorer, request("a"))
+    pid = idle_pid(scorer)
+    scoring = asyncio.create_task(score(scorer, request("hang", timeout_s=60)))
     await asyncio.sleep(0.2)
     scoring.cancel()
     await asyncio.wait({scoring})
@@ -175,16 +251,84 @@ async def test_cancelled_scoring_leaves_no_process(pool):
         os.kill(pid, 0)
 
 
-async def test_kill_takes_along_what_the_reward_started(pool, tmp_path):
+async def test_kill_takes_along_what_the_reward_started(scorer, tmp_path):
     marker = tmp_path / "pid"
     with pytest.raises(RewardError, match="timeout"):
-        await pool.score(request("child", timeout_s=0.5, context={"marker": str(marker)}))
+        await score(scorer, request("child", timeout_s=2.0, context={"marker": str(marker)}))
     stat = Path(f"/proc/{marker.read_text()}/stat")
     await asyncio.to_thread(wait_until_gone, stat)
 
 
+async def test_kill_takes_along_a_whole_tree_of_processes(scorer, tmp_path):
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    scoring = asyncio.create_task(score(scorer, request("tree", timeout_s=600, context={"folder": str(folder)})))
+    await asyncio.to_thread(wait_until, lambda: len(list(folder.iterdir())) == 32)
+    scoring.cancel()
+    await asyncio.wait({scoring})
+    for file in folder.iterdir():
+        await asyncio.to_thread(wait_until_gone, Path(f"/proc/{file.name}/stat"))
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_every_limit_is_set_before_the_reward_runs(scorer):
+    (outcome,) = await score(scorer, request("limits", memory_limit_mb=300, timeout_s=30))
+    expected = {
+        "AS": 300 << 20,
+        "CORE": 0,
+        "FSIZE": limits.MAX_FILE_BYTES,
+        "NOFILE": limits.MAX_OPEN_FILES,
+    }
+    found = outcome.parts
+    assert {kind: found[f"{kind}_soft"] for kind in expected} == expected
+    assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
+    assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
+    assert found["CPU_hard"] == 120 + 20 * 31
+    assert (found["nice"], found["expendable"]) == (os.nice(0) + limits.NICENESS, 1000)
+
+
+def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
+    """A scoring process that no parent watches over, asked to score one response within 0.5 s."""
+    script = f"from services.rollout.rewards import child, limits\n{before}\nchild.main()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", script, "0.5", "512"], **pipes)
+    message = {"request": 1, "reward": "behave", "options": {}, "context": {}, "responses": [response]}
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "before", "end"),
+    [
+        ("spin", "", signal.SIGXCPU),
+        ("stubborn", "limits.LOAD_S, limits.RESPONSES_PER_LIFE = 0, 1", signal.SIGKILL),
+    ],
+)
+def test_spinning_reward_that_nobody_watches_runs_out_of_cpu_time(behaviour, before, end):
+    process = child_alone(behaviour, before)
+    try:
+        assert process.wait(60) == -end
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_process_is_replaced_before_its_cpu_time_is_used_up_and_no_try_is_lost(scorer, tmp_path):
+    shorter_life = "from services.rollout.rewards import limits\nlimits.LOAD_S, limits.RESPONSES_PER_LIFE = 1, 1"
+    (tmp_path / "site" / "sitecustomize.py").write_text(shorter_life)  # 1 s and 11 s, of which a response may use 11
+    responses = ["burn"] * 5  # 0.7 s each
+    scores = await score(scorer, request(*responses, max_attempts=1, timeout_s=10.0))
+    pids = [score.parts["pid"] for score in scores]
+    assert len(set(pids)) > 1
+    assert pids == sorted(pids, key=pids.index)
+
+
 async def test_start_of_a_scoring_process_imports_nothing_heavy():
-    process = await RewardProcess.start(memory_limit_mb=128)
+    process = await RewardProcess.start(Limits(timeout_s=5.0, memory_mb=128))
     try:
         scores: dict = {}
         await process.score(request("4", name="exact", context={"answer": "4"}), [0], scores)
@@ -193,10 +337,10 @@ async def test_start_of_a_scoring_process_imports_nothing_heavy():
         await process.kill()
 
 
-async def test_built_in_rewards_run_within_the_default_limits(pool):
+async def test_built_in_rewards_run_within_the_default_limits(scorer):
     entry = {"question": "1 + 1 =", "answer": "2", "metadata": {}, "task": "chain_sum", "options": {}}
     for name in ("exact", "math", "reasoning_gym"):
-        scores = await pool.score(request("2", "3", name=name, context=entry, memory_limit_mb=2048, timeout_s=10))
+        scores = await score(scorer, request("2", "3", name=name, context=entry, memory_limit_mb=2048, timeout_s=10))
         assert [score.reward == 1.0 for score in scores] == [True, False]
 
 
@@ -204,9 +348,11 @@ async def test_built_in_rewards_run_within_the_default_limits(pool):
 def test_killed_rollout_leaves_no_scoring_process_behind():
     script = """
 import asyncio
-from services.rollout.rewards.process import RewardProcess, RewardRequest
+from services.rollout.rewards.limits import Limits
+from services.rollout.rewards.outcome import RewardRequest
+from services.rollout.rewards.process import RewardProcess
 async def main():
-    process = await RewardProcess.start(512)
+    process = await RewardProcess.start(Limits(600.0, 512))
     print(process.pid, flush=True)
     await process.score(RewardRequest("behave", {}, {}, ["spin"], 600, 512, 1), [0], {})
 asyncio.run(main())
@@ -220,11 +366,15 @@ asyncio.run(main())
     wait_until_gone(child)
 
 
-def wait_until_gone(stat: Path) -> None:
-    deadline = time.monotonic() + 2
-    while is_running(stat) and time.monotonic() < deadline:
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert not is_running(stat)
+
+
+def wait_until_gone(stat: Path) -> None:
+    wait_until(lambda: not is_running(stat))
 
 
 def is_running(stat: Path) -> bool:

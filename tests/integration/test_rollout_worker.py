@@ -7,204 +7,27 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
-from onbeat.config import JobConfig
-from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
+from onbeat.streams.codec import Message
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState, Verdict
+from onbeat.types import EvaluationState, JobState
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
-from services.rollout.settings import Settings
-from services.rollout.worker import Worker
-from tests.rollout_fakes import FakeEngine, FakeTrainer
-
-CONTEXT_TOKENS = 128
-G = 2
-
-
-@pytest.fixture(scope="module")
-def model_files(tmp_path_factory) -> dict[str, bytes]:
-    from tests.integration.tiny_models import build_tokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer().save_pretrained(folder)
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    config = {"model_type": "llama", "max_position_embeddings": CONTEXT_TOKENS}
-    return {**files, "config.json": json.dumps(config).encode()}
-
-
-def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int, **sections: dict) -> dict:
-    bound = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
-    config = {
-        "pool": pool,
-        "model": {"path": "fake"},
-        "data": {"task": "chain_sum", "type": "reasoning_gym"},
-        "reward": {"name": "exact", "max_attempts": 2},
-        "rollout": {
-            "num_prompts_per_iteration": num_prompts,
-            "num_samples_per_prompt": G,
-            "max_response_tokens": 16,
-            "max_group_attempts": max_group_attempts,
-        },
-        "schedule": {"num_iterations": 10, **bound},
-    }
-    return JobConfig.model_validate(config | sections).model_dump(mode="json")
-
-
-class Rig:
-    """A running job with a fake trainer, and any number of workers in this process."""
-
-    def __init__(self, ledger: Ledger, model_files: dict[str, bytes]) -> None:
-        self.ledger = ledger
-        self.trainer = FakeTrainer(files=model_files)
-        self.pool = f"p{uuid.uuid4().hex[:8]}"
-        self.job_id = ""
-        self.epoch = ""
-        self.engines: list[FakeEngine] = []
-        self.running: list[tuple[Worker, asyncio.Task[None]]] = []
-
-    async def start_job(
-        self, num_prompts: int = 4, max_group_attempts: int = 3, max_staleness: int = 0, **sections: dict
-    ) -> None:
-        self.job_id = uuid.uuid4().hex
-        config = job_config(self.pool, num_prompts, max_group_attempts, max_staleness, **sections)
-        await self.ledger.create_job(self.job_id, config, 10, max_staleness)
-        epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
-        assert epoch
-        self.epoch = epoch
-        await self.announce()
-
-    async def replace_job(self, **changes: Any) -> None:
-        await self.ledger.move_job(self.job_id, JobState.SUCCEEDED)
-        await self.start_job(**changes)
-
-    async def announce(self) -> None:
-        newest, address = self.trainer.newest, self.trainer.address
-        await self.ledger.announce_version(self.job_id, self.epoch, newest, address, "digest")
-
-    async def open(self, iteration: int, *tasks: PromptTask, version: int | None = None) -> None:
-        version = iteration if version is None else version
-        assert await self.ledger.open_iteration(self.job_id, iteration, version, list(tasks)) == ""
-
-    async def evaluate(self, evaluation: int, num_prompts: int) -> None:
-        """Open an evaluation on the version of the same number."""
-        fields = {"is_evaluation": True, "num_samples": 1}
-        names = [f"eval-{evaluation}-{index}" for index in range(num_prompts)]
-        tasks = [self.task(evaluation, index, group_id=name, **fields) for index, name in enumerate(names)]
-        reason = await self.ledger.evaluations.open(self.job_id, evaluation, evaluation, evaluation + 1, tasks)
-        assert reason == ""
-
-    async def evaluated(self, evaluation: int) -> list[RolloutGroup]:
-        async def is_drained() -> bool:
-            return await self.ledger.evaluation_state(self.job_id, evaluation) is EvaluationState.DRAINED
-
-        await self.until(is_drained)
-        return await self.ledger.evaluations.groups(self.job_id, evaluation)
-
-    async def skip(self, iteration: int) -> None:
-        """Its one group has failed and it is committed."""
-        await self.open(iteration, self.task(iteration, 0))
-        await self.fail_and_commit(iteration)
-
-    async def fail_and_commit(self, iteration: int) -> None:
-        (claim,) = await self.ledger.claim_groups(self.job_id, "before", 1, lease_s=30.0)
-        failure = GroupFailure(kind="generation_failed", message="not of interest")
-        version = claim.task.policy_version
-        group = RolloutGroup(group_id=claim.task.group_id, iteration=iteration, policy_version=version, failure=failure)
-        assert await self.ledger.submit_group(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
-        await self.commit(iteration)
-
-    def task(self, iteration: int, index: int, **fields) -> PromptTask:
-        defaults = {
-            "group_id": f"{iteration}-{index}",
-            "iteration": iteration,
-            "policy_version": iteration,
-            "messages": [Message(role="user", content="2+2=")],
-            "num_samples": G,
-            "max_response_tokens": 16,
-            "temperature": 0.5,
-            "seed": 100 + index,
-            "deadline_s": 30.0,
-            "reward": Reward(name="exact", options_json="{}", timeout_s=5.0, memory_limit_mb=512),
-            "reward_context_json": json.dumps({"question": "2+2=", "answer": "4"}),
-        }
-        return PromptTask(**(defaults | fields))
-
-    async def commit(self, iteration: int) -> None:
-        """The step is done: publish the next version."""
-        await self.trainer.publish(iteration + 1)
-        assert await self.ledger.commit_iteration(self.job_id, self.epoch, iteration, iteration + 1, "digest", {}, "used")
-
-    async def restart_trainer_behind(self, num_iterations: int) -> None:
-        """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""
-        for iteration in range(num_iterations):
-            await self.skip(iteration)
-        self.trainer.newest = 0
-
-    def start_worker(self, engine: FakeEngine | None = None, **settings) -> Worker:
-        engine = engine or FakeEngine()
-        defaults = {"pool": self.pool, "worker_id": f"w{len(self.running)}", "lease_s": 30.0, "drain_s": 5.0}
-        worker = Worker(Settings(**(defaults | settings)), self.ledger, lambda config: engine, self.trainer.connect)
-        self.engines.append(engine)
-        self.running.append((worker, asyncio.create_task(worker.run())))
-        return worker
-
-    async def groups(self, iteration: int) -> list[RolloutGroup]:
-        groups = await self.ledger.iteration_groups(self.job_id, iteration)
-        return sorted(groups, key=lambda group: group.group_id)
-
-    async def iteration(self, iteration: int) -> dict[str, str]:
-        return await self.ledger.iteration_fields(self.job_id, iteration)
-
-    async def drained(self, iteration: int, timeout_s: float = 15.0) -> list[RolloutGroup]:
-        async def is_drained() -> bool:
-            return (await self.iteration(iteration)).get("state") == "DRAINED"
-
-        await self.until(is_drained, timeout_s)
-        return await self.groups(iteration)
-
-    async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            met = condition()
-            if met if isinstance(met, bool) else await met:
-                return
-            for _, task in self.running:
-                if task.done() and not task.cancelled() and task.exception():
-                    raise task.exception()
-            assert time.monotonic() < deadline, "the condition was not met in time"
-            await asyncio.sleep(0.02)
-
-    async def until_released(self, times: int) -> None:
-        async def is_released() -> bool:
-            return len(await self.event_messages("group.released")) >= times
-
-        await self.until(is_released)
-
-    async def event_messages(self, kind: str) -> list[str]:
-        return [event.message for event in await self.ledger.events(self.job_id) if event.kind == kind]
-
-    async def stop(self) -> None:
-        for worker, _ in self.running:
-            worker.stop()
-            worker.stop()
-        await asyncio.gather(*(task for _, task in self.running), return_exceptions=True)
+from tests.integration.rollout_rig import CONTEXT_TOKENS, G, Rig
+from tests.rollout_fakes import FakeEngine
 
 
 @pytest.fixture
-async def rig(redis_url, model_files):
+async def rig(redis_url):
     redis = connect(redis_url, retry_s=5)
-    rig = Rig(Ledger(redis), model_files)
+    rig = Rig(Ledger(redis))
     await rig.start_job()
     yield rig
     await rig.stop()
@@ -235,7 +58,7 @@ async def test_every_iteration_is_generated_by_exactly_its_weights(rig):
 async def test_group_carries_what_trainer_and_people_need(rig):
     rig.start_worker(FakeEngine(delay_s=0.2))
     messages = [Message(role="system", content="Be brief."), Message(role="user", content="2+2=")]
-    await rig.open(0, rig.task(0, 0, messages=messages), rig.task(0, 1, messages=[], text="2+2="))
+    await rig.open(0, rig.task(0, 0, messages=messages, data_row=7), rig.task(0, 1, messages=[], text="2+2="))
     chat, plain = await rig.drained(0)
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
     from tests.integration.tiny_models import build_tokenizer
@@ -244,6 +67,8 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert list(plain.prompt_token_ids) == build_tokenizer()("2+2=")["input_ids"]
     assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
     assert chat.worker_id == "w0"
+    assert (chat.data_row, plain.HasField("data_row")) == (7, False)
+    assert await rig.ledger.lengths(rig.job_id, [7, 8]) == [3, None]
     assert 0.2 <= chat.timings.generate_s < 1.0
     assert chat.timings.score_s > 0
     busy = await rig.ledger.busy_seconds(rig.job_id, 0)
@@ -691,6 +516,61 @@ async def test_stop_without_time_to_drain_hands_the_leases_back_at_once(rig):
     assert time.monotonic() - started < 10  # not the lease of 30 s
 
 
+async def test_stop_hands_back_at_once_what_has_not_begun_and_finishes_the_rest(rig):
+    await rig.replace_job(max_staleness=1)
+    engine = FakeEngine()
+    worker = rig.start_worker(engine, drain_s=60.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    engine.may_finish.clear()
+    await rig.open(1, rig.task(1, 0), version=0)
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.commit(0)
+    await rig.open(2, rig.task(2, 0), version=1)  # waits until the engine is free of version 0
+    await rig.until(lambda: len(worker._session._loop.flights) == 2)
+    worker.stop()
+    taken = []
+
+    async def is_free() -> bool:
+        taken.extend(await rig.ledger.claim_groups(rig.job_id, "other", 2, lease_s=30.0))
+        return bool(taken)
+
+    await rig.until(is_free)
+    assert [(claim.task.group_id, claim.attempt) for claim in taken] == [("2-0", 1)]
+    assert engine.num_in_flight() == G
+    engine.may_finish.set()
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
+    assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
+
+
+async def test_first_stop_of_a_worker_that_is_about_to_change_jobs_still_finishes_what_is_in_flight(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    worker = rig.start_worker(engine, drain_s=60.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    worker._session.leave()
+    worker.stop()
+    await asyncio.sleep(0.3)
+    assert engine.num_in_flight() == G
+    engine.may_finish.set()
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
+    assert [group.worker_id for group in await rig.groups(0)] == ["w0"]
+
+
+async def test_second_stop_does_not_wait_for_what_is_in_flight(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    worker = rig.start_worker(engine, drain_s=600.0)
+    await rig.open(0, *(rig.task(0, index) for index in range(3)))
+    await rig.until(lambda: engine.num_in_flight() == 3 * G)
+    worker.stop()
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
+    claims = await rig.ledger.claim_groups(rig.job_id, "next", 3, lease_s=30.0)
+    assert [claim.attempt for claim in claims] == [1, 1, 1]
+
+
 async def test_stopped_workers_cost_the_group_no_attempt(rig):
     await rig.replace_job(max_group_attempts=1)
     await rig.open(0, rig.task(0, 0))
@@ -746,13 +626,14 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
 class Process:
     """`python -m services.rollout` with the reference engine."""
 
-    def __init__(self, redis_url: str, pool: str, worker_id: str) -> None:
+    def __init__(self, redis_url: str, pool: str, worker_id: str, drain_s: float = 60.0) -> None:
         settings = {
             "ONBEAT_REDIS_URL": redis_url,
             "ONBEAT_POOL": pool,
             "ONBEAT_WORKER_ID": worker_id,
             "ONBEAT_ENGINE": "transformers",
             "ONBEAT_LEASE_S": "1.5",
+            "ONBEAT_DRAIN_S": str(drain_s),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "services.rollout"]
@@ -771,7 +652,7 @@ async def served_rig(redis_url, tmp_path):
     model_dir = write_tied_model(tmp_path / "model")
     files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.suffix != ".safetensors"}
     redis = connect(redis_url, retry_s=5)
-    rig = Rig(Ledger(redis), files)
+    rig = Rig(Ledger(redis))
     store = WeightStore()
     store.add(take_snapshot(0, load_file(model_dir / "model.safetensors").items()))
 
@@ -818,6 +699,31 @@ async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_c
         for process in filter(None, (doomed, heir)):
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(("drain_s", "num_signals"), [(0.0, 1), (600.0, 2)])
+async def test_process_that_is_told_to_hurry_hands_everything_back_at_once(served_rig, redis_url, drain_s, num_signals):
+    rig = served_rig
+    process = Process(redis_url, rig.pool, "hasty", drain_s).process
+    try:
+        await rig.open(0, *(rig.task(0, index, max_response_tokens=300) for index in range(6)))
+
+        async def is_doing(state: str) -> bool:
+            return state in [worker.state for worker in await rig.ledger.workers(rig.pool)]
+
+        await rig.until(lambda: is_doing("generating"), timeout_s=60)
+        process.send_signal(signal.SIGTERM)
+        if num_signals == 2:
+            await rig.until(lambda: is_doing("draining"), timeout_s=60)
+            process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+        num_accepted = len(await rig.groups(0))
+        claims = await rig.ledger.claim_groups(rig.job_id, "next", 6, lease_s=3600.0)
+        assert len(claims) == 6 - num_accepted > 0
+        assert {claim.attempt for claim in claims} == {1}
+    finally:
+        process.kill()
+        process.communicate()
 
 
 async def test_engine_that_goes_back_to_an_older_version_samples_the_same_tokens_again(served_rig, redis_url):

@@ -65,7 +65,9 @@ def group_of(task: PromptTask):
     """Unequal groups, the same in every run."""
     rng = random.Random(task.group_id)
     lengths = [rng.randrange(1, 9) for _ in range(3)]
-    return make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
+    group = make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
+    group.worker_id = "w"  # which has claimed it
+    return group
 
 
 @contextmanager

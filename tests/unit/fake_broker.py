@@ -140,6 +140,10 @@ def make_app(fake: FakeJobs) -> FastAPI:
         records = [fake.record(job_id) for job_id in reversed(fake.jobs)]
         return {"jobs": [record for record in records if state in (None, record["state"])]}
 
+    @app.delete("/v1/jobs/{job_id}", status_code=204)
+    async def delete(job_id: str) -> None:
+        del fake.jobs[job_id]
+
     @app.post("/v1/jobs/{job_id}:cancel")
     async def cancel(job_id: str) -> Any:
         fake.jobs[job_id]["ended"] = "CANCELLED"

@@ -105,13 +105,23 @@ def test_the_newest_are_kept_and_a_failure_costs_none(tmp_path, monkeypatch):
     assert restore(store)[0].next_iteration == 3
 
 
-def test_a_save_over_a_complete_one_replaces_it(tmp_path):
+def test_a_save_over_a_complete_one_leaves_it(tmp_path):
+    """A trainer that lost its job may be late with the same bits, while its successor reads."""
     store_with(tmp_path, 3)
-    store = CheckpointStore(tmp_path, keep=2)
-    store.save(STATE, [], tensors(7.0), {})
-    store.wait()
-    assert restore(store)[1]["master.w"].unique() == 7.0
+    late = CheckpointStore(tmp_path, keep=2)
+    late.save(STATE, [], tensors(7.0), {})
+    late.wait()
+    assert restore(late)[1]["master.w"].unique() == 3.0
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-000003"]
+
+
+def test_a_late_trainer_leaves_what_its_successor_is_writing(tmp_path):
+    for epoch in (1, 3):
+        (tmp_path / f".iteration-000004.{epoch}.partial").mkdir()
+    late = CheckpointStore(tmp_path, keep=2, writer="2")
+    late.save(STATE, [], tensors(), {})
+    late.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".iteration-000004.3.partial", "iteration-000003"]
 
 
 def test_before_chooses_one_without_the_iteration(tmp_path):

@@ -47,6 +47,9 @@ def test_create_list_get_cancel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["config"]["schedule"]["num_iterations"] == 900
     assert onbeat(monkeypatch, "jobs", "cancel", "job-1") == 0
     assert capsys.readouterr().out == "job-1 CANCELLED\n"
+    assert onbeat(monkeypatch, "jobs", "delete", "job-1") == 0
+    assert capsys.readouterr().out == "job-1 deleted; its newest checkpoint is still at /somewhere/checkpoint\n"
+    assert onbeat(monkeypatch, "jobs", "get", "job-1") == 1
 
 
 @pytest.mark.usefixtures("url")

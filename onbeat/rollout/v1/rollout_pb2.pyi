@@ -37,6 +37,7 @@ class PromptTask(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     REWARD_CONTEXT_JSON_FIELD_NUMBER: _builtins.int
     IS_EVALUATION_FIELD_NUMBER: _builtins.int
+    DATA_ROW_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -56,6 +57,8 @@ class PromptTask(_message.Message):
     """what the reward needs to know of this prompt: {"question","answer","metadata"}"""
     is_evaluation: _builtins.bool
     """scored for people; never trained"""
+    data_row: _builtins.int
+    """the same whenever the data come to this prompt again; absent: nobody asks"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """chat prompt; empty when `text` is set"""
@@ -78,12 +81,15 @@ class PromptTask(_message.Message):
         reward: Global___Reward | None = ...,
         reward_context_json: _builtins.str = ...,
         is_evaluation: _builtins.bool = ...,
+        data_row: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "deadline_s", b"deadline_s", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
+    _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_row) -> _WhichOneofReturnType__data_row | None: ...
 
 Global___PromptTask: _TypeAlias = PromptTask  # noqa: Y015
 
@@ -157,12 +163,15 @@ class RolloutGroup(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     IS_EVALUATION_FIELD_NUMBER: _builtins.int
+    DATA_ROW_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
     prompt_text: _builtins.str
     worker_id: _builtins.str
     is_evaluation: _builtins.bool
+    data_row: _builtins.int
+    """of the task"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """[Lp]"""
@@ -190,12 +199,15 @@ class RolloutGroup(_message.Message):
         timings: Global___Timings | None = ...,
         worker_id: _builtins.str = ...,
         is_evaluation: _builtins.bool = ...,
+        data_row: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
+    _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_row) -> _WhichOneofReturnType__data_row | None: ...
 
 Global___RolloutGroup: _TypeAlias = RolloutGroup  # noqa: Y015
 

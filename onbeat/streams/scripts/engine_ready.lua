@@ -1,6 +1,7 @@
 -- KEYS: job, events, versions, weights of the version. ARGV: policy version, worker, its numbers (JSON of WeightUpdate).
 -- A rollout serves a version from now on; the first one to do so sets the version's time. A rollout that comes back to a
--- version keeps its first numbers there; the event has the new ones.
+-- version keeps its first numbers there; the event has the new ones. Returns 1, or 0 without such a job.
+if not field('state') then return 0 end
 redis.call('HSETNX', KEYS[3], ARGV[1], now())
 redis.call('HSETNX', KEYS[4], 'rollout:' .. ARGV[2], ARGV[3])
 local update = cjson.decode(ARGV[3])

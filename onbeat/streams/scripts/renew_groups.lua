@@ -1,8 +1,9 @@
 -- KEYS: job, events, prompts. ARGV: worker, consumer group, renew | release | fail, then entry ids.
 -- renew keeps the worker's leases. release hands them back as if they had never been claimed; fail hands them back and
 -- the attempt counts. Entries that are owned by others or handed back already are left alone.
--- Returns the entry ids that were still this worker's.
+-- Returns the entry ids that were still this worker's: none without such a job.
 local mine = {}
+if not field('state') then return mine end
 for i = 4, #ARGV do
   local pending = redis.call('XPENDING', KEYS[3], ARGV[2], ARGV[i], ARGV[i], 1)
   if pending[1] and pending[1][2] == ARGV[1] and pending[1][3] < 86400000 then

@@ -1,7 +1,8 @@
--- KEYS: job, events, iteration, groups, busy, prompts, rollouts; or an evaluation with its groups and its results.
+-- KEYS: job, events, iteration, groups, busy, prompts, rollouts, lengths; or an evaluation with its groups and results.
 -- ARGV: entry id, worker, consumer group, number of the iteration or evaluation, group id, RolloutGroup, versions of its
 --       spans ('3' or '3,4', '' if the group failed), failure kind ('' if none), worker busy seconds,
---       iteration | evaluation, digest of the RolloutGroup (hex).
+--       iteration | evaluation, digest of the RolloutGroup (hex), row of the data ('' if of no interest), tokens of a
+--       response.
 -- The one place where a group is accepted. Returns accepted | stale | duplicate | lost | closed.
 local state = field('state')
 if state ~= 'RUNNING' and state ~= 'PAUSED' then return 'closed' end
@@ -37,6 +38,7 @@ redis.call('HSET', KEYS[4], ARGV[5], 'accepted:' .. entry)
 redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])
 redis.call('XDEL', KEYS[6], ARGV[1])
 redis.call('HSET', KEYS[5], ARGV[2], ARGV[9])
+if ARGV[12] ~= '' then redis.call('HSET', KEYS[8], ARGV[12], ARGV[13]) end
 redis.call('HSET', job, 'progress_at', time)
 redis.call('HSETNX', KEYS[3], 'first_accepted_at', time)
 if kind == 'iteration' then

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -11,7 +11,17 @@ from pydantic.fields import FieldInfo
 from onbeat.config import JobConfig
 
 PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)+): (.+)", re.DOTALL)
+PLAIN_KEY = re.compile(r"\w{1,80}")
 MAX_SHOWN = 80  # characters of a wrong value
+MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and room
+
+
+def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
+    """(field, message) of the first entries of `ValidationError.errors()`; the last one counts the rest."""
+    explained = [explain_error(error, body) for error in errors[:MAX_EXPLAINED]]
+    if num_more := len(errors) - len(explained):
+        explained.append(("body", f"has {num_more} more errors; correct these first"))
+    return explained
 
 
 def explain_error(error: Any, body: Any) -> tuple[str, str]:
@@ -25,7 +35,12 @@ def explain_error(error: Any, body: Any) -> tuple[str, str]:
             return prefixed[1], prefixed[2]
         return "body", "must be one JSON object, the job (with Content-Type: application/json)"
     path = without_tags(location, body)
-    return ".".join(path), explain_value(error, path)
+    return dotted(path), explain_value(error, path)
+
+
+def dotted(path: Iterable[str]) -> str:
+    """Keys that are none of ours are quoted, and cut: they may be empty, or as long as the body."""
+    return ".".join(key if PLAIN_KEY.fullmatch(key) else show(key) for key in path)
 
 
 def without_tags(location: list[Any], body: Any) -> list[str]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from onbeat.config import JobConfig
-from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.ledger import Ledger
 from onbeat.types import (
     AuditReport,
@@ -95,10 +95,13 @@ async def create_job(
     if record is None:
         await broker.admission.review(config)
         num_iterations, max_staleness = config.schedule.num_iterations, config.max_staleness
-        is_new = await broker.ledger.create_job(job_id, wanted, num_iterations, max_staleness)
+        try:
+            is_new = await broker.ledger.create_job(job_id, wanted, num_iterations, max_staleness)
+        except JobDeleted as error:
+            raise HTTPException(409, str(error)) from error
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
     if record is None:
-        record = job_record(await broker.ledger.job_fields(job_id))
+        record = await read_job(broker.ledger, job_id)
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     return record
 
@@ -138,12 +141,36 @@ async def list_jobs(
             jobs.append(record)
         if len(jobs) == limit:
             break
+    await place_in_queue(broker.ledger, jobs)
     return JobList(jobs=jobs)
 
 
 @router.get("/jobs/{job_id}", responses=documented(404))
 async def get_job(job_id: JobId, broker: Broker) -> JobRecord:
-    return job_record(await broker.ledger.job_fields(job_id))
+    return await read_job(broker.ledger, job_id)
+
+
+@router.delete("/jobs/{job_id}", status_code=204, responses=documented(404, 409))
+async def delete_job(job_id: JobId, broker: Broker) -> None:
+    """Remove a job that is over: its record, metrics, groups, events and audit log. Checkpoints are files on the
+    trainer's disk, and stay. Repeating it changes nothing."""
+    await broker.ledger.delete_job(job_id)
+
+
+async def read_job(ledger: Ledger, job_id: str) -> JobRecord:
+    """Raises JobNotFound."""
+    record = job_record(await ledger.job_fields(job_id))
+    await place_in_queue(ledger, [record])
+    return record
+
+
+async def place_in_queue(ledger: Ledger, records: list[JobRecord]) -> None:
+    pending = [record for record in records if record.state is JobState.PENDING]
+    for pool in {record.pool for record in pending}:
+        queue = await ledger.pending_jobs(pool)
+        for record in pending:
+            if record.pool == pool and record.id in queue:  # else its trainer has just come
+                record.queue_position = queue.index(record.id) + 1
 
 
 # ---- move --------------------------------------------------------------------------------------------------------
@@ -168,17 +195,27 @@ async def cancel_job(job_id: JobId, broker: Broker) -> JobRecord:
 
 @router.post("/jobs/{job_id}:pause", responses=documented(404, 409))
 async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
-    """No prompt is handed out and no iteration opened while a job is paused; what is in flight is kept."""
-    await broker.ledger.move_job(job_id, JobState.PAUSED)
+    """No prompt is handed out and no iteration opened while a job is paused; what is in flight is kept. Repeating it
+    changes nothing."""
+    try:
+        await broker.ledger.move_job(job_id, JobState.PAUSED)
+    except IllegalTransition as conflict:
+        if conflict.current != JobState.PAUSED:
+            raise
     return job_record(await broker.ledger.job_fields(job_id))
 
 
 @router.post("/jobs/{job_id}:resume", responses=documented(404, 409))
 async def resume_job(job_id: JobId, broker: Broker) -> JobRecord:
+    """Repeating it changes nothing."""
     state = await broker.ledger.job_state(job_id)
-    if state is not JobState.PAUSED:  # a pending job also becomes RUNNING, but only by its trainer
+    if state is JobState.PENDING:  # it also becomes RUNNING, but only by its trainer
         raise IllegalTransition(job_id, state, JobState.RUNNING)
-    await broker.ledger.move_job(job_id, JobState.RUNNING)
+    try:
+        await broker.ledger.move_job(job_id, JobState.RUNNING)
+    except IllegalTransition as conflict:
+        if conflict.current != JobState.RUNNING:
+            raise
     return job_record(await broker.ledger.job_fields(job_id))
 
 
@@ -240,15 +277,20 @@ async def get_metrics(job_id: JobId, broker: Broker) -> MetricSeries:
     return MetricSeries(metrics=metric_series(records) | evaluation_series(evaluations))
 
 
-@router.get("/jobs/{job_id}/samples", responses=documented(404))
+@router.get("/jobs/{job_id}/samples", responses=documented(404, 410))
 async def list_samples(
     job_id: JobId,
     broker: Broker,
     iteration: Annotated[int | None, Query(ge=0)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 16,
 ) -> SampleList:
-    """Responses to read, of the newest iteration that has any, a first one of each prompt before the second ones."""
-    return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit))
+    """Responses to read, of the newest iteration that has any, a first one of each prompt before the second ones.
+
+    410: the iteration is so old that they are no longer kept (`retention` of the job)."""
+    try:
+        return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit))
+    except GroupsTrimmed as error:
+        raise HTTPException(410, str(error)) from error
 
 
 @router.get("/jobs/{job_id}/events", responses=documented(404))

@@ -14,11 +14,12 @@ from starlette.exceptions import HTTPException
 
 from onbeat.errors import IllegalTransition, JobNotFound
 from services.broker.admission import FieldError, JobRefused
-from services.broker.api.fields import explain_error
+from services.broker.api.fields import explain_errors
 
 logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+REQUEST_ID = "onbeat.request_id"  # in the scope
 
 
 class Problem(BaseModel):
@@ -78,9 +79,11 @@ def install(app: FastAPI) -> None:
 
 
 def with_problem(spec: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI with the schema that `documented` refers to."""
+    """OpenAPI with the schema that `documented` refers to, and with the API key, which no route asks for itself."""
     schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     spec["components"]["schemas"] |= schema.pop("$defs", {}) | {"Problem": schema}
+    spec["components"]["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
+    spec["security"] = [{"apiKey": []}, {}]  # none where the broker has no keys
     return spec
 
 
@@ -89,7 +92,7 @@ async def on_invalid_request(_: Request, error: Exception) -> ProblemResponse:
     if any(details["type"] == "json_invalid" for details in error.errors()):
         reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
         return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
-    errors = [FieldError(field=f, message=m) for f, m in (explain_error(e, error.body) for e in error.errors())]
+    errors = [FieldError(field=f, message=m) for f, m in explain_errors(error.errors(), error.body)]
     return problem(
         422, "Invalid request", "Nothing was created or changed. Correct the fields and send it again.", errors
     )
@@ -100,7 +103,17 @@ async def on_http_error(request: Request, error: Exception) -> ProblemResponse:
     detail = error.detail if error.detail != HTTPStatus(error.status_code).phrase else ""
     if error.status_code in (404, 405) and not detail:
         detail = f"{request.method} {request.url.path} is not part of this API; see /openapi.json"
-    return problem(error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=error.headers)
+    headers = error.headers
+    if error.status_code == 405:  # Starlette names the methods of the path's first route only
+        headers = {"Allow": ", ".join(sorted(methods_of(request)))}
+    return problem(error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=headers)
+
+
+def methods_of(request: Request) -> set[str]:
+    """Of all routes with the path of the one that was asked."""
+    path = getattr(request.scope["route"], "path", None)
+    routes = (route for route in request.app.routes if getattr(route, "path", None) == path)
+    return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
 
 async def on_refused(_: Request, error: Exception) -> ProblemResponse:
@@ -125,4 +138,5 @@ async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
 
 async def on_defect(request: Request, _: Exception) -> ProblemResponse:
     """Logged with its traceback by the server."""
-    return problem(500, "Internal error", f"{request.method} {request.url.path} met a defect; see the broker's log.")
+    detail = f"{request.method} {request.url.path} met a defect; see the broker's log."
+    return problem(500, "Internal error", detail, headers={"X-Request-Id": request.scope.get(REQUEST_ID, "-")})

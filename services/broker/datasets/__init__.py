@@ -32,6 +32,7 @@ class PromptItem(BaseModel):
     messages: list[ChatMessage] = []
     text: str = ""
     context: dict[str, Any]
+    row: int | None = None  # the same whenever the data come to this prompt again; None: they never do
 
 
 class DatasetSpec(BaseModel):

@@ -80,6 +80,7 @@ class FileDataset:
             messages=messages,
             text="" if messages else prompt,
             context=json.loads(json.dumps(context, default=str)),
+            row=index,
         )
 
 

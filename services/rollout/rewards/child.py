@@ -1,13 +1,14 @@
-"""`python -m services.rollout.rewards.child MEMORY_LIMIT_MB`: scores responses for the pool that started it.
+"""`python -m services.rollout.rewards.child TIMEOUT_S MEMORY_MB`: scores responses for the pool that started it.
 
-JSON lines, one request on stdin, several answers on stdout:
+JSON lines, one request on stdin, several answers on stdout, each with the request's number:
 
-    -> {"reward": "exact", "options": {}, "context": {"answer": "4"}, "responses": ["4", "5"]}
-    <- {"loaded": true}                                      the reward is imported, from now on lines have a deadline
-    <- {"position": 0, "reward": 1.0, "parts": {}}
-    <- {"position": 1, "kind": "raised", "message": "..."}   ends the request
+    -> {"request": 7, "reward": "exact", "options": {}, "context": {"answer": "4"}, "responses": ["4", "5"]}
+    <- {"request": 7, "step": "loaded"}                 the reward is imported, from now on lines have a deadline
+    <- {"request": 7, "step": "scored", "position": 0, "reward": 1.0, "parts": {}}
+    <- {"request": 7, "step": "failed", "position": 1, "kind": "raised", "message": "..."}   ends the request
+    <- {"request": 7, "step": "worn"}                   ends it, too: score the rest elsewhere
 
-Time is the parent's business: it kills.
+Wall-clock time is the parent's business: it kills.
 """
 
 import ctypes
@@ -15,15 +16,14 @@ import json
 import math
 import numbers
 import os
-import resource
 import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from services.rollout.rewards.limits import LOAD_S, CpuBudget, Limits, restrict_this_process
 from services.rollout.rewards.registry import RewardFunction, load_reward
 
-MEBIBYTE = 1 << 20
 MAX_MESSAGE = 500  # characters of an error that travel to the parent
 PR_SET_PDEATHSIG = 1
 
@@ -35,10 +35,12 @@ class InvalidReward(Exception):
 def main() -> None:
     requests, answers = take_protocol_streams()
     die_with_parent()
-    limit_bytes = int(sys.argv[1]) * MEBIBYTE
-    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    limits = Limits.from_arguments(*sys.argv[1:])
+    restrict_this_process(limits)
+    budget = CpuBudget(limits)
+    scorer = Scorer(limits, budget, answers)
     for line in requests:
-        answer_request(json.loads(line), answers)
+        scorer.answer(json.loads(line))
 
 
 def take_protocol_streams() -> tuple[TextIO, TextIO]:
@@ -56,21 +58,39 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def answer_request(request: dict[str, Any], answers: TextIO) -> None:
-    position, kind = 0, "load"
-    try:
-        reward = load_reward(request["reward"])
-        send(answers, {"loaded": True})
-        kind = "raised"
-        for position, response in enumerate(request["responses"]):
-            send(answers, {"position": position, **score(reward, response, request)})
-    except MemoryError:
-        send(answers, {"position": position, "kind": "memory", "message": "the memory limit was reached"})
-    except InvalidReward as error:
-        send(answers, {"position": position, "kind": "invalid", "message": str(error)[:MAX_MESSAGE]})
-    except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
-        message = f"{type(error).__name__}: {error}"
-        send(answers, {"position": position, "kind": kind, "message": message[:MAX_MESSAGE]})
+class Scorer:
+    """Answers requests, one after the other, each response within its CPU time."""
+
+    def __init__(self, limits: Limits, budget: CpuBudget, answers: TextIO) -> None:
+        self._limits, self._budget, self._answers = limits, budget, answers
+        self._request = 0  # number of the one that is answered
+        self._is_new = True  # has scored nothing yet: never worn, or nobody would ever score anything
+
+    def answer(self, request: dict[str, Any]) -> None:
+        self._request, position, kind = request["request"], 0, "load"
+        try:
+            self._budget.grant(LOAD_S)
+            reward = load_reward(request["reward"])
+            self._send("loaded")
+            kind = "raised"
+            for position, response in enumerate(request["responses"]):
+                if self._budget.is_worn and not self._is_new:
+                    self._send("worn")
+                    return
+                self._budget.grant(self._limits.response_cpu_s)
+                self._send("scored", position=position, **score(reward, response, request))
+                self._is_new = False
+        except MemoryError:
+            self._send("failed", position=position, kind="memory", message="the memory limit was reached")
+        except InvalidReward as error:
+            self._send("failed", position=position, kind="invalid", message=str(error)[:MAX_MESSAGE])
+        except Exception as error:  # noqa: BLE001  the reward is foreign code and may raise anything
+            message = f"{type(error).__name__}: {error}"
+            self._send("failed", position=position, kind=kind, message=message[:MAX_MESSAGE])
+
+    def _send(self, step: str, **fields: Any) -> None:
+        self._answers.write(json.dumps({"request": self._request, "step": step, **fields}, allow_nan=False) + "\n")
+        self._answers.flush()
 
 
 def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +103,6 @@ def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dic
             raise InvalidReward(f"{name} is {value!r}, not a finite number")
     values = {str(name): float(value) for name, value in parts.items()}
     return {"reward": values.pop("reward"), "parts": values}
-
-
-def send(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer, allow_nan=False) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

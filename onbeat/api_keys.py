@@ -1,0 +1,125 @@
+"""API keys of the broker and the file that holds their hashes: written by `onbeat keys`, read by brokers.
+
+A key is `onbeat_ID_SECRET`: the id finds its entry and may be logged; the secret is 256 random bits, so its plain
+SHA-256 cannot be searched, and a slow password hash would only slow down every request.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+
+class Role(StrEnum):
+    """Each one may do what those before it may."""
+
+    READ = "read"
+    SUBMIT = "submit"
+    ADMIN = "admin"
+
+    def includes(self, other: "Role") -> bool:
+        order = list(Role)
+        return order.index(self) >= order.index(other)
+
+
+class ApiKey(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=r"^[0-9a-f]{4,64}$")
+    name: str = Field(max_length=200)
+    role: Role
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the whole key, as hexadecimal digits")
+    expires_at: AwareDatetime | None = None
+
+    def has_expired(self, now: datetime) -> bool:
+        return self.expires_at is not None and now >= self.expires_at
+
+
+class KeysFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    keys: list[ApiKey]
+
+    @field_validator("keys")
+    @classmethod
+    def check_ids(cls, keys: list[ApiKey]) -> list[ApiKey]:
+        if len({key.id for key in keys}) < len(keys):
+            raise ValueError("two keys have the same id")
+        return keys
+
+
+def new_key(name: str, role: Role, lifetime: timedelta | None = None) -> tuple[str, ApiKey]:
+    """The key itself, which is nowhere else, and its entry."""
+    key_id = secrets.token_hex(6)
+    key = f"onbeat_{key_id}_{secrets.token_urlsafe(32)}"
+    expires_at = datetime.now(UTC).replace(microsecond=0) + lifetime if lifetime else None
+    return key, ApiKey(id=key_id, name=name, role=role, sha256=digest_of(key), expires_at=expires_at)
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def id_of(key: str) -> str:
+    """Of whatever a client sent: '' if it has not even the form of a key."""
+    parts = key.split("_", 2)
+    return parts[1] if len(parts) == 3 and parts[0] == "onbeat" else ""
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Raises ValueError with the file and what is wrong with it."""
+    try:
+        return KeysFile.model_validate_json(path.read_bytes()).keys
+    except OSError as error:
+        raise ValueError(
+            f"the keys file {path} cannot be read: {error.strerror}; `onbeat keys new` makes one"
+        ) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"the keys file {path} is broken at {place}: {first['msg']}") from None
+
+
+@contextlib.contextmanager
+def keys_to_edit(path: Path) -> Iterator[list[ApiKey]]:
+    """The keys of a file, or none yet; written back at the end if they changed. Editors wait for each other.
+
+    Readers see the file of before or of after, never a part. Raises ValueError when it is broken or cannot be written.
+    """
+    with locked(path.parent):
+        before = read_keys(path) if path.exists() else []
+        keys = list(before)
+        yield keys
+        if keys != before:
+            write_keys(path, keys)
+
+
+def write_keys(path: Path, keys: list[ApiKey]) -> None:
+    draft = path.with_name(f".{path.name}.new")
+    draft.unlink(missing_ok=True)
+    content = KeysFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ValueError(f"the folder {folder} of the keys file cannot be opened: {error.strerror}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,62 @@
+"""`onbeat doctor [JOB]`: what is wrong, who waits for whom, since when, and what happens next."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onbeat.cli.jobs import print_json
+from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, connect
+
+if TYPE_CHECKING:
+    from onbeat.types import Diagnosis
+
+MaybeJobId = Annotated[
+    str | None, typer.Argument(metavar="[JOB]", help="Only this job. Default: all of the installation.")
+]
+
+
+def doctor(
+    job_id: MaybeJobId = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong and who waits for whom; exit code 0 only if nothing is wrong."""
+    from onbeat.client import BrokerUnreachable
+
+    try:
+        found = asyncio.run(fetch(job_id, url, api_key, data_dir))
+    except BrokerUnreachable as error:
+        found = explain_unreachable(error.url, str(error.__cause__))
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(describe(found))
+    raise typer.Exit(0 if found.is_healthy else 1)
+
+
+async def fetch(job_id: str | None, url: str | None, api_key: str | None, data_dir: Path | None) -> "Diagnosis":
+    async with connect(url, api_key, data_dir) as client:
+        return await (client.jobs.explain(job_id) if job_id else client.doctor())
+
+
+def explain_unreachable(url: str, reason: str) -> "Diagnosis":
+    from onbeat.types import Diagnosis, Finding
+
+    sentence = (
+        f"the broker at {url} does not answer ({reason}), so nothing else can be examined. Does it run (`onbeat up`, "
+        "`docker compose ps`, `kubectl get pods`), and what does its log say? Is this its address (--url, ONBEAT_URL)? "
+        "Jobs that are training go on without it until their next iteration"
+    )
+    return Diagnosis(is_healthy=False, findings=[Finding(sentence=sentence, who="broker", is_problem=True)])
+
+
+def describe(found: "Diagnosis") -> str:
+    """Problems are marked, and come first."""
+    lines = [("PROBLEM  " if finding.is_problem else "ok       ") + finding.sentence for finding in found.findings]
+    num_problems = sum(finding.is_problem for finding in found.findings)
+    verdict = "healthy" if found.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"
+    return "\n".join([*lines, verdict])

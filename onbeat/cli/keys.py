@@ -1,0 +1,77 @@
+"""`onbeat keys`: the API keys that a broker lets in. Works on the keys file alone; no broker is asked."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(help="Make, list and revoke the API keys of a broker.", no_args_is_help=True)
+
+KeysPath = Annotated[
+    Path,
+    typer.Option(
+        "--file",
+        envvar="ONBEAT_API_KEYS_FILE",
+        help="The broker's keys file; it holds hashes only.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def new(
+    path: KeysPath,
+    role: Annotated[
+        Literal["read", "submit", "admin"],
+        typer.Option(help="read looks; submit also creates, pauses, resumes and cancels jobs; admin may do anything."),
+    ],
+    name: Annotated[str, typer.Option(help="Whose key it is, such as ci.")],
+    expires_days: Annotated[int | None, typer.Option(min=1, max=36500, help="Default: it does not expire.")] = None,
+) -> None:
+    """Make a key and print it, this once: the file keeps only its hash. Brokers know it within a second or two."""
+    from datetime import timedelta
+
+    from onbeat.api_keys import Role, keys_to_edit, new_key
+
+    key, entry = new_key(name, Role(role), timedelta(days=expires_days) if expires_days else None)
+    try:
+        with keys_to_edit(path) as keys:
+            keys.append(entry)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; no key was made") from None
+    typer.echo(key)
+
+
+@app.command("list")
+def list_keys(path: KeysPath) -> None:
+    """Every key by its id."""
+    from datetime import UTC, datetime
+
+    from onbeat.api_keys import read_keys
+    from onbeat.cli.jobs import print_table
+
+    now = datetime.now(UTC)
+    rows = []
+    for key in read_keys(path):
+        expiry = f"{key.expires_at:%Y-%m-%d %H:%M} UTC" if key.expires_at else "never"
+        rows.append((key.id, key.name, key.role.value, f"{expiry} (has expired)" if key.has_expired(now) else expiry))
+    print_table(["id", "name", "role", "expires"], rows)
+
+
+@app.command()
+def revoke(
+    path: KeysPath,
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `onbeat keys list` shows it.", show_default=False)],
+) -> None:
+    """Take a key out of the file. Brokers refuse it within a second or two."""
+    from onbeat.api_keys import keys_to_edit
+
+    try:
+        with keys_to_edit(path) as keys:
+            left = [key for key in keys if key.id != key_id]
+            if len(left) == len(keys):
+                raise ValueError(f"there is no key {key_id!r} in {path}; `onbeat keys list` shows the ids")
+            keys[:] = left
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; the key is still valid") from None
+    typer.echo(f"revoked {key_id}")

@@ -1,0 +1,103 @@
+"""What people want to know of the processes and the streams behind a job: heartbeats, leases, lengths.
+
+Nothing here decides anything, and it only reads, but for the heartbeat of trainers.
+"""
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from onbeat.streams import keys
+from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.streams.ledger import Ledger, to_event
+from onbeat.types import Event, TrainerRecord
+
+HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
+MAX_LEASES = 10_000
+FORGET_S = 86_400.0  # a trainer without a heartbeat for so long is dropped by the next one that starts
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A prompt that a rollout has claimed, or had."""
+
+    worker: str
+    idle_s: float  # since it was claimed or renewed
+    attempt: int
+
+    @property
+    def is_handed_back(self) -> bool:
+        return self.idle_s >= HANDED_BACK_S
+
+
+@dataclass(frozen=True)
+class StreamLengths:
+    num_prompts: int  # out, and not accepted yet
+    num_unclaimed: int  # of them
+    num_groups: int  # accepted, and not durable yet
+    num_untaken: int  # of them: the trainer has not read them
+
+
+async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
+    """Entry id of the prompts stream -> its lease, the oldest MAX_LEASES of them."""
+    found = await ledger.redis.xpending_range(JobKeys(job_id).prompts, ROLLOUT_GROUP, "-", "+", MAX_LEASES)
+    return {
+        entry["message_id"].decode(): Lease(
+            entry["consumer"].decode(), entry["time_since_delivered"] / 1000, entry["times_delivered"]
+        )
+        for entry in found
+    }
+
+
+async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evaluation: bool = False) -> dict[str, str]:
+    """Group id -> entry of the prompts stream, of the groups of an iteration or evaluation that are not accepted."""
+    job = JobKeys(job_id)
+    states = await ledger.redis.hgetall(job.evaluation_groups(number) if is_evaluation else job.groups(number))
+    return {
+        group_id.decode(): state.decode().removeprefix("waiting:")
+        for group_id, state in states.items()
+        if state.startswith(b"waiting:")
+    }
+
+
+async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:
+    """Newest first."""
+    found = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)
+    return [to_event(entry, fields) for entry, fields in found]
+
+
+async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
+    job = JobKeys(job_id)
+    num_prompts, num_groups = await ledger.redis.xlen(job.prompts), await ledger.redis.xlen(job.rollouts)
+    taken = await ledger.redis.xpending(job.rollouts, TRAINER_GROUP)
+    num_unclaimed = await ledger.num_unclaimed_prompts(job_id)
+    return StreamLengths(num_prompts, max(0, num_unclaimed), num_groups, max(0, num_groups - int(taken["pending"])))
+
+
+async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:
+    """Pending jobs of a pool that are older than this one."""
+    older = takewhile(lambda other: other != job_id, await ledger.job_ids(active_only=True))
+    pipeline = ledger.redis.pipeline(transaction=False)
+    for other in older:
+        pipeline.hmget(JobKeys(other).job, "state", "pool")
+    return list(await pipeline.execute()).count([b"PENDING", pool.encode()])
+
+
+# ---- trainers ----------------------------------------------------------------------------------------------------
+
+
+async def trainer_heartbeat(ledger: Ledger, pool: str, trainer_id: str, state: str, job_id: str | None) -> None:
+    """One that stops says so, and stays listed: a job that waits for a trainer counts from there."""
+    record = TrainerRecord(id=trainer_id, job_id=job_id, state=state, last_seen_at=await ledger.now())
+    await ledger.redis.hset(keys.trainers(pool), trainer_id, record.model_dump_json())
+
+
+async def trainers(ledger: Ledger, pool: str) -> list[TrainerRecord]:
+    records = await ledger.redis.hvals(keys.trainers(pool))
+    return sorted((TrainerRecord.model_validate_json(record) for record in records), key=lambda trainer: trainer.id)
+
+
+async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
+    """To be called by a trainer that is alive: then none of those dropped is the pool's last sign of life."""
+    oldest = await ledger.now() - FORGET_S
+    if gone := [trainer.id for trainer in await trainers(ledger, pool) if trainer.last_seen_at < oldest]:
+        await ledger.redis.hdel(keys.trainers(pool), *gone)

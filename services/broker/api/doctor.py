@@ -1,0 +1,24 @@
+"""Who waits for whom: of one job, and of the whole installation."""
+
+from fastapi import APIRouter
+
+from onbeat.types import Diagnosis
+from services.broker.api.context import Broker
+from services.broker.api.jobs import JobId
+from services.broker.api.problems import documented
+from services.broker.doctor import diagnose, diagnosis
+from services.broker.explain import explain_job
+
+router = APIRouter(prefix="/v1", tags=["doctor"], responses=documented(422, 503))
+
+
+@router.get("/jobs/{job_id}:explain", responses=documented(404))
+async def get_explanation(job_id: JobId, broker: Broker) -> Diagnosis:
+    """Why the job is where it is, problems first: each a sentence, and the same in fields."""
+    return diagnosis(await explain_job(broker.ledger, job_id))
+
+
+@router.get("/doctor")
+async def get_diagnosis(broker: Broker) -> Diagnosis:
+    """Redis, clocks, trainers, rollouts, streams and every active job. Answers also when Redis does not."""
+    return await diagnose(broker.ledger, is_conducting=broker.is_conducting())

@@ -1,0 +1,96 @@
+"""Who may call what, and how often: the roles that routes ask for, the keys in force, token buckets."""
+
+import hmac
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they tell no more than whether the broker works
+READING = frozenset({"GET", "HEAD"})
+SUBMITTING = re.compile(r"/v1/jobs(/[^/]+:(cancel|pause|resume))?")  # with POST
+
+RELOAD_S = 1.0
+MAX_BUCKETS = 10_000
+NO_DIGEST = "0" * 64
+
+
+def required_role(method: str, path: str) -> Role | None:
+    """None: anybody. What is listed nowhere, a route of tomorrow included, is for admins."""
+    if method in READING:
+        return None if path in OPEN_PATHS else Role.READ
+    if method == "POST" and SUBMITTING.fullmatch(path):
+        return Role.SUBMIT
+    return Role.ADMIN
+
+
+class KeyRing:
+    """The keys of a file, as it is now: looked at again at most once per second. Raises ValueError if broken at first.
+
+    Later a broken or missing file is logged as an error, and the keys of before stay in force.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+        self._path, self._now = path, now
+        self._looked_at = time.monotonic()
+        self._identity = identity_of(path)
+        self._keys = {key.id: key for key in read_keys(path)}
+
+    def find(self, sent: str) -> ApiKey | None:
+        """The entry of a key that is known, not revoked and not expired. Takes as long for any wrong key."""
+        self._refresh()
+        entry = self._keys.get(id_of(sent))
+        is_right = hmac.compare_digest(digest_of(sent), entry.sha256 if entry else NO_DIGEST)
+        return entry if entry and is_right and not entry.has_expired(self._now()) else None
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._looked_at < RELOAD_S:
+            return
+        self._looked_at = time.monotonic()
+        identity = identity_of(self._path)
+        if identity == self._identity:
+            return
+        self._identity = identity  # complain once about each broken state
+        try:
+            self._keys = {key.id: key for key in read_keys(self._path)}
+            logger.info("read %d API keys from %s", len(self._keys), self._path)
+        except ValueError as error:
+            logger.error("%s. The %d keys read before stay in force; repair the file", error, len(self._keys))
+
+
+def identity_of(path: Path) -> tuple[int, int, int] | None:
+    """Another one after every change, a swapped link included; None when there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+class RateLimit:
+    """A token bucket for each name: `burst` calls at once, `rate_per_s` in the long run.
+
+    Remembers the MAX_BUCKETS names that called last; whoever is forgotten starts with a full bucket.
+    """
+
+    def __init__(self, rate_per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate_per_s, self._burst, self._clock = rate_per_s, float(burst), clock
+        self._buckets: dict[str, tuple[float, float]] = {}  # tokens at a time; the last to call is the last in it
+
+    def wait_s(self, name: str) -> float:
+        """Take a token: 0 if there was one, else the seconds until there is."""
+        now = self._clock()
+        tokens, since = self._buckets.pop(name, (self._burst, now))
+        tokens = min(self._burst, tokens + (now - since) * self._rate_per_s)
+        is_allowed = tokens >= 1
+        self._buckets[name] = (tokens - is_allowed, now)
+        if len(self._buckets) > MAX_BUCKETS:
+            del self._buckets[next(iter(self._buckets))]
+        return 0.0 if is_allowed else (1 - tokens) / self._rate_per_s

@@ -1,0 +1,198 @@
+"""The whole installation at a glance: Redis, clocks, trainers, rollouts, streams, and every active job explained."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import RedisError, ResponseError
+
+from onbeat.errors import JobNotFound
+from onbeat.streams import inspection
+from onbeat.streams.connection import public_address
+from onbeat.streams.ledger import Ledger
+from onbeat.types import Diagnosis, Finding, TrainerRecord, WorkerRecord
+from services.broker.explain import RECENT_S, count, explain_job
+from services.broker.situation import SILENT_S
+
+DEADLINE_S = 10.0  # for everything
+LEAVING_S = 120.0  # a trainer or rollout has this long to notice that its job is over
+MAX_SKEW_S = 2.0  # heartbeats and deadlines are compared across machines
+MAX_JOBS = 50  # that are explained, the oldest first
+FULL = 0.9  # share of maxmemory
+
+
+async def diagnose(ledger: Ledger, *, is_conducting: bool) -> Diagnosis:
+    """Never raises because something is ill; ends within DEADLINE_S."""
+    findings = [explain_broker(is_conducting=is_conducting)]
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            findings += await examine_redis(ledger)
+            of_jobs = await examine_jobs(ledger)
+            named = {finding.who for finding in of_jobs}
+            findings += [finding for finding in await examine_pools(ledger) if finding.who not in named]
+            findings += of_jobs
+    except (RedisError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {DEADLINE_S:.0f} s"
+        sentence = (
+            f"Redis at {public_address(ledger.redis)} does not answer ({reason}), so nothing else can be examined"
+        )
+        sentence += "; check that it runs and that ONBEAT_REDIS_URL of the broker names it"
+        findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
+    return diagnosis(findings)
+
+
+def diagnosis(findings: list[Finding]) -> Diagnosis:
+    """Problems first."""
+    ordered = sorted(findings, key=lambda finding: not finding.is_problem)
+    return Diagnosis(is_healthy=not any(finding.is_problem for finding in ordered), findings=ordered)
+
+
+def explain_broker(*, is_conducting: bool) -> Finding:
+    if is_conducting:
+        return Finding(sentence="the broker answers, and its control loop runs", who="broker")
+    sentence = "the control loop of the broker has ended: no iteration will be opened; see its log and start it again"
+    return Finding(sentence=sentence, who="broker", is_problem=True)
+
+
+# ---- Redis -------------------------------------------------------------------------------------------------------
+
+
+async def examine_redis(ledger: Ledger) -> list[Finding]:
+    asked_at, started = time.time(), time.perf_counter()
+    redis_time = await ledger.now()
+    round_trip_s = time.perf_counter() - started
+    skew_s = asked_at + round_trip_s / 2 - redis_time
+    where = public_address(ledger.redis)
+    answer = Finding(sentence=f"Redis at {where} answers within {round_trip_s * 1000:.1f} ms", who="redis")
+    return [answer, explain_skew(skew_s), *await examine_storage(ledger)]
+
+
+def explain_skew(skew_s: float) -> Finding:
+    is_problem = abs(skew_s) > MAX_SKEW_S
+    sentence = f"the clocks of broker and Redis differ by {abs(skew_s):.1f} s"
+    sentence += "; synchronise them (NTP), or heartbeats look older or newer than they are" if is_problem else ""
+    return Finding(sentence=sentence, who="broker", is_problem=is_problem)
+
+
+async def examine_storage(ledger: Ledger) -> list[Finding]:
+    """Does Redis keep what it is given? It may refuse to tell."""
+    try:
+        info = await ledger.redis.info("persistence") | await ledger.redis.info("memory")
+    except ResponseError as error:
+        sentence = f"Redis does not tell whether it keeps its data on disk, this user may not run INFO: {error}"
+        return [Finding(sentence=sentence, who="redis")]
+    findings = [await explain_persistence(ledger, info)]
+    limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
+    if limit and info.get("maxmemory_policy") != "noeviction":
+        sentence = "Redis throws keys away when memory is short, those of jobs included: maxmemory-policy is "
+        sentence += f"{info['maxmemory_policy']}; set noeviction"
+        findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
+    if limit and used > FULL * limit:
+        sentence = f"Redis uses {used / 1e6:.0f} of {limit / 1e6:.0f} MB (maxmemory); give it more, or run fewer jobs"
+        findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
+    return findings
+
+
+async def explain_persistence(ledger: Ledger, info: dict[str, Any]) -> Finding:
+    if info.get("aof_last_write_status", "ok") != "ok":
+        sentence = "Redis cannot write its append-only file (aof_last_write_status); is its disk full?"
+        return Finding(sentence=sentence, who="redis", is_problem=True)
+    if not info.get("aof_enabled"):
+        sentence = "Redis keeps no append-only file: when it restarts, jobs go back to its last snapshot, or are lost; "
+        return Finding(sentence=sentence + "set appendonly yes", who="redis")
+    try:
+        policy = (await ledger.redis.config_get("appendfsync")).get("appendfsync", "unknown")
+    except ResponseError:
+        policy = "unknown, this user may not run CONFIG"
+    return Finding(sentence=f"Redis keeps an append-only file (appendfsync {policy})", who="redis")
+
+
+# ---- trainers and rollouts ---------------------------------------------------------------------------------------
+
+
+async def examine_pools(ledger: Ledger) -> list[Finding]:
+    """The default pool, and those of active jobs."""
+    pools = {"default"}
+    for job_id in await ledger.job_ids(active_only=True):
+        try:
+            pools.add((await ledger.job_fields(job_id))["pool"])
+        except JobNotFound:  # indexed, not created yet
+            continue
+    now = await ledger.now()
+    findings = []
+    for pool in sorted(pools):
+        trainers, workers = await inspection.trainers(ledger, pool), await ledger.workers(pool)
+        findings.append(explain_pool(pool, trainers, workers, now))
+        processes: list[TrainerRecord | WorkerRecord] = [*trainers, *workers]
+        findings += [finding for process in processes if (finding := explain_silence(process, now))]
+        findings += [finding for process in processes if (finding := await explain_hang(ledger, process, now))]
+    return findings
+
+
+def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerRecord], now: float) -> Finding:
+    """`pool default: 1 trainer alive (trainer-a is training job-1), 2 rollouts alive (...)`"""
+    told = []
+    kinds: dict[str, Sequence[TrainerRecord | WorkerRecord]] = {"trainer": trainers, "rollout": workers}
+    for kind, processes in kinds.items():
+        alive = [p for p in processes if now - p.last_seen_at < SILENT_S and p.state != "stopped"]
+        names = [f"{process.id} is {process.state}{f' {process.job_id}' * bool(process.job_id)}" for process in alive]
+        more = ", ..." if len(names) > 8 else ""
+        told.append(f"{count(len(alive), kind)} alive" + (f" ({', '.join(names[:8])}{more})" if names else ""))
+    return Finding(sentence=f"pool {pool}: {', '.join(told)}", who=pool)
+
+
+def explain_silence(process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
+    """None when it is alive, has said farewell, or is long gone."""
+    silent_s = now - process.last_seen_at
+    if silent_s < -MAX_SKEW_S:
+        sentence = f"the clock of {process.id} is {-silent_s:.1f} s ahead of that of Redis; synchronise them (NTP)"
+        return Finding(sentence=sentence, who=process.id, is_problem=True)
+    if process.state == "stopped" or not SILENT_S < silent_s < RECENT_S:
+        return None
+    sentence = f"{process.id} was last seen {silent_s:.0f} s ago ({process.state}) and did not say farewell: it died, "
+    sentence += "is cut off, or its clock is behind"
+    return Finding(sentence=sentence, who=process.id, is_problem=True, since_s=silent_s)
+
+
+async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
+    """A heartbeat has a thread of its own, and goes on when the work itself is stuck in the device or in a library."""
+    if process.job_id is None or now - process.last_seen_at > SILENT_S:
+        return None
+    try:
+        fields = await ledger.job_fields(process.job_id)
+    except JobNotFound:
+        return None
+    over_s = now - float(fields.get("finished_at", now))
+    if over_s < LEAVING_S:
+        return None
+    sentence = (
+        f"{process.id} still works on {process.job_id}, which is {fields['state']} since {over_s:.0f} s: it hangs; "
+    )
+    sentence += "kill it, whoever supervises it starts it again"
+    return Finding(sentence=sentence, job_id=process.job_id, who=process.id, is_problem=True, since_s=over_s)
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+async def examine_jobs(ledger: Ledger) -> list[Finding]:
+    active = await ledger.job_ids(active_only=True)
+    findings = []
+    for job_id in active[:MAX_JOBS]:
+        try:
+            findings += [*await explain_job(ledger, job_id), await explain_streams(ledger, job_id)]
+        except JobNotFound:
+            continue
+    total = f"{count(len(await ledger.job_ids()), 'job')}, {len(active)} of them not ended"
+    more = f"; only the {MAX_JOBS} oldest are explained here" if len(active) > MAX_JOBS else ""
+    return [*findings, Finding(sentence=total + more, who="broker")]
+
+
+async def explain_streams(ledger: Ledger, job_id: str) -> Finding:
+    lengths = await inspection.stream_lengths(ledger, job_id)
+    sentence = (
+        f"streams of {job_id}: {count(lengths.num_prompts, 'prompt')}, {lengths.num_unclaimed} of them unclaimed; "
+        f"{count(lengths.num_groups, 'group')}, {lengths.num_untaken} of them not yet read by the trainer"
+    )
+    return Finding(sentence=sentence, job_id=job_id)

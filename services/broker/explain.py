@@ -1,0 +1,304 @@
+"""Why a job is where it is: who waits for whom, since when, and what happens next. Reads only, decides nothing."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import takewhile
+from typing import Any
+
+from pydantic import ValidationError
+
+from onbeat.streams.inspection import Lease
+from onbeat.streams.ledger import Ledger
+from onbeat.types import Event, Finding, IterationState, JobState, TrainerRecord
+from services.broker.situation import SILENT_S, Fields, Situation, Unit, read_situation
+
+RECENT_S = 600.0  # a dead rollout that holds nothing is worth a word for so long
+CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
+SLOW_OPENING_S = 60.0  # for preparing prompts
+JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job
+
+REFUSALS = {
+    "stale": "submissions were refused for their policy version",
+    "lost": "submissions were refused because another rollout holds the lease",
+    "failed_groups": "of the accepted groups failed and are not trained",
+}
+START_TRAINER = "`onbeat up`, or `python -m services.trainer` with ONBEAT_POOL="
+START_ROLLOUT = "`onbeat up`, or `python -m services.rollout` with ONBEAT_POOL="
+
+
+def count(number: int, noun: str) -> str:
+    """`1 prompt`, `2 prompts`"""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
+    """Problems first. Raises JobNotFound."""
+    fields = await ledger.job_fields(job_id)
+    state = JobState(fields["state"])
+    if state.is_final:
+        return [explain_end(fields, state, await ledger.now())]
+    try:
+        situation = await read_situation(ledger, fields)
+    except ValidationError as error:
+        sentence = f"this broker does not understand the configuration of {job_id}: {error.errors()[0]['msg']}; "
+        return [Finding(sentence=sentence + "is it of another version of Onbeat?", job_id=job_id, is_problem=True)]
+    return sorted(EXPLANATIONS[state](situation), key=lambda finding: not finding.is_problem)
+
+
+# ---- by state ----------------------------------------------------------------------------------------------------
+
+
+def explain_end(fields: Fields, state: JobState, now: float) -> Finding:
+    since_s = max(0.0, now - float(fields["finished_at"]))
+    done = f"after {fields['next_iteration']} of {fields['num_iterations']} iterations"
+    sentence = f"{fields['id']} is {state} since {since_s:.0f} s, {done}"
+    if "error" in fields:
+        sentence += f": {fields['error']}"
+    is_failed = state is JobState.FAILED
+    return Finding(sentence=sentence, job_id=fields["id"], who=fields["id"], is_problem=is_failed, since_s=since_s)
+
+
+def explain_pending(s: Situation) -> list[Finding]:
+    pool, pending_s = s.config.pool, s.now - float(s.fields["created_at"])
+    start = f"{s.job_id} is PENDING for {pending_s:.0f} s: "
+    idle, busy = s.live_trainers("idle"), s.live_trainers("training")
+    about: dict[str, Any] = {"who": s.job_id, "waits_for": f"a trainer of pool {pool}", "since_s": pending_s}
+    if idle:
+        is_late = pending_s > SILENT_S and not s.num_before
+        what = f"{idle[0]} asks for jobs" + (" but does not take it; see its log" if is_late else " and takes it next")
+        findings = [s.find(start + what, is_problem=is_late, **about)]
+    elif busy:
+        jobs = ", ".join(f"{trainer} trains {s.trainers[trainer].job_id}" for trainer in busy)
+        what = f"{jobs}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
+        findings = [s.find(start + what, **about)]
+    else:
+        left_s = s.config.schedule.start_deadline_s - trainers_away_s(s.fields, s.trainers.values(), s.now)
+        what = f"no trainer of pool {pool} has asked for jobs in the last {SILENT_S:.0f} s{last_seen(s)}; "
+        what += f"start one: {START_TRAINER}{pool}"
+        due = f"{JOB_FAILS} in {left_s:.0f} s if no trainer comes (schedule.start_deadline_s)"
+        findings = [
+            s.find(start + what, is_problem=True, **about),
+            s.find(due, who=s.job_id, next=JOB_FAILS, deadline_s=left_s),
+        ]
+    return findings + missing_rollouts(s)
+
+
+def explain_running(s: Situation) -> list[Finding]:
+    findings = [*explain_losses(s), explain_trainer(s), explain_opening(s)]
+    findings += [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
+    findings += [*missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s), explain_deadline(s)]
+    return [finding for finding in findings if finding is not None]
+
+
+def explain_paused(s: Situation) -> list[Finding]:
+    sentence = (
+        f"{s.job_id} is PAUSED since {s.state_since_s:.0f} s by its user, and may stay so for ever: "
+        f"`onbeat jobs resume {s.job_id}` lets it go on, `onbeat jobs cancel {s.job_id}` ends it"
+    )
+    pause = s.find(sentence, who=s.job_id, waits_for="its user", since_s=s.state_since_s)
+    if s.lease_left_s > 0:
+        return [pause, explain_trainer(s)]
+    return [pause, s.find("no trainer holds the job; one takes it over when it is resumed")]
+
+
+def explain_cancelling(s: Situation) -> list[Finding]:
+    start = f"{s.job_id} is CANCELLING since {s.state_since_s:.0f} s: "
+    about: dict[str, Any] = {"who": s.job_id, "since_s": s.state_since_s, "next": "the broker ends the job"}
+    if s.lease_left_s <= 0:
+        return [s.find(start + "no trainer holds it, so the broker ends it within a second", deadline_s=1.0, **about)]
+    left_s = max(0.0, CANCEL_GRACE_S - s.silent_s)
+    what = f"{s.owner} has to stop at its next safe point; otherwise the broker ends the job in {left_s:.0f} s"
+    return [s.find(start + what, waits_for=s.owner, deadline_s=left_s, **about), explain_trainer(s)]
+
+
+EXPLANATIONS: dict[JobState, Callable[[Situation], list[Finding]]] = {
+    JobState.PENDING: explain_pending,
+    JobState.RUNNING: explain_running,
+    JobState.PAUSED: explain_paused,
+    JobState.CANCELLING: explain_cancelling,
+}
+
+
+# ---- the trainer -------------------------------------------------------------------------------------------------
+
+
+def trainers_away_s(fields: Fields, trainers: Iterable[TrainerRecord], now: float) -> float:
+    """Since a pending job could last have been taken: while trainers of its pool live, it rightly waits its turn."""
+    return now - max([float(fields["created_at"]), *(trainer.last_seen_at for trainer in trainers)])
+
+
+def num_lost_trainers(newest_first: Iterable[Event]) -> int:
+    """Takeovers since the last commit, as far back as events are kept."""
+    since_commit = takewhile(lambda event: event.kind != "iteration.committed", newest_first)
+    return sum(event.kind == "job.taken_over" for event in since_commit)
+
+
+def explain_losses(s: Situation) -> list[Finding]:
+    num_lost, limit = num_lost_trainers(s.events), s.config.schedule.max_lost_trainers
+    if not num_lost:
+        return []
+    sentence = (
+        f"{count(num_lost, 'trainer')} in a row ended without committing iteration {s.fields['next_iteration']}; "
+    )
+    sentence += f"the job fails after {limit} (schedule.max_lost_trainers). The log of a trainer that ended may say why"
+    return [s.find(sentence, who=s.owner, is_problem=num_lost > 1)]
+
+
+def explain_trainer(s: Situation) -> Finding:
+    pool, left_s = s.config.pool, s.lease_left_s
+    if left_s <= 0:
+        others = s.live_trainers("idle")
+        sentence = f"{s.owner} stopped, died or is cut off: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
+        none = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
+        sentence += f"{others[0]} takes over" if others else none
+        about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
+        return s.find(sentence, who=s.owner, is_problem=True, **about)
+    doing = s.fields.get("doing") or "has not told what it does"
+    doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
+    record = s.trainers.get(s.owner)
+    is_silent = record is not None and s.silence_s(record) > SILENT_S
+    silence = f", and it was last seen {s.silence_s(record):.0f} s ago" if record and is_silent else ""
+    sentence = f"{s.owner} holds {s.job_id}: {doing}, since {doing_s:.0f} s"
+    sentence += f" (its lease runs out in {left_s:.0f} s, unless renewed{silence})"
+    about = {"waits_for": doing, "since_s": doing_s, "next": "another trainer may take over", "deadline_s": left_s}
+    return s.find(sentence, who=s.owner, is_problem=is_silent, **about)
+
+
+def last_seen(s: Situation) -> str:
+    """`; the last one, trainer-a, stopped 40 s ago`"""
+    if not s.trainers:
+        return ""
+    last = max(s.trainers.values(), key=lambda trainer: trainer.last_seen_at)
+    how = "stopped" if last.state == "stopped" else "was last seen"
+    return f" (the last one, {last.id}, {how} {s.silence_s(last):.0f} s ago)"
+
+
+# ---- iterations --------------------------------------------------------------------------------------------------
+
+
+def explain_opening(s: Situation) -> Finding | None:
+    """None while an iteration is open."""
+    iteration, published = int(s.fields["next_iteration"]), s.fields.get("policy_version", "none")
+    about: dict[str, Any] = {"who": s.job_id, "since_s": s.silent_s}
+    if iteration >= s.config.schedule.num_iterations:
+        sentence = f"all {iteration} iterations are committed, but {s.owner} did not finish the job yet"
+        return s.find(sentence, waits_for=s.owner, **about)
+    if s.iterations:
+        return None
+    wanted = max(0, iteration - s.config.max_staleness)
+    if published == "none" or int(published) < wanted:
+        sentence = f"iteration {iteration} is not opened: it needs policy version {wanted}, and trainer {s.owner} has "
+        return s.find(f"{sentence}published {published}", waits_for=s.owner, **about)
+    is_slow = s.silent_s > SLOW_OPENING_S
+    sentence = f"iteration {iteration} is not opened yet: a broker prepares its prompts, since {s.silent_s:.0f} s"
+    sentence += "; see the log of the broker" if is_slow else ""
+    return s.find(sentence, waits_for="broker", is_problem=is_slow, **about)
+
+
+def explain_unit(s: Situation, unit: Unit) -> Finding:
+    """`iteration 3 (policy version 3): 5 of 8 groups accepted; 2 are with rollout-a (renewed 1 s ago, attempt 1)`"""
+    fields = unit.fields
+    start = f"{unit.name} (policy version {fields['policy_version']}): "
+    start += f"{fields['num_accepted']} of {fields['num_groups']} groups accepted"
+    if fields["state"] == IterationState.DRAINED:
+        since_s = max(0.0, s.now - float(fields["drained_at"]))
+        user = s.owner if unit in s.iterations else "broker"
+        what = "has to train and commit them" if unit in s.iterations else "has to score them"
+        sentence = f"{start}, the last one {since_s:.0f} s ago; {user} {what}"
+        return s.find(sentence, who=unit.name, waits_for=user, since_s=since_s)
+    refused = {what: int(fields.get(f"num_{what}", "0")) for what in ("stale", "lost", "failed_groups")}
+    told = [f"{number} {REFUSALS[what]}" for what, number in refused.items() if number]
+    parts = [start, *describe_leases(s, unit), *told]
+    since_s = max(0.0, s.now - float(fields["opened_at"]))
+    return s.find("; ".join(parts), who=unit.name, waits_for=count(len(unit.waiting), "group"), since_s=since_s)
+
+
+def describe_leases(s: Situation, unit: Unit) -> list[str]:
+    """Where the groups are that have not been accepted."""
+    held: dict[str, list[Lease]] = {}
+    for entry in unit.waiting.values():
+        if (lease := s.leases.get(entry)) and not lease.is_handed_back:
+            held.setdefault(lease.worker, []).append(lease)
+    parts = []
+    for worker, leases in sorted(held.items()):
+        renewed_s, attempt = min(lease.idle_s for lease in leases), max(lease.attempt for lease in leases)
+        who = f"{len(leases)} with {worker}"
+        parts.append(f"{who} (claimed or renewed {renewed_s:.0f} s ago, attempt {attempt} at most)")
+    back = [entry for entry in unit.waiting.values() if (lease := s.leases.get(entry)) and lease.is_handed_back]
+    if back:
+        attempt = max(s.leases[entry].attempt for entry in back)
+        parts.append(f"{len(back)} handed back and free again (attempt {attempt} at most)")
+    if fresh := [entry for entry in unit.waiting.values() if entry not in s.leases]:
+        since_s = max(0.0, s.now - min(int(entry.split("-")[0]) for entry in fresh) / 1000)
+        parts.append(f"{len(fresh)} unclaimed since {since_s:.0f} s: {why_unclaimed(s)}")
+    return parts
+
+
+def why_unclaimed(s: Situation) -> str:
+    alive = s.live_workers()
+    ours = [worker for worker in alive if worker.job_id == s.job_id]
+    if not alive:
+        return "no rollout is alive"
+    if not ours:
+        others = [
+            f"{worker.id} serves {worker.job_id}" if worker.job_id else f"{worker.id} is idle" for worker in alive
+        ]
+        return "no rollout serves this job; " + ", ".join(others[:5])
+    if all(worker.state == "generating" for worker in ours):
+        return "no rollout has room"
+    return ", ".join(f"{worker.id} is {worker.state}" for worker in ours[:5] if worker.state != "generating")
+
+
+def explain_deadline(s: Situation) -> Finding:
+    deadline_s = s.config.schedule.iteration_deadline_s
+    left_s = max(0.0, deadline_s - s.silent_s)
+    sentence = f"no progress since {s.silent_s:.0f} s; {JOB_FAILS} in {left_s:.0f} s if nothing arrives"
+    about = {"since_s": s.silent_s, "next": JOB_FAILS, "deadline_s": left_s}
+    is_late = s.silent_s > deadline_s / 2
+    return s.find(f"{sentence} (schedule.iteration_deadline_s)", who=s.job_id, is_problem=is_late, **about)
+
+
+# ---- rollouts ----------------------------------------------------------------------------------------------------
+
+
+def missing_rollouts(s: Situation) -> list[Finding]:
+    if s.live_workers():
+        return []
+    pool = s.config.pool
+    sentence = f"no rollout is alive: none in pool {pool} was seen in the last {SILENT_S:.0f} s; start a rollout: "
+    return [s.find(f"{sentence}{START_ROLLOUT}{pool}", who=s.job_id, waits_for="a rollout", is_problem=True)]
+
+
+def silent_rollouts(s: Situation) -> list[Finding]:
+    """Those that hold prompts of this job, or have served it a while ago."""
+    held = s.held_by_worker()
+    ours = [worker for worker in s.workers.values() if worker.job_id == s.job_id]
+    served = {worker.id for worker in ours if s.silence_s(worker) < RECENT_S}
+    return [
+        explain_silence(s, worker_id, held.get(worker_id, []))
+        for worker_id in sorted(held.keys() | served)
+        if worker_id not in s.workers or s.silence_s(s.workers[worker_id]) > SILENT_S
+    ]
+
+
+def explain_silence(s: Situation, worker_id: str, leases: list[Lease]) -> Finding:
+    worker = s.workers.get(worker_id)
+    since_s = s.silence_s(worker) if worker else None
+    seen = f"was last seen {since_s:.0f} s ago ({worker.state})" if worker else "is not listed any more"
+    if not leases:
+        return s.find(f"{worker_id} {seen}; it holds nothing", who=worker_id, is_problem=True, since_s=since_s)
+    left_s = None
+    if worker and worker.lease_s:
+        left_s = max(0.0, worker.lease_s - min(lease.idle_s for lease in leases))
+    when = "when their leases run out" if left_s is None else f"in {left_s:.0f} s"
+    sentence = f"{worker_id} {seen}; others take over its {count(len(leases), 'prompt')} {when}"
+    about = {"since_s": since_s, "next": "others take over its prompts", "deadline_s": left_s}
+    return s.find(sentence, who=worker_id, is_problem=True, **about)
+
+
+def serving_rollouts(s: Situation) -> list[Finding]:
+    states = Counter(worker.state for worker in s.live_workers() if worker.job_id == s.job_id)
+    if not states:
+        return []
+    what = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+    return [s.find(f"{s.job_id} is served by {count(states.total(), 'rollout')}: {what}")]

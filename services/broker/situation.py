@@ -1,0 +1,104 @@
+"""All that the ledger knows of one active job at a moment, read once, to be explained. Reads only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat.config import JobConfig
+from onbeat.streams import inspection
+from onbeat.streams.inspection import Lease
+from onbeat.streams.ledger import Ledger
+from onbeat.types import Event, Finding, TrainerRecord, WorkerRecord
+
+SILENT_S = 10.0  # a trainer or rollout sends a heartbeat each 2 s; silent for so long, it is taken for dead or cut off
+
+Fields = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An iteration or evaluation whose prompts are out."""
+
+    name: str
+    fields: Fields
+    waiting: dict[str, str]  # group id -> entry, of groups that are not accepted
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that there is to know of an active job, read once. Times are by the Redis clock."""
+
+    job_id: str
+    now: float
+    fields: Fields
+    config: JobConfig
+    iterations: list[Unit]  # opened and not committed
+    evaluations: list[Unit]  # not ended
+    leases: dict[str, Lease]  # by entry
+    workers: dict[str, WorkerRecord]  # of the pool
+    trainers: dict[str, TrainerRecord]  # of the pool
+    events: list[Event]  # newest first
+    num_before: int  # pending jobs of the pool that are older
+
+    @property
+    def owner(self) -> str:
+        return self.fields.get("owner", "nobody")
+
+    @property
+    def lease_left_s(self) -> float:
+        """Of the trainer; negative: it ran out so long ago."""
+        return float(self.fields.get("lease_until", "0")) - self.now
+
+    @property
+    def silent_s(self) -> float:
+        """Without progress."""
+        return max(0.0, self.now - float(self.fields["progress_at"]))
+
+    @property
+    def state_since_s(self) -> float:
+        moves = (event.time for event in self.events if event.kind == "job.state")
+        return max(0.0, self.now - next(moves, float(self.fields["created_at"])))
+
+    def silence_s(self, process: WorkerRecord | TrainerRecord) -> float:
+        return max(0.0, self.now - process.last_seen_at)
+
+    def live_trainers(self, state: str) -> list[str]:
+        return [t.id for t in self.trainers.values() if t.state == state and self.silence_s(t) < SILENT_S]
+
+    def live_workers(self) -> list[WorkerRecord]:
+        return [worker for worker in self.workers.values() if self.silence_s(worker) < SILENT_S]
+
+    def held_by_worker(self) -> dict[str, list[Lease]]:
+        held: dict[str, list[Lease]] = {}
+        for lease in self.leases.values():
+            if not lease.is_handed_back:
+                held.setdefault(lease.worker, []).append(lease)
+        return held
+
+    def find(self, sentence: str, **details: Any) -> Finding:
+        return Finding(sentence=sentence, job_id=self.job_id, **details)
+
+
+async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
+    """Raises ValidationError when this is no job of this version."""
+    job_id, config = fields["id"], JobConfig.model_validate_json(fields["config"])
+    iterations, evaluations = [], []
+    for number in range(int(fields["next_iteration"]), int(fields["num_opened"])):
+        waiting = await inspection.waiting_entries(ledger, job_id, number)
+        iterations.append(Unit(f"iteration {number}", await ledger.iteration_fields(job_id, number), waiting))
+    for number in await ledger.evaluations.open_ones(job_id):
+        waiting = await inspection.waiting_entries(ledger, job_id, number, is_evaluation=True)
+        unit_fields = await ledger.evaluations.fields(job_id, number)
+        evaluations.append(Unit(f"evaluation {number}", unit_fields, waiting))
+    return Situation(
+        job_id=job_id,
+        now=await ledger.now(),
+        fields=fields,
+        config=config,
+        iterations=iterations,
+        evaluations=evaluations,
+        leases=await inspection.read_leases(ledger, job_id),
+        workers={worker.id: worker for worker in await ledger.workers(config.pool)},
+        trainers={trainer.id: trainer for trainer in await inspection.trainers(ledger, config.pool)},
+        events=await inspection.newest_events(ledger, job_id),
+        num_before=await inspection.num_pending_before(ledger, job_id, config.pool),
+    )

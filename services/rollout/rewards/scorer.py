@@ -1,0 +1,87 @@
+"""Scores groups, by a scoring process or a service, as often as the job allows and as long as the group has time."""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+from services.rollout import meters
+from services.rollout.rewards.outcome import (
+    CircuitOpen,
+    RewardError,
+    RewardRequest,
+    RewardSource,
+    RewardUnavailable,
+    Score,
+    ServiceMissing,
+)
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.rewards.service import RewardService
+from services.rollout.settings import RewardServiceSettings
+
+logger = logging.getLogger(__name__)
+
+HTTP = "http"  # the reward that is a service
+FIRST_PAUSE_S = 0.5  # longest pause after the first failure, doubled after each further one
+LONGEST_PAUSE_S = 20.0
+
+
+class Scorer:
+    """`num_processes`: groups scored concurrently by scoring processes. `services`: by name, for the reward http."""
+
+    def __init__(self, num_processes: int, services: Mapping[str, RewardServiceSettings], worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._pool = RewardPool(num_processes)
+        self._services = {name: RewardService(name, settings) for name, settings in services.items()}
+
+    def source(self, name: str, options: dict[str, object]) -> RewardSource:
+        """Raises ServiceMissing, best before anything is generated."""
+        if name != HTTP:
+            return self._pool
+        service = options.get("service")
+        if not isinstance(service, str) or service not in self._services:
+            known = f"it knows: {', '.join(sorted(self._services))}" if self._services else "it knows none"
+            message = f"{self._worker_id} has no reward service {service!r} in ONBEAT_REWARD_SERVICES, {known}"
+            raise ServiceMissing("missing", message)
+        return self._services[service]
+
+    async def score(self, request: RewardRequest, deadline: float) -> list[Score]:
+        """One score per response, in order. Raises RewardError once a response has failed `max_attempts` times, or when
+        the next try would begin after the deadline (of the event loop's clock).
+
+        A call that an open circuit did not let through is no try: nothing was asked.
+        """
+        source, now = self.source(request.name, request.options), asyncio.get_running_loop().time
+        scores: dict[int, Score] = {}
+        num_tries: Counter[int | None] = Counter()
+        while missing := [index for index in range(len(request.responses)) if index not in scores]:
+            try:
+                await source.score(request, missing, scores)
+                meters.REWARD_TRIES.labels(outcome="scored").inc()
+            except RewardError as error:
+                meters.REWARD_TRIES.labels(outcome=error.kind).inc()
+                if not isinstance(error, CircuitOpen):
+                    logger.warning("reward %s: %s", request.name, error)
+                    num_tries[error.index] += 1
+                pause_s = pause_after(error, num_tries[error.index])
+                is_over = error.is_final or num_tries[error.index] >= request.max_attempts
+                if is_over or now() + pause_s >= deadline:
+                    raise
+                await asyncio.sleep(pause_s)
+        return [scores[index] for index in range(len(request.responses))]
+
+    async def close(self) -> None:
+        await self._pool.close()
+        for service in self._services.values():
+            await service.close()
+
+
+def pause_after(error: RewardError, num_tries: int) -> float:
+    """Seconds until the next try: anything up to a bound that doubles, so that many rollouts do not come back at once.
+
+    What the service asked for comes on top.
+    """
+    longest_s = min(FIRST_PAUSE_S * 2 ** max(0, num_tries - 1), LONGEST_PAUSE_S)
+    asked_s = error.retry_after_s if isinstance(error, RewardUnavailable) else 0.0
+    return asked_s + random.uniform(0, longest_s)

@@ -1,0 +1,142 @@
+"""A reward behind HTTP: one POST scores a group. Where it is comes from the operator's settings, never from a job.
+
+-> {"service": "judge", "options": {}, "context": {"question": ..., "answer": ...}, "responses": ["4", "5"]}
+<- {"scores": [1.0, {"reward": 0.5, "format": 1.0}]}       one per response, in order: a number, or with its parts
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Annotated
+
+import httpx
+from pydantic import BaseModel, Field, ValidationError
+
+from services.rollout import meters
+from services.rollout.rewards.breaker import Circuit, CircuitBreaker
+from services.rollout.rewards.limits import MAX_ANSWER_BYTES
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
+from services.rollout.settings import RewardServiceSettings
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+MAX_RETRY_AFTER_S = 60.0  # a service that asks for more is asked again after so long
+BUSY_STATUSES = {408, 425, 429}  # come back later: no word about the request
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class ServiceAnswer(BaseModel):
+    scores: list[Number | dict[str, Number]]
+
+
+class RewardService:
+    """See RewardSource. All responses of a call are scored together, within `timeout_s` for each of them."""
+
+    def __init__(self, name: str, settings: RewardServiceSettings) -> None:
+        self._name, self._settings = name, settings
+        self._breaker = CircuitBreaker(f"service {name}", self._record_circuit)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            follow_redirects=False,
+        )
+
+    async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
+        with self._breaker.call():
+            content = await self._post(request, [request.responses[index] for index in indexes])
+        scores.update(zip(indexes, read_scores(self._name, content, len(indexes)), strict=True))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _post(self, request: RewardRequest, responses: list[str]) -> bytes:
+        """The body of the answer. Raises RewardUnavailable, or RewardRefused when it refuses the request as such."""
+        options = {name: value for name, value in request.options.items() if name != "service"}
+        body = {"service": self._name, "options": options, "context": request.context, "responses": responses}
+        limit_s = request.timeout_s * len(responses)
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._client.stream(
+                    "POST", self._settings.url, content=json.dumps(body).encode(), headers=self._headers()
+                ) as answer,
+            ):
+                self._check_status(answer)
+                return await self._read_body(answer)
+        except TimeoutError as error:
+            message = f"service {self._name} took longer than {limit_s:g} s for {len(responses)} responses"
+            raise RewardUnavailable("timeout", message) from error
+        except httpx.HTTPError as error:
+            message = f"service {self._name} cannot be reached: {type(error).__name__}: {error}"
+            raise RewardUnavailable("unreachable", message) from error
+
+    def _headers(self) -> dict[bytes, bytes]:
+        headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
+        path = self._settings.bearer_token_file
+        if path is not None:
+            try:
+                headers[b"Authorization"] = b"Bearer " + path.read_bytes().strip()  # each time: tokens are renewed
+            except OSError as error:
+                message = f"bearer_token_file of service {self._name} in ONBEAT_REWARD_SERVICES: {error}"
+                raise RewardUnavailable("unreachable", message) from error
+        return headers
+
+    def _check_status(self, answer: httpx.Response) -> None:
+        status = f"service {self._name} answers {answer.status_code} {answer.reason_phrase}"
+        if answer.is_success:
+            return
+        if answer.is_redirect:
+            message = f"{status}: redirects are not followed, correct its url in ONBEAT_REWARD_SERVICES"
+            raise RewardRefused("refused", message, is_final=True)
+        if answer.is_client_error and answer.status_code not in BUSY_STATUSES:
+            remedy = ": set its bearer_token_file in ONBEAT_REWARD_SERVICES" if answer.status_code == 401 else ""
+            raise RewardRefused("refused", status + remedy, is_final=True)
+        raise RewardUnavailable("unreachable", status, retry_after_s=read_retry_after(answer))
+
+    async def _read_body(self, answer: httpx.Response) -> bytes:
+        content = bytearray()
+        async for chunk in answer.aiter_raw():
+            content += chunk
+            if len(content) > MAX_ANSWER_BYTES:
+                message = f"service {self._name} sends more than {MAX_ANSWER_BYTES} bytes"
+                raise RewardRefused("invalid", message)
+        return bytes(content)
+
+    def _record_circuit(self, circuit: Circuit) -> None:
+        meters.REWARD_CIRCUIT.labels(service=self._name).set(circuit)
+        logger.warning("reward service %s: the circuit is %s", self._name, circuit.name)
+
+
+def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]:
+    """Raises RewardRefused for anything but one score per response."""
+    try:
+        answer = ServiceAnswer.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, ("answer", *first["loc"])))
+        raise RewardRefused("invalid", f"service {service}: {where}: {first['msg']}") from error
+    if len(answer.scores) != num_responses:
+        message = f"service {service} gives {len(answer.scores)} scores for {num_responses} responses"
+        raise RewardRefused("invalid", message)
+    scores = []
+    for score in answer.scores:
+        parts = dict(score) if isinstance(score, dict) else {"reward": score}
+        if "reward" not in parts:
+            raise RewardRefused("invalid", f"a score of service {service} has no 'reward', only {sorted(parts)}")
+        scores.append(Score(parts.pop("reward"), parts))
+    return scores
+
+
+def read_retry_after(answer: httpx.Response) -> float:
+    """Seconds; the header holds seconds or a date, or is not there, or nonsense."""
+    text = answer.headers.get("Retry-After", "")
+    try:
+        seconds = float(text) if text.isdecimal() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)

@@ -1,0 +1,166 @@
+"""`python -m tests.chaos.die_at SERVICE`: the real service, which dies exactly at a point of its own code when ordered.
+
+The methods below are wrapped from outside; production code knows nothing of it. An order is a file in the folder
+CHAOS_ORDERS (see `Orders`). The first process that comes to the point takes it, so whoever starts again lives on. Until
+an order comes the service is the ordinary one, so one stack serves all tests.
+
+Every group that an engine is asked for is written to the file `generated` there.
+"""
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LEDGER = "onbeat.streams.ledger:Ledger"
+CHECKPOINT = "services.trainer.checkpoint"
+METHODS = {
+    "services.broker": [
+        f"{LEDGER}._run",
+        f"{LEDGER}.create_job",
+        f"{LEDGER}.move_job",
+        f"{LEDGER}.open_iteration",
+        "onbeat.streams.evaluations:Evaluations.open",
+        "onbeat.streams.evaluations:Evaluations.finish",
+    ],
+    "services.rollout": [
+        f"{LEDGER}.claim_groups",
+        f"{LEDGER}.submit_group",
+        "services.rollout.producer:GroupProducer._generate",
+        "services.rollout.transformers_engine:TransformersEngine._sample",
+    ],
+    "services.trainer": [
+        f"{LEDGER}.claim_job",
+        f"{LEDGER}.take_groups",
+        f"{LEDGER}.record_micro_batch",
+        f"{LEDGER}.announce_version",
+        f"{LEDGER}.commit_iteration",
+        f"{LEDGER}.checkpointed",
+        f"{LEDGER}.move_job",
+        "services.trainer.loop:TrainLoop.step",
+        f"{CHECKPOINT}:sync_path",
+        f"{CHECKPOINT}:write_state",
+        f"{CHECKPOINT}:appear",
+    ],
+}
+HELD_FOR_S = 120.0
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module.
+
+    The content is JSON: `action`, kill | stop (SIGKILL, SIGSTOP) | hold (the calling thread waits until the orders are
+    withdrawn), and `nth`, 1 for the next call. Who takes it leaves its process id in `....taken`.
+    """
+
+    folder: Path
+
+    def give(self, point: str, action: str = "kill", nth: int = 1) -> None:
+        draft = self.folder / f"{point}.new"
+        draft.write_text(json.dumps({"action": action, "nth": nth}))
+        draft.rename(self.folder / point)
+
+    def taken_by(self, point: str) -> int | None:
+        """The process that came there; None as long as none has."""
+        try:
+            return int((self.folder / f"{point}.taken").read_text())
+        except FileNotFoundError:
+            return None
+
+    def withdraw(self) -> None:
+        """All of them; who is held goes on. Forgets what was generated."""
+        for path in self.folder.iterdir():
+            path.unlink(missing_ok=True)
+
+    def generated(self) -> list[tuple[str, float]]:
+        """(group id, Unix time) for each time that an engine was asked for a group."""
+        path = self.folder / "generated"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(line.split()[0], float(line.split()[1])) for line in lines]
+
+
+class Obedience:
+    """This process and the orders."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_calls: dict[str, int] = {}
+
+    def at(self, point: str) -> None:
+        order, taken = self._folder / point, self._folder / f"{point}.taken"
+        try:
+            content = json.loads(order.read_text())
+        except FileNotFoundError:
+            self._num_calls.pop(point, None)
+            return
+        self._num_calls[point] = self._num_calls.get(point, 0) + 1
+        if self._num_calls[point] < content["nth"]:
+            return
+        try:
+            order.unlink()
+        except FileNotFoundError:  # another process was faster
+            return
+        draft = order.with_name(f"{point}.draft")
+        draft.write_text(str(os.getpid()))
+        draft.rename(taken)
+        if content["action"] == "hold":
+            deadline = time.monotonic() + HELD_FOR_S
+            while taken.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        else:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[content["action"]])
+
+    def write_down(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "GroupProducer._generate":
+            with (self._folder / "generated").open("a") as file:
+                file.write(f"{arguments[1].claim.task.group_id} {time.time()}\n")
+
+    def wrap(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(method):
+
+            @functools.wraps(method)
+            async def wrapped_async(*args: Any, **options: Any) -> Any:
+                point = f"{name}:{args[1]}" if name == "Ledger._run" else name  # by its script
+                self.at(f"{point}.before")
+                self.write_down(name, args)
+                result = await method(*args, **options)
+                if result != []:  # nothing claimed, nothing taken: not there yet
+                    self.at(f"{point}.after")
+                return result
+
+            return wrapped_async
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            self.at(f"{name}.before")
+            result = method(*args, **options)
+            self.at(f"{name}.after")
+            return result
+
+        return wrapped
+
+
+def main() -> None:
+    service = sys.argv[1]
+    obedience = Obedience(Path(os.environ["CHAOS_ORDERS"]))
+    for place in METHODS[service]:
+        module, _, name = place.partition(":")
+        *owners, attribute = name.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        setattr(owner, attribute, obedience.wrap(getattr(owner, attribute), name))
+    sys.argv = [service]
+    runpy.run_module(service, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

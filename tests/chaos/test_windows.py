@@ -1,0 +1,313 @@
+"""One death for each row of the table "Who dies when" in docs/protocol.md, exactly there: the job is as if nothing was.
+
+All windows share one stack: two trainers and two rollouts, so that somebody takes over while the dead start again.
+"""
+
+import asyncio
+import os
+import re
+import signal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from onbeat.client import BrokerUnreachable
+from onbeat.errors import ApiError
+from onbeat.local.redis_server import free_port
+from onbeat.local.stack import http_probe
+from onbeat.local.supervisor import ServiceSpec
+from onbeat.streams.connection import connect
+from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
+from onbeat.types import EvaluationState, JobState
+from tests.chaos.die_at import Orders
+from tests.chaos.exactly_once import accepted_at, check_exactly_once
+from tests.e2e.stack import RunningStack, running, tiny_job, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER_LEASE_S, ROLLOUT_LEASE_S = 2.0, 3.0
+SMALL = {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 2, "max_response_tokens": 8}
+BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}
+EVERY = {"every_iterations": 1}
+EVALUATION = {"every_iterations": 1, "num_prompts": 2, "num_samples_per_prompt": 1}
+
+
+@dataclass(frozen=True)
+class Window:
+    name: str  # its row in docs/protocol.md
+    point: str
+    nth: int = 1
+    sections: dict[str, Any] = field(default_factory=dict)  # of the job
+
+    @property
+    def loses_work(self) -> bool:
+        """Whether what a rollout was generating dies with it. Nothing else is ever generated twice."""
+        return self.name.startswith("rollout:")
+
+
+WINDOWS = [
+    Window("rollout:before-claim", "Ledger.claim_groups.before"),
+    Window("rollout:claimed-not-started", "Ledger.claim_groups.after"),
+    Window("rollout:generating", "TransformersEngine._sample.before"),
+    Window("rollout:generating", "TransformersEngine._sample.before", nth=3, sections={"schedule": BOUNDED}),
+    Window("rollout:generated-not-submitted", "Ledger.submit_group.before"),
+    Window("rollout:submitted-not-answered", "Ledger.submit_group.after"),
+    Window("trainer:claimed-not-announced", "Ledger.announce_version.before"),
+    Window("trainer:taken-not-recorded", "Ledger.take_groups.after"),
+    Window("trainer:recorded-not-trained", "Ledger.record_micro_batch.after"),
+    Window("trainer:stepped-not-published", "TrainLoop.step.after"),
+    Window("trainer:stepped-not-published", "TrainLoop.step.after", nth=2, sections={"schedule": BOUNDED}),
+    Window("trainer:published-not-committed", "Ledger.commit_iteration.before"),
+    Window("trainer:published-not-committed", "Ledger.commit_iteration.before", nth=2, sections={"checkpoint": EVERY}),
+    Window("trainer:committed-not-checkpointed", "Ledger.commit_iteration.after"),
+    Window("trainer:checkpoint-half-written", "sync_path.after", nth=2, sections={"checkpoint": EVERY}),
+    Window("trainer:checkpoint-half-written", "write_state.after", sections={"checkpoint": EVERY}),
+    Window("trainer:checkpoint-not-acknowledged", "appear.after", sections={"checkpoint": EVERY}),
+    Window("trainer:checkpoint-not-acknowledged", "Ledger.checkpointed.before"),
+    Window("trainer:finished-not-succeeded", "Ledger.move_job.before"),
+    Window("broker:indexed-not-created", "Ledger._run:create_job.before"),
+    Window("broker:created-not-answered", "Ledger.create_job.after"),
+    Window("broker:due-not-opened", "Ledger.open_iteration.before"),
+    Window("broker:opened-not-answered", "Ledger.open_iteration.after", nth=2),
+    Window("broker:evaluation-due-not-opened", "Evaluations.open.before", sections={"evaluation": EVALUATION}),
+    Window("broker:evaluation-drained-not-ended", "Evaluations.finish.before", sections={"evaluation": EVALUATION}),
+]
+
+
+class ChaosStack:
+    """The stack, the orders to its services, and the jobs that they are hurt with."""
+
+    def __init__(self, stack: RunningStack, folder: Path) -> None:
+        self.stack, self.folder, self.orders = stack, folder, Orders(folder / "orders")
+
+    def submit(self, key: str, **sections: Any) -> str:
+        """As a client that repeats itself until a broker answers; returns the job's id."""
+        shape = {"rollout": SMALL, "schedule": {"num_iterations": 2}}
+        job = tiny_job(self.folder, **(shape | sections))
+        if "evaluation" in sections:
+            job["evaluation"] = sections["evaluation"] | {"data": job["data"]}
+        answers = []
+
+        def is_created() -> bool:
+            try:
+                answers.append(self.stack.client.jobs.create(job, idempotency_key=key))
+            except BrokerUnreachable:
+                return False
+            except ApiError as error:
+                if error.status < 500:
+                    raise
+                return False
+            return True
+
+        wait_until(is_created, "the job is created")
+        return answers[0].id
+
+    def wait_for_taken(self, point: str) -> int:
+        """The process that came to the point."""
+        wait_until(lambda: self.orders.taken_by(point) is not None, f"a process comes to {point}", poll_s=0.02)
+        pid = self.orders.taken_by(point)
+        assert pid is not None
+        return pid
+
+    def check(self, job_id: str, scratch: Path) -> None:
+        """The job is as if nothing had happened, and nothing accepted was generated again."""
+        self.stack.wait(job_id)
+        check_exactly_once(self.stack, job_id, scratch)
+        num_iterations = self.stack.job(job_id).config["schedule"]["num_iterations"]
+        times = accepted_at(self.stack, job_id, num_iterations)
+        asked = [(group_id, time) for group_id, time in self.orders.generated() if group_id in times]
+        assert not [group_id for group_id, time in asked if time > times[group_id]], "generated after it was accepted"
+
+    def check_nothing_was_repeated(self) -> None:
+        ids = [group_id for group_id, _ in self.orders.generated()]
+        assert len(ids) == len(set(ids)), f"generated more than once: {sorted({i for i in ids if ids.count(i) > 1})}"
+
+    def events(self, job_id: str, kind: str) -> list[Any]:
+        return self.stack.events(job_id, kind)
+
+    def name_of(self, pid: int) -> str:
+        """Trainer or rollout that has this process now."""
+        names = [service.spec.name for service in self.stack.services]
+        return next(name for name in names if (process := self.stack.process(name)) and process.pid == pid)
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("windows")
+    (folder / "orders").mkdir()
+
+    def change(specs: list[ServiceSpec]) -> list[ServiceSpec]:
+        specs += [
+            replace(spec, name="trainer-1", env={**spec.env, "ONBEAT_TRAINER_ID": "trainer-1"})
+            for spec in specs
+            if spec.name == "trainer"
+        ]
+        return [obedient(spec, folder / "orders") for spec in specs]
+
+    with running(folder, num_rollouts=2, change=change) as stack:
+        yield ChaosStack(stack, folder)
+
+
+def obedient(spec: ServiceSpec, orders: Path) -> ServiceSpec:
+    *python, _, module = spec.command  # python -P -m services.NAME
+    lease_s = TRAINER_LEASE_S if spec.name.startswith("trainer") else ROLLOUT_LEASE_S
+    env = {**spec.env, "PYTHONPATH": str(ROOT), "CHAOS_ORDERS": str(orders), "ONBEAT_LEASE_S": str(lease_s)}
+    return replace(spec, command=[*python, "-m", "tests.chaos.die_at", module], env=env)
+
+
+@pytest.fixture(autouse=True)
+def _no_orders_left(chaos):
+    chaos.orders.withdraw()
+    yield
+    chaos.orders.withdraw()
+    for service in chaos.stack.services:
+        chaos.stack.signal(service.spec.name, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.name}-{window.point}-{window.nth}")
+def test_death_in_the_window_changes_nothing(chaos, window, tmp_path, request):
+    chaos.orders.give(window.point, "kill", window.nth)
+    job_id = chaos.submit(request.node.name, **window.sections)
+    victim = chaos.wait_for_taken(window.point)
+    chaos.check(job_id, tmp_path)
+    assert not psutil.pid_exists(victim)
+    if not window.loses_work:
+        chaos.check_nothing_was_repeated()
+    if "evaluation" in window.sections:
+        scored = chaos.stack.client.jobs.evaluations(job_id)
+        assert [(record.evaluation, record.state) for record in scored] == [
+            (e, EvaluationState.DONE) for e in (0, 1, 2)
+        ]
+
+
+def test_rollout_draining(chaos, tmp_path):
+    """Asked to stop while it generates, and killed before it is done."""
+    chaos.orders.give("TransformersEngine._sample.before", "hold")
+    job_id = chaos.submit("draining")
+    victim = chaos.wait_for_taken("TransformersEngine._sample.before")
+    name = chaos.name_of(victim)
+    os.kill(victim, signal.SIGTERM)
+    workers = chaos.stack.client.workers
+    wait_until(lambda: any(w.id == name and w.state == "draining" for w in workers("default")), f"{name} drains")
+    os.kill(victim, signal.SIGKILL)
+    chaos.check(job_id, tmp_path)
+
+
+def test_broker_cancelling_not_cancelled(chaos):
+    """The user cancels, all trainers are away, and the broker dies when it is about to end the job."""
+    chaos.orders.give("Ledger.claim_groups.before", "stop")  # nothing is generated meanwhile
+    job_id = chaos.submit("cancelling")
+    os.kill(chaos.wait_for_taken("Ledger.claim_groups.before"), signal.SIGCONT)
+    for trainer in ("trainer", "trainer-1"):
+        wait_until(lambda name=trainer: chaos.stack.signal(name, signal.SIGSTOP), f"{trainer} is there to be stopped")
+    chaos.orders.give("Ledger.move_job.before", "kill", nth=2)  # the first one is the user's
+    chaos.stack.client.jobs.cancel(job_id)
+    victim = chaos.wait_for_taken("Ledger.move_job.before")
+    assert chaos.stack.wait(job_id).state is JobState.CANCELLED
+    assert not psutil.pid_exists(victim)
+
+
+def test_redis_killed(chaos, tmp_path):
+    chaos.orders.give("Ledger.submit_group.after", "hold", nth=2)
+    job_id = chaos.submit("redis")
+    chaos.wait_for_taken("Ledger.submit_group.after")
+    assert chaos.stack.signal("redis")
+    chaos.orders.withdraw()
+    chaos.check(job_id, tmp_path)
+
+
+# ---- zombies: they were paused for longer than their lease, and wake up ------------------------------------------
+
+
+def test_zombie_rollout(chaos, tmp_path):
+    """It wakes up with groups that another rollout generates just now: refused, and the other one's are taken."""
+    chaos.orders.give("Ledger.submit_group.before", "stop")
+    job_id = chaos.submit("zombie rollout")
+    zombie = chaos.wait_for_taken("Ledger.submit_group.before")
+    name = chaos.name_of(zombie)
+    wait_until(lambda: num_holders(chaos, job_id) == 1, "only the zombie holds groups")
+    chaos.orders.give("TransformersEngine._sample.before", "hold")
+    chaos.wait_for_taken("TransformersEngine._sample.before")  # the other one has the zombie's
+    os.kill(zombie, signal.SIGCONT)
+    wait_until(lambda: chaos.events(job_id, "group.lost"), "the zombie is refused")
+    chaos.orders.withdraw()
+    chaos.check(job_id, tmp_path)
+    assert chaos.events(job_id, "group.lost")[0].data["worker_id"] == name
+
+
+def num_holders(chaos: ChaosStack, job_id: str) -> int:
+    """Rollouts with claimed groups, once all groups are claimed; else 0."""
+
+    async def read() -> int:
+        redis = connect(chaos.stack.redis_url)
+        prompts = JobKeys(job_id).prompts
+        pending: Any = await redis.xpending(prompts, ROLLOUT_GROUP)
+        num_entries = await redis.xlen(prompts)
+        await redis.aclose()
+        return len(pending["consumers"]) if pending["pending"] == num_entries else 0
+
+    return asyncio.run(read())
+
+
+def test_zombie_trainer(chaos, tmp_path):
+    """It wakes up about to commit what another trainer has committed since."""
+    chaos.orders.give("Ledger.commit_iteration.before", "stop")
+    job_id = chaos.submit("zombie trainer", checkpoint=EVERY)
+    zombie = chaos.wait_for_taken("Ledger.commit_iteration.before")
+    name = chaos.name_of(zombie)
+    wait_until(lambda: chaos.events(job_id, "iteration.committed"), "another trainer commits")
+    os.kill(zombie, signal.SIGCONT)
+    wait_until(lambda: f"{job_id} is left to another" in chaos.stack.log(name), "the zombie gives up")
+    chaos.check(job_id, tmp_path)
+    assert len(chaos.events(job_id, "job.taken_over")) == 1
+    chaos.check_nothing_was_repeated()
+
+
+def test_zombie_trainer_with_a_checkpoint_harms_not_the_one_that_its_successor_is_writing(chaos, tmp_path):
+    chaos.orders.give("appear.before", "stop")
+    job_id = chaos.submit("zombie checkpoint", checkpoint=EVERY)
+    zombie = chaos.wait_for_taken("appear.before")
+    name = chaos.name_of(zombie)
+    chaos.orders.give("write_state.before", "hold")
+    chaos.wait_for_taken("write_state.before")
+    os.kill(zombie, signal.SIGCONT)
+    wait_until(lambda: f"{job_id} is left to another" in chaos.stack.log(name), "the zombie gives up")
+    chaos.orders.withdraw()
+    chaos.check(job_id, tmp_path)
+
+
+def test_zombie_broker(chaos, tmp_path):
+    """It wakes up about to open an iteration that another broker has opened since."""
+    (spec,) = [service.spec for service in chaos.stack.services if service.spec.name == "broker"]
+    port = free_port()
+    chaos.orders.give("Ledger.open_iteration.before", "stop", nth=2)
+    job_id = chaos.submit("zombie broker")
+    zombie = chaos.wait_for_taken("Ledger.open_iteration.before")
+    env = {**spec.env, "ONBEAT_PORT": str(port)}
+    chaos.stack.launch(replace(spec, name="broker-1", env=env, missing=http_probe(f"http://127.0.0.1:{port}/readyz")))
+    rollouts = JobKeys(job_id).rollouts
+    wait_until(lambda: stream_length(chaos, rollouts) == 2 * SMALL["num_prompts_per_iteration"], "all is generated")
+    os.kill(zombie, signal.SIGCONT)
+    chaos.check(job_id, tmp_path)
+    assert len(chaos.events(job_id, "iteration.opened")) == 2
+    chaos.check_nothing_was_repeated()
+
+
+def stream_length(chaos: ChaosStack, stream: str) -> int:
+    async def read() -> int:
+        redis = connect(chaos.stack.redis_url)
+        length: int = await redis.xlen(stream)
+        await redis.aclose()
+        return length
+
+    return asyncio.run(read())
+
+
+def test_every_window_of_the_protocol_is_here():
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+:[\w-]+)`", page, re.MULTILINE))
+    by_hand = {name.removeprefix("test_").replace("_", ":", 1).replace("_", "-") for name in globals()}
+    assert rows, "the table is gone"
+    assert rows <= by_hand | {window.name for window in WINDOWS}

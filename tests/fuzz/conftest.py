@@ -1,0 +1,117 @@
+"""One real broker, a process of its own on a Redis of its own, for all that is thrown at its REST API."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from onbeat.config import JobConfig
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
+from tests.conftest import free_port, start_redis
+from tests.integration.broker_fixtures import (
+    commit,
+    drain,
+    eventually,
+    job_body,
+    start_training,
+    wait_open,
+    write_prompts,
+)
+
+LONG_S = 3600.0
+JOB_IDS = ("waiting", "running", "over")  # a job in each state, there from the start
+
+
+@dataclass
+class LiveBroker:
+    url: str
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def assert_unharmed(self) -> None:
+        """It lives, works, and has logged no defect."""
+        log = self.log.read_text()
+        assert self.process.poll() is None, f"the broker ended: {log[-3000:]}"
+        # The server says so where a request breaks off after its answer has begun: the stranger's loss, no defect.
+        assert log.count("Traceback") == log.count("h11._util.LocalProtocolError"), log[-3000:]
+        assert httpx.get(f"{self.url}/readyz", timeout=30).status_code == 200
+        listed = httpx.get(f"{self.url}/v1/jobs", params={"limit": 1000}, timeout=30).json()["jobs"]
+        assert set(JOB_IDS) <= {job["id"] for job in listed}
+
+
+@pytest.fixture(scope="package")
+def live_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveBroker]:
+    folder = tmp_path_factory.mktemp("broker")
+    write_prompts(folder)
+    redis_port, port = free_port(), free_port()
+    redis = start_redis(redis_port, str(folder))
+    redis_url, log = f"redis://127.0.0.1:{redis_port}", folder / "broker.log"
+    settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(port), "ONBEAT_DATA_DIR": str(folder)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.broker"], env=os.environ | settings, stdout=output, stderr=output
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url, process, log)
+        asyncio.run(seed(redis_url))
+        yield LiveBroker(url, port, process, log)
+    finally:
+        for child in (process, redis):
+            child.terminate()
+            child.wait(30)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, "the broker is not ready"
+        try:
+            if httpx.get(f"{url}/readyz").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+
+
+async def seed(redis_url: str) -> None:
+    """Jobs that have something to show."""
+    client = connect(redis_url, retry_s=5)
+    ledger = Ledger(client)
+    try:
+        held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
+        config = JobConfig.model_validate(job_body(evaluation=held_out))
+        for job_id in JOB_IDS:
+            await ledger.create_job(job_id, config.model_dump(mode="json"), config.schedule.num_iterations, 0)
+        for job_id in ("running", "over"):
+            await train(ledger, job_id, await start_training(ledger, job_id, LONG_S))
+        await ledger.move_job("over", JobState.FAILED, "out of memory")
+        await ledger.heartbeat("default", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
+    finally:
+        await client.aclose()
+
+
+async def train(ledger: Ledger, job_id: str, epoch: str) -> None:
+    async def is_evaluated() -> bool:
+        await drain(ledger, job_id)
+        return await ledger.evaluation_state(job_id, 0) is EvaluationState.DONE
+
+    await wait_open(ledger, job_id, 0)
+    update = WeightUpdate(received_bytes=10, sources=["h:1"], pull_s=0.1, apply_s=0.1, load_s=0.1)
+    await ledger.engine_ready(job_id, 0, "w1", update)
+    await eventually("evaluation 0 is done", is_evaluated, timeout_s=60)
+    published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+    await commit(ledger, job_id, epoch, 0, prompt_tokens=12, response_tokens=8, reward_mean=0.5, train_s=0.1)
+    await wait_open(ledger, job_id, 1)

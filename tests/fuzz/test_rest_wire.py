@@ -1,0 +1,305 @@
+"""Requests that no HTTP library would send, and jobs that no user would submit: each is answered, none does harm."""
+
+import contextlib
+import copy
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzz import fuzzed
+from tests.fuzz.conftest import LiveBroker
+from tests.integration.broker_fixtures import job_body
+
+DEADLINE_S = 60.0
+PATIENCE_S = (
+    0.2  # for an answer to what may be no whole request; a slow answer is not seen then, but its defect is logged
+)
+JSON = "Content-Type: application/json"
+
+
+@pytest.fixture(autouse=True)
+def unharmed(live_broker: LiveBroker) -> Iterator[None]:
+    yield
+    live_broker.assert_unharmed()
+
+
+def connected(broker: LiveBroker) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", broker.port), timeout=DEADLINE_S)
+
+
+def exchange(broker: LiveBroker, request: bytes, patience_s: float = DEADLINE_S) -> bytes:
+    """All that comes back for these bytes. A server that waits for more of them sees their end after `patience_s`."""
+    answer = b""
+    with connected(broker) as stream, contextlib.suppress(ConnectionError):
+        stream.sendall(request)
+        stream.settimeout(patience_s)
+        with contextlib.suppress(TimeoutError):
+            while part := stream.recv(1 << 16):
+                answer += part
+            return answer
+        stream.settimeout(DEADLINE_S)
+        stream.shutdown(socket.SHUT_WR)
+        while part := stream.recv(1 << 16):
+            answer += part
+    return answer
+
+
+def request_of(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: 127.0.0.1",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def assert_refused(answer: bytes, *statuses: int) -> dict[str, Any]:
+    """One problem document with one of these statuses."""
+    assert status_of(answer) in statuses, answer[:500]
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/problem+json" in head, answer[:500]
+    problem: dict[str, Any] = json.loads(body)
+    assert problem["status"] == status_of(answer)
+    return problem
+
+
+def assert_answered_or_closed(answer: bytes) -> None:
+    """What is no HTTP is refused by the server below the application, in plain text."""
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert not answer or status_of(answer) < 500, answer[:500]
+
+
+# ---- bodies ------------------------------------------------------------------------------------------------------
+
+VALID = json.dumps(job_body()).encode()
+
+
+def with_option(value: str) -> bytes:
+    return json.dumps(job_body(reward={"options": {"x": "HERE"}})).replace('"HERE"', value).encode()
+
+
+BODIES = {
+    "nothing": b"",
+    "truncated": VALID[:-20],
+    "two documents": VALID + VALID,
+    "no text": b"\xff\xfe\x00{",
+    "bad utf-8": VALID.replace(b"test", b"te\xc3\x28st"),
+    "zeros": bytes(1000),
+    "not a number": with_option("NaN"),
+    "infinite": with_option("-Infinity"),
+    "too large for a float": with_option("1e999"),
+    "too many digits": VALID.replace(b'"num_iterations": 3', b'"num_iterations": ' + b"9" * 5000),
+    "many digits": VALID.replace(b'"num_iterations": 3', b'"num_iterations": ' + b"9" * 4000),
+    "deep list": with_option("[" * 200_000 + "]" * 200_000),
+    "deep object": with_option('{"a":' * 100_000 + "1" + "}" * 100_000),
+    "deep job": b'{"model":' * 50_000 + b"1" + b"}" * 50_000,
+    "unfinished depth": b'{"model":' * 100_000,
+    "wide": json.dumps(dict.fromkeys(map(str, range(50_000)))).encode(),
+    "long key": json.dumps({"k" * 900_000: 1}).encode(),
+    "surrogate": with_option(r'"\ud800"'),
+    "surrogate in a name": VALID.replace(b'"test"', rb'"\udfff"'),
+    "null byte in a path": VALID.replace(b"prompts.jsonl", rb"prompts\u0000.jsonl"),
+    "null byte in a key": VALID.replace(b'"name"', rb'"na\u0000me"'),
+    "path above": VALID.replace(b"prompts.jsonl", b"....//....//../../../etc/passwd"),
+    "device": VALID.replace(b"prompts.jsonl", b"/dev/zero"),
+    "a string": b'"job"',
+    "null": b"null",
+    "true": b"true",
+    "a number": b"1e400",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_no_job_is_a_problem(live_broker: LiveBroker, name: str) -> None:
+    problem = assert_refused(exchange(live_broker, request_of("POST", "/v1/jobs", BODIES[name], JSON)), 400, 422)
+    assert problem["detail"]
+    assert len(json.dumps(problem)) < 20_000, "the refusal repeats what was sent"
+
+
+def test_the_last_of_two_equal_keys_counts(live_broker: LiveBroker) -> None:
+    """As in every JSON reader of ours; what is stored is what was checked."""
+    answer = exchange(live_broker, request_of("POST", "/v1/jobs", VALID[:-1] + b', "seed": 1, "seed": 2}', JSON))
+    assert status_of(answer) == 201
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["config"]["seed"] == 2
+    assert_refused(exchange(live_broker, request_of("POST", "/v1/jobs", VALID[:-1] + b', "name": "/"}', JSON)), 422)
+
+
+# ---- paths and headers -------------------------------------------------------------------------------------------
+
+PATHS = [
+    "/v1/jobs/%00",
+    "/v1/jobs/a%00b/events",
+    "/v1/jobs/..%2f..%2fetc%2fpasswd",
+    "/v1/jobs/%2e%2e",
+    "/v1/jobs/../../../../etc/passwd",
+    "/v1/jobs/running%0a",
+    "/v1/jobs/%ff%fe",
+    "/v1/jobs/running{}",
+    "/v1/jobs/*",
+    "/v1/jobs/" + "a" * 50_000,
+    "/v1/jobs/running/iterations?after=" + "9" * 5000,
+    "/v1/jobs/running/iterations?after=1e400",
+    "/v1/jobs/running/events?wait_s=nan",
+    "/v1/jobs/running/events?wait_s=inf",
+    "/v1/jobs/running/events?after=%00",
+    "/v1/jobs/running/events?after=99999999999999999999-0",
+    "/v1/jobs/running/evaluations/-1/samples",
+    "/v1/jobs/running/samples?limit=%ff",
+    "/v1/workers?pool=../",
+    "/v1/workers?pool=%00",
+    "/..%2f..%2f..%2fetc%2fpasswd",
+    "//etc/passwd",
+    "/dashboard/../../settings.py",
+    "/dashboard/..%2f..%2fsettings.py",
+]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path[:60] for path in PATHS])
+def test_a_path_that_leads_nowhere_is_a_problem(live_broker: LiveBroker, path: str) -> None:
+    assert_refused(exchange(live_broker, request_of("GET", path)), 404, 422, 431)
+
+
+@pytest.mark.parametrize("method", ["TRACE", "OPTIONS", "PUT", "PATCH", "PROPFIND", "QUERY"])
+def test_a_method_that_is_not_offered_is_a_problem(live_broker: LiveBroker, method: str) -> None:
+    assert_refused(exchange(live_broker, request_of(method, "/v1/jobs/running")), 405)
+
+
+POST = b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+NO_HTTP = {
+    "no length": POST + b"Content-Length: many\r\n\r\n{}",
+    "negative length": POST + b"Content-Length: -5\r\n\r\n{}",
+    "endless length": POST + b"Content-Length: " + b"9" * 40 + b"\r\n\r\n{}",
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "two framings": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+    "no chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
+    "endless chunk": POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}",
+    "unknown coding": POST + b"Transfer-Encoding: lies\r\n\r\n{}",
+    "no header name": b"GET /livez HTTP/1.1\r\n: x\r\n\r\n",
+    "folded header": b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n and more\r\n\r\n",
+    "zero in a header": b"GET /livez HTTP/1.1\r\nHost: \0\r\n\r\n",
+    "no version": b"GET /livez\r\n\r\n",
+    "strange version": b"GET /livez HTTP/9.9\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "web socket": b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    "noise": bytes(range(256)) * 4,
+    "short body": POST + b"" + JSON.encode() + b"\r\nContent-Length: 900\r\n\r\n" + VALID[:20],
+    "long body": request_of("POST", "/v1/jobs", b"{}", JSON).replace(b"Connection: close\r\n", b"") + b"more" * 1000,
+    "large header": request_of("GET", "/livez", b"", "X: " + "x" * 5_000_000),
+    "many headers": request_of("GET", "/livez", b"", *(f"X-{i}: y" for i in range(50_000))),
+    "long path": request_of("GET", "/" + "a" * 5_000_000),
+}
+
+
+@pytest.mark.parametrize("name", NO_HTTP)
+def test_what_is_no_http_is_refused_or_closed(live_broker: LiveBroker, name: str) -> None:
+    assert_answered_or_closed(exchange(live_broker, NO_HTTP[name], PATIENCE_S))
+
+
+def test_requests_that_never_end_keep_nobody_else_waiting(live_broker: LiveBroker) -> None:
+    with contextlib.ExitStack() as stack:
+        for index in range(200):
+            stream = stack.enter_context(connected(live_broker))
+            stream.sendall(request_of("POST", "/v1/jobs", b" " * 500, JSON)[: 60 + index])
+        response = httpx.post(f"{live_broker.url}/v1/jobs", json=job_body(), timeout=DEADLINE_S)
+        assert response.status_code == 201
+        live_broker.assert_unharmed()
+
+
+# ---- at random ---------------------------------------------------------------------------------------------------
+
+REQUESTS = [
+    request_of("POST", "/v1/jobs", VALID, JSON, "Idempotency-Key: k"),
+    request_of("GET", "/v1/jobs/running/events?after=0&wait_s=0"),
+    request_of("POST", "/v1/jobs/over:resume"),
+]
+
+
+@st.composite
+def spoiled_requests(draw: st.DrawFn) -> bytes:
+    """A request in which some bytes are lost, doubled or others."""
+    request = draw(st.sampled_from(REQUESTS))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(request)))
+        end = draw(st.integers(start, min(len(request), start + 40)))
+        middle = draw(st.one_of(st.just(b""), st.just(request[start:end] * 2), st.binary(max_size=10)))
+        request = request[:start] + middle + request[end:]
+    return request
+
+
+@fuzzed(150)
+@given(spoiled_requests())
+def test_a_spoiled_request_is_answered_or_closed(live_broker: LiveBroker, request_: bytes) -> None:
+    assert_answered_or_closed(exchange(live_broker, request_, PATIENCE_S))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of everything inside a JSON document."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in inside for place in ((*path, key), *places(item, (*path, key)))]
+
+
+JOBS = [
+    job_body(),
+    job_body(schedule={"mode": "bounded", "max_staleness": 2}, reward={"name": "regex", "options": {"pattern": "a"}}),
+    job_body(
+        data={"type": "reasoning_gym", "task": "chain_sum", "path": None, "options": {"max_terms": 2}},
+        evaluation={"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2},
+    ),
+]
+del JOBS[2]["data"]["path"]
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30, -(10**30), 1e308, 5e-324, -0.0, 0.5]),
+    st.sampled_from(["", "\0", "a/../b", "(" * 50, "(a+)+$", "\u202e", "x" * 5000, "bundled:", "/", "{}", "%s"]),
+    st.sampled_from([[], {}, [[]], {"type": "grpo"}, {"mode": "sync"}, {"": {}}, [None] * 100]),
+    st.text(max_size=20),
+)
+
+
+@st.composite
+def spoiled_jobs(draw: st.DrawFn) -> Any:
+    job = copy.deepcopy(draw(st.sampled_from(JOBS)))
+    for _ in range(draw(st.integers(1, 3))):
+        *way, key = draw(st.sampled_from(places(job)))
+        here = job
+        for step in way:
+            here = here[step]
+        if draw(st.booleans()):
+            here[key] = draw(HOSTILE)
+        elif isinstance(here, dict):
+            here[draw(st.sampled_from(["type", "mode", "path", "options", "_", ""]))] = here.pop(key)
+        if not places(job):
+            break
+    return job
+
+
+@fuzzed(150)
+@given(spoiled_jobs())
+def test_a_spoiled_job_is_created_as_it_was_sent_or_refused_by_field(live_broker: LiveBroker, job: Any) -> None:
+    with httpx.Client(base_url=live_broker.url, timeout=DEADLINE_S) as client:
+        response = client.post("/v1/jobs", json=job)
+        if response.status_code == 201:
+            record = response.json()
+            assert {key: record["config"][key] for key in ("name", "seed") if key in job} == {
+                key: job[key] for key in ("name", "seed") if key in job
+            }
+            assert client.get(response.headers["location"]).json() == record
+            assert client.post(f"/v1/jobs/{record['id']}:cancel").json()["state"] == "CANCELLED"
+        else:
+            assert response.status_code == 422, response.text
+            assert all(error["field"] and error["message"] for error in response.json()["errors"])
+            assert response.json()["errors"], response.text

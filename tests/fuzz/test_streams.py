@@ -1,0 +1,189 @@
+"""What strangers and broken rollouts put on a job's streams or submit: none of it is trained on, all is counted."""
+
+import math
+import random
+
+import pytest
+
+from onbeat.streams.codec import PromptTask, RolloutGroup
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Ledger
+from onbeat.types import IterationState, Verdict
+from tests.fuzz import FUZZ_FACTOR
+from tests.integration.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    make_group,
+    start_training,
+    tasks_for,
+)
+
+LARGE = 2**31 - 1
+
+
+async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
+    """A job whose iteration 0 is open; (job id, epoch)."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0, num_groups)) == ""
+    return job_id, epoch
+
+
+async def number(ledger: Ledger, job_id: str, name: str) -> int:
+    return int((await ledger.job_fields(job_id)).get(name, 0))
+
+
+async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
+    """Entries of a rollouts stream that no submission has put there."""
+    other, _ = await open_job(ledger)
+    await drain(ledger, other)
+    accepted = await ledger.iteration_groups(other, 0)
+    true = make_group(tasks_for(0)[0]).SerializeToString()
+    noise = [text.encode("latin-1") for text in ("", "\0", "\xff" * 50, "{}", "x" * 100_000)]
+    future = make_group(tasks_for(7)[0])
+    unnamed = make_group(PromptTask(group_id="nobody", iteration=0))
+    unnumbered = make_group(PromptTask(group_id="0-0", iteration=LARGE), version=LARGE)
+    payloads = [*noise, true[:-7], true[3:], true + b"\xff", true]
+    payloads += [group.SerializeToString() for group in (future, unnamed, unnumbered, *accepted, RolloutGroup())]
+    return [{"group": payload} for payload in payloads] + [{"other": true}, {"": b""}, {"GROUP": true}]
+
+
+async def test_entries_that_were_never_accepted_are_dropped_and_counted(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    entries = await foreign_groups(ledger)
+    for entry in entries[::2]:
+        await ledger.redis.xadd(JobKeys(job_id).rollouts, entry)
+    await drain(ledger, job_id)
+    for entry in entries[1::2]:
+        await ledger.redis.xadd(JobKeys(job_id).rollouts, entry)
+    taken = await take_all(ledger, job_id)
+    assert sorted(group.group_id for group in taken) == ["0-0", "0-1"]
+    assert await number(ledger, job_id, "num_foreign") == len(entries)
+    assert [group.group_id for group in await ledger.iteration_groups(job_id, 0)] == [g.group_id for g in taken]
+    assert await commit(ledger, job_id, epoch, 0)
+
+
+async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger) -> None:
+    """Those of this iteration and of the one before."""
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    played = await ledger.redis.xrange(JobKeys(job_id).rollouts)
+    assert len(await take_all(ledger, job_id)) == 2
+    for _, fields in played:
+        await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
+    assert await take_all(ledger, job_id) == []
+    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1")
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
+    for _, fields in played:
+        await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
+    await drain(ledger, job_id)
+    assert {group.iteration for group in await take_all(ledger, job_id)} == {1}
+    assert await number(ledger, job_id, "num_foreign") == 4
+
+
+async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    task = tasks_for(0)[0].SerializeToString()
+    entries = [{"task": payload} for payload in (b"", b"\xff" * 30, task[:-3], task, b"\0")]
+    entries += [{"task": tasks_for(5)[0].SerializeToString()}, {"other": task}, {"": b""}]
+    for entry in entries:
+        await ledger.redis.xadd(JobKeys(job_id).prompts, entry)
+    claims = await claim_all(ledger, job_id)
+    assert sorted(claim.task.group_id for claim in claims) == ["0-0", "0-1"]
+    assert await claim_all(ledger, job_id, "w2") == []
+    assert await number(ledger, job_id, "num_foreign") == len(entries)
+    for claim in claims:
+        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+
+
+async def take_all(ledger: Ledger, job_id: str) -> list[RolloutGroup]:
+    taken: list[RolloutGroup] = []
+    while await ledger.redis.xlen(JobKeys(job_id).rollouts) and (await lag(ledger, job_id)):
+        taken += await ledger.take_groups(job_id, "trainer-a", 5, 0.05)
+    return taken
+
+
+async def lag(ledger: Ledger, job_id: str) -> bool:
+    """Entries that nobody has read yet."""
+    (group,) = await ledger.redis.xinfo_groups(JobKeys(job_id).rollouts)
+    return bool(await ledger.redis.xrange(JobKeys(job_id).rollouts, f"({group['last-delivered-id'].decode()}", count=1))
+
+
+# ---- submissions -------------------------------------------------------------------------------------------------
+
+
+def spoil(group: RolloutGroup, how: str) -> None:
+    response = group.responses[0]
+    match how:
+        case "no responses":
+            del group.responses[:]
+        case "empty response":
+            del response.token_ids[:], response.rollout_logprobs[:], response.version_spans[:]
+        case "nan reward":
+            response.reward = math.nan
+        case "infinite reward":
+            response.reward = -math.inf
+        case "fewer logprobs":
+            del response.rollout_logprobs[-1:]
+        case "no spans":
+            del response.version_spans[:]
+        case "gap":
+            response.version_spans[0].start = 1
+        case "beyond":
+            response.version_spans[0].end = 2**31 - 1
+        case "no prompt":
+            del group.prompt_token_ids[:]
+        case "failed and not":
+            group.failure.kind = "engine"
+
+
+BROKEN = [
+    "no responses",
+    "empty response",
+    "nan reward",
+    "infinite reward",
+    "fewer logprobs",
+    "no spans",
+    "gap",
+    "beyond",
+    "no prompt",
+    "failed and not",
+]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledger, how: str) -> None:
+    job_id, _ = await open_job(ledger)
+    claim, _ = await claim_all(ledger, job_id)
+    group = make_group(claim.task)
+    spoil(group, how)
+    with pytest.raises(ValueError, match=f"group {claim.task.group_id}"):
+        await ledger.submit_group(job_id, claim.entry_id, group)
+    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+
+
+@pytest.mark.parametrize("seed", range(30 * FUZZ_FACTOR))
+async def test_a_submission_that_is_not_what_was_leased_is_never_accepted(ledger: Ledger, seed: int) -> None:
+    """Another group, iteration, version, worker or entry: whatever is wrong, the two groups stay to be had."""
+    rng = random.Random(seed)
+    job_id, _ = await open_job(ledger)
+    mine, other = await claim_all(ledger, job_id)
+    for _ in range(10):
+        entry_id, group = mine.entry_id, make_group(mine.task)
+        wrong = rng.sample(["id", "iteration", "version", "worker", "entry"], rng.randint(1, 5))
+        if "id" in wrong:
+            group.group_id = rng.choice(["", "nobody", "0-9", "x" * 10_000, "\0", "0-0 "])
+        if "iteration" in wrong:
+            group.iteration = rng.choice([1, 7, LARGE])
+        if "version" in wrong:
+            group.responses[0].version_spans[0].policy_version = rng.choice([1, LARGE])
+        if "worker" in wrong:
+            group.worker_id = rng.choice(["", "w2", "\0", "w1 "])
+        if "entry" in wrong:
+            entry_id = rng.choice(["0-0", "9999999999999-0", other.entry_id])
+        assert await ledger.submit_group(job_id, entry_id, group) is not Verdict.ACCEPTED, wrong
+    assert await ledger.iteration_state(job_id, 0) is IterationState.OPEN
+    assert await ledger.iteration_groups(job_id, 0) == []

@@ -1,0 +1,50 @@
+"""Groups that no engine of the job can have made: the trainer names group and worker, and its weights stay."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from onbeat.errors import JobFailed
+from onbeat.streams.codec import RolloutGroup
+from tests.unit.trainer_fixtures import job_config, recorded_iterations, tiny_config, tiny_model, train
+
+
+def set_prompt_token(group: RolloutGroup) -> None:
+    group.prompt_token_ids[0] = tiny_config().vocab_size
+
+
+def set_token(group: RolloutGroup) -> None:
+    group.responses[1].token_ids[-1] = 2**32 - 1
+
+
+def set_nan(group: RolloutGroup) -> None:
+    group.responses[1].rollout_logprobs[-1] = math.nan
+
+
+def set_infinite(group: RolloutGroup) -> None:
+    group.responses[1].rollout_logprobs[0] = -math.inf
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (set_prompt_token, f"token id {tiny_config().vocab_size}, the model has {tiny_config().vocab_size} tokens"),
+        (set_token, "token id 4294967295"),
+        (set_nan, "response 1: a logprob is not finite"),
+        (set_infinite, "response 1: a logprob is not finite"),
+    ],
+)
+def test_an_impossible_group_fails_the_job_by_name(
+    spoil: Callable[[RolloutGroup], None], problem: str, tmp_path: Path
+) -> None:
+    groups = recorded_iterations(1)
+    groups[2].worker_id = "w7"
+    spoil(groups[2])
+    model = tiny_model(tiny_config(), torch.float32)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(JobFailed, match=rf"0-2.*{problem}.*w7"):
+        train(job_config(schedule={"num_iterations": 1}), groups, tmp_path, model)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -1,0 +1,273 @@
+"""A trainer that lies: the puller takes nothing from it, says who it was, and gets its weights from the next one."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.errors import WeightsError
+from onbeat.weights import client as client_module
+from onbeat.weights.client import CHANNEL_OPTIONS
+from onbeat.weights.framing import DTYPE_BYTES, Manifest, TensorEntry
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import SERVICE, data_message
+from tests.fuzz import fuzzed
+from tests.weight_plane import JOB, MIB, Plane, Rollout, hosts_apart, stepped, weights
+
+DEADLINE_S = 30.0
+Answers = dict[str, Iterable[bytes]]  # by method
+
+
+@dataclass
+class Liar(grpc.GenericRpcHandler):
+    """A weights service that answers with whatever bytes it is given."""
+
+    address: str = ""
+    answers: Answers = field(default_factory=dict)
+    num_sent_bytes: int = 0
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def answer(_: bytes, __: Any) -> AsyncIterator[bytes]:
+            for message in self.answers.get(details.method.rpartition("/")[2], ()):
+                self.num_sent_bytes += len(message)
+                yield message
+
+        return grpc.unary_stream_rpc_method_handler(answer)
+
+
+@contextlib.asynccontextmanager
+async def lied_to(way: str) -> AsyncIterator[tuple[Rollout, Liar]]:
+    """A rollout that knows the liar only, and the liar knows all that the trainer would say.
+
+    "in full": it has nothing yet; "delta": it has the version before. At the end it finds the trainer, and gets both.
+    """
+    with tempfile.TemporaryDirectory() as folder, hosts_apart():
+        async with Plane(Path(folder)) as plane:
+            tensors = weights(0, 2000)
+            await plane.trainer.publish(0, tensors)
+            rollout = await plane.join("r0")
+            base = None
+            if way == "delta":
+                await rollout.pull(0, DEADLINE_S)
+                base = 0
+            await plane.trainer.publish(1, stepped(tensors, 1, share=0.3))
+            liar, server = Liar(), grpc.aio.server(options=CHANNEL_OPTIONS)
+            server.add_generic_rpc_handlers((liar,))
+            liar.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            liar.answers = await true_answers(plane.trainer.address, base)
+            liar.answers["Locate"] = [weights_pb2.LocateResponse(address=liar.address).SerializeToString()]
+            honest, plane.trainer.address = plane.trainer.address, liar.address
+            with pytest.MonkeyPatch.context() as patch:  # two answers to one question are waited for
+                patch.setattr(client_module, "CALL_DEADLINE_S", 1.0)
+                patch.setattr(client_module, "MESSAGE_DEADLINE_S", 1.0)
+                yield rollout, liar
+            plane.trainer.address = honest
+            await server.stop(None)
+            for version in (1, 0):
+                await rollout.pull(version, DEADLINE_S)
+
+
+async def true_answers(address: str, base: int | None) -> Answers:
+    key = weights_pb2.PayloadKey(policy_version=1, base_version=base)
+    requests = {
+        "Describe": weights_pb2.DescribeRequest(job_id=JOB),
+        "GetManifest": weights_pb2.GetManifestRequest(job_id=JOB, policy_version=1, base_version=base),
+        "Pull": weights_pb2.PullRequest(job_id=JOB, key=key),
+    }
+    answers: Answers = {"Finish": [b""]}
+    async with grpc.aio.insecure_channel(address) as channel:
+        for method, request in requests.items():
+            call = channel.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString())
+            answers[method] = [message async for message in call]
+    return answers
+
+
+async def assert_refused(rollout: Rollout, liar: Liar) -> str:
+    """Why. `Rollout.pull` sees to it that nothing wrong was called final, and that no version is held."""
+    with pytest.raises(WeightsError) as refusal:
+        await asyncio.wait_for(rollout.pull(1, deadline_s=0), DEADLINE_S)
+    assert liar.address in str(refusal.value), refusal.value
+    return str(refusal.value)
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def spoilers(draw: st.DrawFn) -> Callable[[list[bytes]], list[bytes]]:
+    """Turns the messages of an answer into others: lost, doubled, swapped, cut, glued, with other bytes."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["lose", "double", "swap", "cut", "glue", "flip", "insert", "replace"]),
+                st.floats(0, 0.999),
+                st.floats(0, 0.999),
+                st.binary(max_size=30),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+
+    def spoil(messages: list[bytes]) -> list[bytes]:
+        found = list(messages)
+        for how, where, inside, noise in steps:
+            if not found:
+                break
+            index = int(where * len(found))
+            message = found[index]
+            position = int(inside * len(message))
+            match how:
+                case "lose":
+                    del found[index]
+                case "double":
+                    found.insert(index, message)
+                case "swap":
+                    found[index], found[-1] = found[-1], found[index]
+                case "cut":
+                    found[index] = message[:position]
+                case "glue":
+                    found[index : index + 2] = [b"".join(found[index : index + 2])]
+                case "flip" if message:
+                    found[index] = (
+                        message[:position] + bytes([message[position] ^ 1 << len(noise) % 8]) + message[position + 1 :]
+                    )
+                case "insert":
+                    found[index] = message[:position] + noise + message[position:]
+                case "replace":
+                    found[index] = noise
+        return found
+
+    return spoil
+
+
+@pytest.mark.parametrize("way", ["in full", "delta"])
+@pytest.mark.parametrize("method", ["GetManifest", "Locate", "Pull"])
+def test_spoiled_answers_give_the_true_weights_or_an_error(way: str, method: str) -> None:
+    @fuzzed(40)
+    @given(spoilers())
+    def test(spoil: Callable[[list[bytes]], list[bytes]]) -> None:
+        async def attack() -> None:
+            async with lied_to(way) as (rollout, liar):
+                spoiled = spoil(list(liar.answers[method]))
+                liar.answers[method] = spoiled if method == "Pull" else spoiled[:1]
+                with contextlib.suppress(WeightsError):
+                    await asyncio.wait_for(rollout.pull(1, deadline_s=0), DEADLINE_S)
+
+        asyncio.run(attack())
+
+    test()
+
+
+# ---- answers that are well-formed, and lies ----------------------------------------------------------------------
+
+NUMBERS = st.sampled_from([0, 1, 2, 7, 2**20, 2**31, 2**40, 2**62, 2**63, 2**64 - 1])
+NAMES = st.sampled_from(["big", "", "__metadata__", "../../etc/passwd", "\0", "x" * 10_000, "{}", "\u202e"])
+TENSORS = st.builds(
+    lambda name, dtype, shape, size: weights_pb2.Tensor(
+        name=name, dtype=dtype, shape=shape, size_bytes=size_of(dtype, shape) if size is None else size
+    ),
+    NAMES,
+    st.sampled_from([*DTYPE_BYTES, "EVIL", ""]),
+    st.lists(NUMBERS, max_size=4),
+    st.none() | NUMBERS,
+)
+
+
+def size_of(dtype: str, shape: list[int]) -> int:
+    return min(2**64 - 1, math.prod(shape) * DTYPE_BYTES.get(dtype, 0))
+
+
+def digest_of(tensors: Iterable[Any]) -> bytes:
+    entries = tuple(TensorEntry(t.name, t.dtype, tuple(t.shape), t.size_bytes, t.digest) for t in tensors)
+    return Manifest(1, entries).digest
+
+
+@pytest.mark.parametrize("way", ["in full", "delta"])
+def test_a_manifest_that_contradicts_nothing_but_reason_is_refused(way: str) -> None:
+    """Its digest is right; sizes, names, dtypes and shards are whatever they are."""
+
+    @fuzzed(50)
+    @given(
+        st.lists(TENSORS, min_size=1, max_size=3),
+        st.booleans(),
+        st.lists(NUMBERS.filter(lambda n: n < 2**32), max_size=3),
+    )
+    def test(tensors: list[weights_pb2.Tensor], has_true_ones: bool, shard_starts: list[int]) -> None:
+        async def attack() -> None:
+            async with lied_to(way) as (rollout, liar):
+                answer = weights_pb2.GetManifestResponse.FromString(*liar.answers["GetManifest"])
+                if not has_true_ones:
+                    del answer.tensors[:]
+                answer.tensors.extend(tensors)
+                answer.shard_starts.extend(shard_starts)
+                answer.digest = digest_of(answer.tensors)
+                liar.answers["GetManifest"] = [answer.SerializeToString()]
+                await assert_refused(rollout, liar)
+
+        asyncio.run(attack())
+
+    test()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nowhere", "127.0.0.1:1", "unix:/dev/null", "dns:///\0", "x" * 70_000, "[::1]:-1"]
+)
+@pytest.mark.parametrize("shared_path", ["", "\0", "/", "/dev/zero", "/proc/self/mem", "../" * 5000])
+async def test_a_source_that_is_none_is_refused_and_no_file_of_this_machine_is_taken_for_weights(
+    address: str, shared_path: str
+) -> None:
+    async with lied_to("in full") as (rollout, liar):
+        answer = weights_pb2.LocateResponse(address=address, shared_path=shared_path)
+        liar.answers["Locate"] = [answer.SerializeToString()]
+        with pytest.raises(WeightsError):
+            await asyncio.wait_for(rollout.pull(1, deadline_s=0), DEADLINE_S)
+
+
+@pytest.mark.parametrize("what", ["plans", "data", "manifests", "versions"])
+async def test_an_endless_answer_ends_soon_and_is_not_kept(what: str) -> None:
+    async with lied_to("delta") as (rollout, liar):
+        plan, *_ = liar.answers["Pull"]
+        match what:
+            case "plans":
+                liar.answers["Pull"] = itertools.repeat(plan)
+            case "data":
+                liar.answers["Pull"] = itertools.chain([plan], itertools.repeat(data_message([memoryview(bytes(MIB))])))
+            case "manifests":
+                liar.answers["GetManifest"] = itertools.repeat(*liar.answers["GetManifest"])
+            case "versions":
+                answer = weights_pb2.GetManifestResponse.FromString(*liar.answers["GetManifest"])
+                answer.shard_starts.extend([1] * 1_000_000)
+                liar.answers["GetManifest"] = [answer.SerializeToString()]
+        await assert_refused(rollout, liar)
+        assert liar.num_sent_bytes < 64 * MIB
+
+
+@pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", "a/b.json", "a\0.json", "", "..", "x" * 300])
+async def test_a_model_file_whose_name_is_no_plain_one_is_refused(name: str) -> None:
+    async with lied_to("in full") as (rollout, liar):
+        answer = weights_pb2.DescribeResponse(files=[weights_pb2.File(name=name, content=b"{}")])
+        liar.answers["Describe"] = [answer.SerializeToString()]
+        with pytest.raises(WeightsError, match=f"{liar.address}.*model file"):
+            await rollout.mover.describe()
+
+
+@pytest.mark.parametrize("age_s", [math.nan, math.inf, -1.0])
+async def test_an_age_that_is_none_is_refused(age_s: float) -> None:
+    async with lied_to("in full") as (rollout, liar):
+        answer = weights_pb2.GetManifestResponse.FromString(*liar.answers["GetManifest"])
+        answer.age_s = age_s
+        liar.answers["GetManifest"] = [answer.SerializeToString()]
+        assert "s old" in await assert_refused(rollout, liar)

@@ -1,0 +1,506 @@
+"""`explain` says who waits for whom in every phase of a job, and the doctor what is wrong, on a real Redis."""
+
+import asyncio
+import os
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+
+from onbeat.config import JobConfig
+from onbeat.streams import inspection, keys
+from onbeat.streams.connection import connect
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.types import Finding, JobState, TrainerRecord, WorkerRecord
+from services.broker.app import create_app
+from services.broker.doctor import diagnose, explain_silence
+from services.broker.explain import explain_job
+from services.broker.settings import Settings
+from services.trainer.background import Background
+from services.trainer.feed import GroupFeed
+from services.trainer.link import JobLink
+from services.trainer.presence import Presence
+from tests.conftest import free_port, start_redis
+from tests.integration.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    eventually,
+    make_group,
+    running_broker,
+    start_training,
+    tasks_for,
+    write_prompts,
+)
+
+LATER_S = 30.0  # in which a slow machine gets anywhere
+
+
+@pytest.fixture
+def pool() -> str:
+    """Tests share one Redis: the heartbeats of another test are not to be seen here."""
+    return f"pool-{uuid.uuid4().hex[:8]}"
+
+
+async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
+    await inspection.trainer_heartbeat(ledger, pool, trainer, state, job_id)
+
+
+async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fields: Any) -> None:
+    seen_at = await ledger.now() - fields.pop("ago_s", 0.0)
+    await ledger.heartbeat(pool, WorkerRecord(id=worker, state=state, last_seen_at=seen_at, **fields))
+
+
+async def open_iteration(ledger: Ledger, job_id: str, iteration: int, num_groups: int = 8) -> None:
+    assert not await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration, num_groups))
+
+
+async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str) -> None:
+    for claim in claims:
+        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, worker))
+
+
+def sentence_of(finding: Finding) -> str:
+    """With N in place of whole seconds: a machine may be slow."""
+    return re.sub(r"\b\d+ s\b", "N s", finding.sentence)
+
+
+def text_of(findings: list[Finding]) -> str:
+    return "\n".join(map(sentence_of, findings))
+
+
+def problems(findings: list[Finding]) -> list[str]:
+    return [sentence_of(finding) for finding in findings if finding.is_problem]
+
+
+# ---- pending -----------------------------------------------------------------------------------------------------
+
+
+async def test_pending_job_without_trainers_says_what_to_start_and_when_it_fails(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 5000})
+    findings = await explain_job(ledger, job_id)
+    assert findings[0].is_problem
+    assert f"no trainer of pool {pool} has asked for jobs in the last N s; start one: `onbeat up`" in (
+        sentence_of(findings[0])
+    )
+    assert findings[0].waits_for == f"a trainer of pool {pool}"
+    (deadline,) = [finding for finding in findings if finding.next == "the job fails"]
+    assert deadline.deadline_s is not None
+    assert 4900 < deadline.deadline_s <= 5000
+    assert "no rollout is alive" in text_of(findings)
+    await beat_trainer(ledger, pool, "trainer-z", "stopped")
+    assert "(the last one, trainer-z, stopped N s ago)" in text_of(await explain_job(ledger, job_id))
+
+
+async def test_pending_job_waits_its_turn_or_is_taken_next(ledger: Ledger, pool: str) -> None:
+    first, second = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+    await beat_rollout(ledger, pool, "rollout-a", "idle")
+    await beat_trainer(ledger, pool, "trainer-a", "training", "job-0")
+    findings = await explain_job(ledger, second)
+    assert f"trainer-a trains job-0; before it: 1 pending job of pool {pool}" in text_of(findings)
+    assert problems(findings) == []
+    await beat_trainer(ledger, pool, "trainer-b", "idle")
+    assert "trainer-b asks for jobs and takes it next" in text_of(await explain_job(ledger, first))
+    await ledger.redis.hset(JobKeys(first).job, "created_at", await ledger.now() - 60)
+    assert "trainer-b asks for jobs but does not take it; see its log" in problems(await explain_job(ledger, first))[0]
+
+
+# ---- running -----------------------------------------------------------------------------------------------------
+
+
+async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await ledger.claim_job(job_id, "trainer-a", 30)
+    assert epoch
+    await ledger.renew_job(job_id, epoch, 30, "loading the model")
+    await beat_rollout(ledger, pool, "rollout-a", "idle")
+    findings = await explain_job(ledger, job_id)
+    assert "iteration 0 is not opened: it needs policy version 0, and trainer trainer-a has published none" in (
+        text_of(findings)
+    )
+    (trainer,) = [finding for finding in findings if finding.who == "trainer-a"]
+    assert sentence_of(trainer).startswith(
+        f"trainer-a holds {job_id}: loading the model, since N s (its lease runs out in "
+    )
+    assert trainer.waits_for == "loading the model"
+    assert problems(findings) == []
+    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    assert "iteration 0 is not opened yet: a broker prepares its prompts" in text_of(await explain_job(ledger, job_id))
+
+
+async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
+    claims = await claim_all(ledger, job_id, "rollout-a", 6)
+    await submit(ledger, job_id, claims[:3], "rollout-a")
+    await ledger.release_groups(job_id, "rollout-a", [claims[3].entry_id], is_attempt=True)
+    assert await ledger.submit_group(job_id, claims[4].entry_id, make_group(claims[4].task, "rollout-z")) == "lost"
+    findings = await explain_job(ledger, job_id)
+    (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
+    assert sentence_of(unit).startswith(
+        "iteration 0 (policy version 0): 3 of 8 groups accepted; "
+        "2 with rollout-a (claimed or renewed N s ago, attempt 1 at most); "
+        "1 handed back and free again (attempt 1 at most); 2 unclaimed since "
+    )
+    assert sentence_of(unit).endswith(
+        ": no rollout has room; 1 submissions were refused because another rollout holds the lease"
+    )
+    assert unit.waits_for == "5 groups"
+    assert f"{job_id} is served by 1 rollout: 1 generating" in text_of(findings)
+    (deadline,) = [finding for finding in findings if finding.next == "the job fails"]
+    assert deadline.deadline_s is not None
+    assert 2900 < deadline.deadline_s <= 3000
+    assert problems(findings) == []
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "reason"),
+    [
+        ([("rollout-a", "starting", True)], "rollout-a is starting"),
+        ([("rollout-a", "updating", True), ("rollout-b", "generating", True)], "rollout-a is updating"),
+        ([("rollout-a", "generating", False)], "no rollout serves this job; rollout-a serves job-other"),
+        ([], "no rollout is alive"),
+    ],
+)
+async def test_unclaimed_prompts_say_why(
+    ledger: Ledger, pool: str, rollouts: list[tuple[str, str, bool]], reason: str
+) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    for worker, state, is_ours in rollouts:
+        await beat_rollout(ledger, pool, worker, state, job_id=job_id if is_ours else "job-other")
+    findings = await explain_job(ledger, job_id)
+    (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
+    assert sentence_of(unit).endswith(f": {reason}")
+    assert bool(problems(findings)) is not bool(rollouts)
+
+
+async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await claim_all(ledger, job_id, "rollout-gone", 1)
+    *_, handed_back = await claim_all(ledger, job_id, "rollout-b", 4)
+    await ledger.release_groups(job_id, "rollout-b", [handed_back.entry_id])
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
+    await beat_rollout(ledger, pool, "rollout-b", "generating", job_id=job_id, ago_s=14, lease_s=1000)
+    named, gone = (await explain_job(ledger, job_id))[:2]
+    assert sentence_of(named) == "rollout-b was last seen N s ago (generating); others take over its 3 prompts in N s"
+    assert named.since_s is not None
+    assert named.since_s >= 14
+    assert named.deadline_s is not None
+    assert 900 < named.deadline_s <= 1000
+    assert sentence_of(gone) == (
+        "rollout-gone is not listed any more; others take over its 1 prompt when their leases run out"
+    )
+
+
+async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0, num_groups=2)
+    await drain(ledger, job_id)
+    await ledger.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
+    found = text_of(await explain_job(ledger, job_id))
+    assert (
+        "iteration 0 (policy version 0): 2 of 2 groups accepted, the last one N s ago; trainer-a has to train" in found
+    )
+    assert "trainer-a holds " in found
+    await commit(ledger, job_id, epoch, 0)
+    assert "iteration 1 is not opened yet" in text_of(await explain_job(ledger, job_id))
+
+
+async def test_job_after_its_last_iteration_waits_for_its_trainer_and_evaluation(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"num_iterations": 1})
+    epoch = await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0, num_groups=2)
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    tasks = tasks_for(1)
+    for task in tasks:
+        task.is_evaluation = True
+    await ledger.evaluations.fail(job_id, 0, 1, "no prompts")
+    assert not await ledger.evaluations.open(job_id, 1, 1, 2, tasks)
+    await ledger.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
+    found = text_of(await explain_job(ledger, job_id))
+    assert "all 1 iterations are committed, but trainer-a did not finish the job yet" in found
+    assert "waiting for the last evaluation, since N s" in found
+    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed since N s" in found
+
+
+async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await ledger.claim_job(job_id, "trainer-dead", 0.0)
+    found = problems(await explain_job(ledger, job_id))[0]
+    assert found.startswith(
+        f"trainer-dead stopped, died or is cut off: its lease of {job_id} ran out N s ago; no trainer"
+    )
+    await beat_trainer(ledger, pool, "trainer-b", "idle")
+    assert problems(await explain_job(ledger, job_id))[0].endswith("; trainer-b takes over")
+    for owner in ("trainer-b", "trainer-c"):
+        assert await ledger.claim_job(job_id, owner, 0.0)
+    assert problems(await explain_job(ledger, job_id))[0].startswith(
+        "2 trainers in a row ended without committing iteration 0; the job fails after 10 (schedule.max_lost_trainers)"
+    )
+
+
+async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
+    assert problems(await explain_job(ledger, job_id)) == []
+    await ledger.redis.hset(JobKeys(job_id).job, "progress_at", await ledger.now() - 600)
+    (late,) = problems(await explain_job(ledger, job_id))
+    assert late == "no progress since N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
+
+
+# ---- paused, ending, ended ---------------------------------------------------------------------------------------
+
+
+async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await start_training(ledger, job_id)
+    await ledger.move_job(job_id, JobState.PAUSED)
+    findings = await explain_job(ledger, job_id)
+    assert "by its user, and may stay so for ever: `onbeat jobs resume" in sentence_of(findings[0])
+    assert problems(findings) == []
+    await ledger.move_job(job_id, JobState.CANCELLING)
+    findings = await explain_job(ledger, job_id)
+    assert "trainer-a has to stop at its next safe point; otherwise the broker ends the job in N s" in sentence_of(
+        findings[0]
+    )
+    assert findings[0].deadline_s is not None
+    assert 60 < findings[0].deadline_s <= 120
+    await ledger.renew_job(job_id, epoch, 0.0)
+    assert "no trainer holds it, so the broker ends it within a second" in text_of(await explain_job(ledger, job_id))
+    await ledger.move_job(job_id, JobState.FAILED, "the disk is full")
+    (end,) = await explain_job(ledger, job_id)
+    assert end.is_problem
+    assert sentence_of(end) == f"{job_id} is FAILED since N s, after 0 of 3 iterations: the disk is full"
+
+
+# ---- the API and the command -------------------------------------------------------------------------------------
+
+
+async def test_api_explains_one_job_and_the_whole_installation(ledger: Ledger, pool: str, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        job_id = await create_job(ledger, pool=pool)
+        answer = (await client.get(f"/v1/jobs/{job_id}:explain")).json()
+        assert answer["is_healthy"] is False
+        assert answer["findings"][0]["job_id"] == job_id
+        assert (await client.get("/v1/jobs/job-none:explain")).status_code == 404
+        assert (await client.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # its route is still its own
+        found = (await client.get("/v1/doctor")).json()
+        sentences = "\n".join(finding["sentence"] for finding in found["findings"])
+        for expected in (
+            "the broker answers, and its control loop runs",
+            "the clocks of broker and Redis differ by 0.0 s",
+            "Redis keeps no append-only file",
+            f"pool {pool}: 0 trainers alive, 0 rollouts alive",
+            f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups, 0 of them not yet read by the trainer",
+            f"no trainer of pool {pool} has asked for jobs",
+        ):
+            assert expected in sentences
+        assert [f["is_problem"] for f in found["findings"]] == sorted(
+            (f["is_problem"] for f in found["findings"]), reverse=True
+        )
+
+
+async def test_doctor_tells_what_redis_allows_to_know(tmp_path: Path) -> None:
+    port = free_port()
+    process = start_redis(port, str(tmp_path))
+    redis = connect(f"redis://127.0.0.1:{port}", retry_s=1)
+    admin, ledger = Ledger(redis), Ledger(connect(f"redis://weak:pw@127.0.0.1:{port}", retry_s=1))
+    try:
+        healthy = await diagnose(admin, is_conducting=True)
+        assert healthy.is_healthy, healthy
+        await redis.config_set("appendonly", "yes")
+        await redis.config_set("appendfsync", "always")
+        assert "keeps an append-only file (appendfsync always)" in text_of(
+            (await diagnose(admin, is_conducting=True)).findings
+        )
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        await redis.config_set("maxmemory", str(10**9))
+        assert (
+            "maxmemory-policy is allkeys-lru; set noeviction"
+            in problems((await diagnose(admin, is_conducting=True)).findings)[0]
+        )
+        await redis.execute_command("ACL", "SETUSER", "weak", "on", ">pw", "~onbeat:*", "+@all", "-info", "-config")
+        refused = await diagnose(ledger, is_conducting=True)
+        assert refused.is_healthy, refused
+        assert "this user may not run INFO" in text_of(refused.findings)
+        ended = await diagnose(ledger, is_conducting=False)
+        assert problems(ended.findings) == [
+            "the control loop of the broker has ended: no iteration will be opened; see its log and start it again"
+        ]
+        process.kill()
+        process.wait(10)
+        gone = await diagnose(ledger, is_conducting=True)
+        assert f"Redis at 127.0.0.1:{port}/0 does not answer" in problems(gone.findings)[0]
+    finally:
+        process.kill()
+        await redis.aclose()
+        await ledger.redis.aclose()
+
+
+async def onbeat(*arguments: str, url: str) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "onbeat.cli", *arguments),
+        env=os.environ | {"ONBEAT_URL": url},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+@pytest_asyncio.fixture
+async def broker_url(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
+    """A broker behind a real socket, in a thread with a loop and a connection of its own."""
+    port = free_port()
+
+    def serve() -> None:
+        ledger = Ledger(connect(redis_url, retry_s=5))
+        server.config.app = create_app(Settings(data_dir=tmp_path), ledger)
+        server.run()
+
+    server = uvicorn.Server(uvicorn.Config("unused", port=port, log_level="error"))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+
+    async def is_ready() -> bool:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            try:
+                return (await client.get("/readyz")).is_success
+            except httpx.TransportError:
+                return False
+
+    await eventually("the broker answers", is_ready, LATER_S)
+    yield url
+    server.should_exit = True
+    await asyncio.to_thread(thread.join)
+
+
+async def test_command_exits_zero_only_when_nothing_is_wrong(ledger: Ledger, pool: str, broker_url: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    code, out = await onbeat("doctor", job_id, url=broker_url)
+    assert code == 1
+    assert out.splitlines()[0].startswith(f"PROBLEM  {job_id} is PENDING for ")
+    assert out.splitlines()[-1] == "2 problems"
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    code, out = await onbeat("doctor", job_id, url=broker_url)
+    assert (code, out.splitlines()[-1]) == (0, "healthy")
+    code, out = await onbeat("doctor", url=broker_url)
+    assert "ok       the broker answers, and its control loop runs" in out
+    code, out = await onbeat("doctor", "job-none", url=broker_url)
+    assert (code, "there is no job 'job-none'" in out) == (1, True)
+
+
+async def test_command_says_that_the_broker_is_what_does_not_answer() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    code, out = await onbeat("doctor", url=url)
+    assert code == 1
+    assert out.startswith(f"PROBLEM  the broker at {url} does not answer (")
+    assert "(--url, ONBEAT_URL)" in out
+
+
+# ---- what trainers tell --------------------------------------------------------------------------------------
+
+
+async def connect_to(redis_url: str) -> Ledger:
+    """On the loop that is to use it."""
+    return Ledger(connect(redis_url))
+
+
+async def test_idle_trainer_is_seen_until_it_stops_and_old_ones_are_forgotten(
+    ledger: Ledger, redis_url: str, pool: str
+) -> None:
+    old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
+    await ledger.redis.hset(keys.trainers(pool), old.id, old.model_dump_json())
+    background = Background()
+    own = background.run(connect_to(redis_url))
+    presence = Presence(background, own, pool, "trainer-a")
+
+    async def is_listed_as(state: str) -> bool:
+        found = await inspection.trainers(ledger, pool)
+        return [(trainer.id, trainer.state) for trainer in found] == [("trainer-a", state)]
+
+    await eventually("idle", lambda: is_listed_as("idle"), LATER_S)
+    presence.job_id = "job-1"
+    await eventually("training", lambda: is_listed_as("training"), LATER_S)
+    await asyncio.to_thread(presence.close)
+    assert await is_listed_as("stopped")
+    background.run(own.redis.aclose())
+    background.close()
+
+
+async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_url: str, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await start_training(ledger, job_id)
+    config = JobConfig.model_validate_json((await ledger.job_fields(job_id))["config"])
+    background, stop = Background(), threading.Event()
+    own = background.run(connect_to(redis_url))
+    link = JobLink(background, own, job_id, epoch, config, 30.0, stop)
+
+    async def tells(doing: str) -> None:
+        async def is_told() -> bool:
+            return (await ledger.job_fields(job_id)).get("doing") == doing
+
+        await eventually(doing, is_told, LATER_S)
+
+    try:
+        await tells("loading the model")
+        await open_iteration(ledger, job_id, 0, num_groups=2)
+        feed = (await asyncio.to_thread(GroupFeed, link, config, 0)).micro_batches(0, ["0-0", "0-1"])
+        micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
+        await tells("waiting for groups of iteration 0: 2 missing")
+        await drain(ledger, job_id)
+        num_groups = len(await micro_batch)
+        await tells(f"training a micro-batch of {num_groups} groups of iteration 0")
+    finally:
+        stop.set()  # whoever still waits for groups ends by this
+        await asyncio.to_thread(link.close)
+        background.run(own.redis.aclose())
+        background.close()
+
+
+async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledger, pool: str) -> None:
+    job_id, waiting = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+    await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    hangs = f"trainer-a still works on {job_id}, which is CANCELLED since N s: it hangs; kill it"
+    assert hangs not in text_of((await diagnose(ledger, is_conducting=True)).findings)
+    await ledger.redis.hset(JobKeys(job_id).job, "finished_at", await ledger.now() - 200)
+    assert hangs in "\n".join(problems((await diagnose(ledger, is_conducting=True)).findings))
+    assert f"{waiting} is PENDING" in text_of(await explain_job(ledger, waiting))
+
+
+def test_silence_and_a_clock_ahead_are_told_apart() -> None:
+    now = time.time()
+
+    def told(ago_s: float, state: str = "generating") -> str:
+        finding = explain_silence(WorkerRecord(id="rollout-a", state=state, last_seen_at=now - ago_s), now)
+        return finding.sentence if finding else ""
+
+    assert told(1) == told(3600) == told(30, "stopped") == ""
+    assert told(30).startswith("rollout-a was last seen 30 s ago (generating) and did not say farewell")
+    assert told(-5).startswith("the clock of rollout-a is 5.0 s ahead of that of Redis")

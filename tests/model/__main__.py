@@ -1,0 +1,35 @@
+"""`python -m tests.model`: the larger bounds, with what was counted. Exit status 1 at the first violation."""
+
+import argparse
+import sys
+import tempfile
+import time
+
+import redis
+
+from tests.conftest import free_port, start_redis
+from tests.model.bounds import LARGE
+from tests.model.search import Search
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(LARGE), help=f"of {', '.join(LARGE)}; default: all")
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        server = start_redis(port, folder)
+        try:
+            for name in parser.parse_args().names:
+                started = time.monotonic()
+                report = Search(redis.Redis(port=port), LARGE[name]).run()
+                sys.stdout.write(f"{name}: {time.monotonic() - started:.1f} s, {report}\n")
+                if report.violation:
+                    return 1
+        finally:
+            server.terminate()
+            server.wait(10)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

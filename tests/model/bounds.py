@@ -1,0 +1,37 @@
+"""How much may happen in a check. An iteration has two groups."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A fault: a process dies, an answer is lost, a living process' lease runs out, a group is handed back, an engine
+    answers with another version."""
+
+    num_iterations: int = 2
+    max_staleness: int = 0
+    every_iterations: int = 1  # checkpoints
+    num_workers: int = 2
+    num_trainers: int = 2
+    num_brokers: int = 1  # one that has looked long ago is as good as two, but for opening at the same moment
+    num_ranks: int = 1  # of a trainer, each takes its own micro-batches
+    num_faults: int = 1
+    num_pauses: int = 0
+    num_cancels: int = 0
+
+
+SMALL = {
+    "trainers": Bounds(num_workers=1),
+    "rollouts": Bounds(num_iterations=1, num_brokers=2),
+    "bounded": Bounds(max_staleness=1, num_faults=0),
+    "ranks": Bounds(num_ranks=2, num_workers=1, num_faults=0),
+    "users": Bounds(num_pauses=1, num_cancels=1, num_workers=1, num_faults=0),
+}
+LARGE = {
+    "strict": Bounds(),
+    "bounded": Bounds(max_staleness=1, num_workers=1),
+    "three faults": Bounds(num_faults=3, num_iterations=1),
+    "rare checkpoints": Bounds(every_iterations=2, num_workers=1, num_brokers=2),
+    "ranks": Bounds(num_ranks=2, num_workers=1, num_iterations=1),
+    "users": Bounds(num_pauses=1, num_cancels=1, num_workers=1, num_iterations=1),
+}

@@ -1,0 +1,209 @@
+"""What must hold in every state of a job, and along every call of a script.
+
+`check_call` looks at one call: it may be wrong although both states are right by themselves.
+"""
+
+from typing import Any
+
+from onbeat.errors import IllegalTransition, LeaseLost
+from onbeat.streams.audit import Audit, AuditViolation, Entry
+from onbeat.streams.codec import decode_group, span_versions
+from onbeat.types import JOB_MOVES, IterationState, JobState, Verdict
+from tests.model.store import JOB, NUM_GROUPS, Outcome, State, View
+
+
+class Violation(Exception):
+    """What must not happen."""
+
+
+def check_call(before: State, name: str, args: tuple[Any, ...], outcome: Outcome, after: State) -> None:
+    """Raises Violation, naming the call and the rule."""
+    try:
+        if isinstance(outcome.result, Exception) and not isinstance(outcome.result, LeaseLost | IllegalTransition):
+            raise Violation(f"{type(outcome.result).__name__}: {outcome.result}")
+        for check in STATES:
+            check(after)
+        for check_both in CALLS:
+            check_both(before.view, name, args, outcome, after.view)
+        audit_is_clean(after)  # last, since it tells of much of the above too
+    except Violation as violation:
+        raise Violation(f"{name}{args}: {violation}") from None
+
+
+def require(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise Violation(message)
+
+
+# ---- in every state --------------------------------------------------------------------------------------------------
+
+
+def one_version_per_iteration(state: State) -> None:
+    """Every token of an accepted group is from the one policy version of its iteration."""
+    view = state.view
+    for payload in view.contents.values():
+        group = decode_group(payload)
+        versions, wanted = span_versions(group), int(view.iterations[group.iteration]["policy_version"])
+        require(versions == [wanted], f"{group.group_id} is of versions {versions}, its iteration is of {wanted}")
+
+
+def accepted_once(state: State) -> None:
+    """Once in the ledger, once in the stream under the entry that the ledger names; only of durable iterations may the
+    stream have let go."""
+    view = state.view
+    stored = [entry.group_id for entry in view.rollouts if entry.state != "deleted"]
+    require(len(stored) == len(set(stored)), f"a group is in the stream twice: {stored}")
+    num_durable, num_trimmed = (int(view.job.get(name, "0")) for name in ("checkpoint_iteration", "num_trimmed"))
+    require(num_trimmed <= num_durable, f"{num_trimmed} iterations were trimmed, {num_durable} are durable")
+    for iteration, groups in view.groups.items():
+        accepted = view.accepted(iteration)
+        num_accepted = int(view.iterations[iteration]["num_accepted"])
+        require(num_accepted == len(accepted), f"iteration {iteration} counts {num_accepted}, accepted are {accepted}")
+        require(len(groups) == NUM_GROUPS, f"iteration {iteration} has {len(groups)} groups")
+        for name in groups:
+            is_stored = view.places[name] in view.contents and state.names[view.places[name]] == name
+            if name in accepted:
+                require(is_stored or iteration < num_trimmed, f"{name} is accepted, and not in the stream")
+            else:
+                require(name not in stored, f"{name} is in the stream, and not accepted")
+
+
+def nothing_lost(state: State) -> None:
+    """A group that is waiting has one entry that a worker holds or can claim; one that is accepted has none."""
+    view = state.view
+    for iteration in view.groups:
+        for name, ledger in view.groups[iteration].items():
+            entries = [entry for entry in view.prompts if entry.group_id == name]
+            if ledger == "waiting":
+                is_claimable = len(entries) == 1 and (entries[0].state == "new" or entries[0].pending is not None)
+                require(is_claimable and entries[0].state != "deleted", f"nobody can claim {name}: {entries}")
+            else:
+                require(not entries, f"{name} is {ledger}, and still has prompts: {entries}")
+
+
+def trained_once(state: State) -> None:
+    """Each group is granted to one micro-batch at most, and only groups of its iteration that are accepted."""
+    view = state.view
+    for iteration, batches in view.micro_batches.items():
+        granted = [name for batch in batches.values() for name in batch.partition("|")[2].split(",")]
+        require(len(granted) == len(set(granted)), f"a group was granted twice: {batches}")
+        require(set(granted) <= view.accepted(iteration), f"granted {granted}, accepted {view.accepted(iteration)}")
+        require(sorted(granted) == view.taken.get(iteration, []), f"granted {granted}, taken {view.taken}")
+
+
+def iterations_in_order(state: State) -> None:
+    """Opened in order and within the bound; drained when all groups are in; committed in order; the published version
+    is the number of commits."""
+    job, iterations = state.view.job, state.view.iterations
+    num_opened, next_iteration = int(job["num_opened"]), int(job["next_iteration"])
+    require(sorted(iterations) == list(range(num_opened)), f"{num_opened} opened, there are {sorted(iterations)}")
+    for number, iteration in iterations.items():
+        state_of, num_accepted = iteration["state"], int(iteration["num_accepted"])
+        is_committed = state_of == IterationState.COMMITTED
+        require(is_committed == (number < next_iteration), f"iteration {number} is {state_of}, next {next_iteration}")
+        require((state_of == IterationState.OPEN) == (num_accepted < NUM_GROUPS), f"iteration {number} is {state_of}")
+        version, oldest = int(iteration["policy_version"]), number - int(job["max_staleness"])
+        require(oldest <= version <= number, f"iteration {number} is generated by version {version}")
+    if "policy_version" in job:
+        published = int(job["policy_version"])
+        require(published == next_iteration, f"version {published} is published after {next_iteration} commits")
+
+
+def audit_is_clean(state: State) -> None:
+    """The chain is whole, tells of nothing that may not be, and of exactly what the ledger has."""
+    view = state.view
+    audit = Audit(JOB, int(view.job["max_staleness"]))
+    try:
+        audit.read(Entry(str(place), *entry) for place, entry in enumerate(view.audit))
+    except AuditViolation as violation:
+        raise Violation(str(violation)) from None
+    require(audit.next_iteration == int(view.job["next_iteration"]), f"the log tells of {audit.next_iteration} commits")
+    told = [set(iteration.digests) for iteration in audit.iterations]
+    accepted = [view.accepted(iteration) for iteration in sorted(view.iterations)]
+    require(told == accepted, f"the log tells of {told}, accepted are {accepted}")
+
+
+STATES = (
+    one_version_per_iteration,
+    accepted_once,
+    nothing_lost,
+    trained_once,
+    iterations_in_order,
+)
+
+
+# ---- along every call ------------------------------------------------------------------------------------------------
+
+OWNED = {"announce", "record", "commit", "checkpointed", "renew_job", "move_job_as"}  # with the epoch first
+
+
+def legal_moves(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """A job moves along its table."""
+    left, reached = JobState(before.job["state"]), JobState(after.job["state"])
+    require(left == reached or reached in JOB_MOVES[left], f"the job moved from {left} to {reached}")
+
+
+def fence(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """A trainer with an old epoch changes nothing, and hears of it."""
+    if name in OWNED and args[0] != before.job["epoch"]:
+        require(outcome.is_untouched, f"epoch {args[0]} is fenced off, and changed something")
+        require(isinstance(outcome.result, LeaseLost), f"epoch {args[0]} is fenced off, and heard {outcome.result}")
+
+
+def job_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """The epoch rises with each claim, and nobody is robbed of a lease that has not run out."""
+    old, new = int(before.job["epoch"]), int(after.job["epoch"])
+    require(new in (old, old + 1), f"the epoch went from {old} to {new}")
+    if new > old:
+        require(name == "claim_job" and before.job["lease"] != "fresh", "the job was claimed from a living trainer")
+
+
+def group_lease(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """A group is claimed from nobody whose lease has not run out, and accepted from nobody but its holder."""
+    if name == "claim":
+        for group_id, _ in outcome.result:
+            entry = next(entry for entry in before.prompts if entry.group_id == group_id)
+            is_free = entry.state == "new" or (entry.pending is not None and entry.pending.lease != "fresh")
+            require(is_free, f"{group_id} was claimed from {entry.pending}")
+    if name == "submit" and outcome.result == Verdict.ACCEPTED:
+        holders = [e.pending.consumer for e in before.prompts if e.group_id == args[1] and e.pending is not None]
+        require(holders == [args[0]], f"{args[1]} was accepted from {args[0]}, its holders are {holders}")
+
+
+def what_is_fixed(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """An opened iteration keeps its version and its groups, an accepted group its entry, a micro-batch its groups and
+    place, a committed iteration all."""
+    for number, iteration in before.iterations.items():
+        later = after.iterations[number]
+        require(iteration["policy_version"] == later["policy_version"], f"iteration {number} changed its version")
+        require(before.groups[number].keys() == after.groups[number].keys(), f"iteration {number} has other groups")
+        for group_id in before.accepted(number):
+            require(before.places[group_id] == after.places[group_id], f"{group_id} was accepted again")
+        recorded, later_recorded = before.micro_batches.get(number, {}), after.micro_batches.get(number, {})
+        is_kept = recorded.items() <= later_recorded.items() or name == "trim"
+        require(is_kept, f"the micro-batches {recorded} became {later_recorded}")
+        if iteration["state"] == IterationState.COMMITTED:
+            require(iteration == later, f"iteration {number} is committed, and became {later}")
+
+
+def openings(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """An iteration opens on the version that is published, in a job that runs."""
+    for number in after.iterations.keys() - before.iterations.keys():
+        version, published = after.iterations[number]["policy_version"], before.job.get("policy_version")
+        require(version == published, f"iteration {number} opened on version {version}, published is {published}")
+        require(before.job["state"] == JobState.RUNNING, f"iteration {number} opened, the job is {before.job['state']}")
+
+
+def commits(before: View, name: str, args: tuple[Any, ...], outcome: Outcome, after: View) -> None:
+    """By a trainer that used exactly the accepted groups, once, and with the weights that are published then."""
+    if name == "commit" and not isinstance(outcome.result, Exception):
+        _, iteration, digest, trained = args
+        require(set(trained) == before.accepted(iteration), f"{trained} were used of {before.accepted(iteration)}")
+        is_first = before.iterations[iteration]["state"] != IterationState.COMMITTED
+        require(outcome.result == is_first, f"the trainer hears {outcome.result}")
+        require(after.iterations[iteration]["weights_digest"] == digest, "other weights were committed")
+    if name != "commit":
+        require(before.job["next_iteration"] == after.job["next_iteration"], "an iteration was committed")
+
+
+CALLS = (legal_moves, fence, job_lease, group_lease, what_is_fixed, openings, commits)

@@ -1,0 +1,133 @@
+"""Every order of calls in a small job keeps the rules; and each rule is seen to break when a script is broken.
+
+Larger bounds: `python -m tests.model`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.conftest import free_port, start_redis
+from tests.model.bounds import SMALL, Bounds
+from tests.model.search import Search
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
+    """A Redis of its own: jobs are taken out and put back there."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    port = free_port()
+    server = start_redis(port, str(folder))
+    yield redis.Redis(port=port)
+    server.terminate()
+    server.wait(10)
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_every_order_of_calls_keeps_the_rules(client: redis.Redis, name: str) -> None:
+    report = Search(client, SMALL[name]).run()
+    assert not report.violation, str(report)
+    assert report.num_ended > 0, str(report)
+
+
+# What to take out of the scripts, the bounds that are enough to see it, and what is seen.
+LEASE = "if not pending[1] or pending[1][2] ~= ARGV[2] or ledger ~= 'waiting:' .. ARGV[1] then"
+ONE_WORKER = Bounds(num_workers=1)
+MUTANTS = {
+    "a group is accepted twice": (
+        {"if string.sub(ledger, 1, 9) == 'accepted:' then": "if false then", LEASE: "if false then"},
+        ONE_WORKER,
+        "submit",
+    ),
+    "a group is accepted without its lease": ({LEASE: "if false then"}, Bounds(), "was accepted from"),
+    "tokens of any version are accepted": (
+        {"(ARGV[8] == '' and ARGV[7] ~= version)": "false"},
+        ONE_WORKER,
+        "is of versions",
+    ),
+    "an accepted prompt stays in the stream": (
+        {"redis.call('XDEL', KEYS[6], ARGV[1])": ""},
+        ONE_WORKER,
+        "still has prompts",
+    ),
+    "an accepted prompt stays claimed": (
+        {"redis.call('XACK', KEYS[6], ARGV[3], ARGV[1])\nredis.call('XDEL'": "redis.call('XDEL'"},
+        ONE_WORKER,
+        "still has prompts",
+    ),
+    "an iteration opens again": (
+        {"if field('num_opened') ~= ARGV[1] then": "if false then"},
+        Bounds(num_workers=1, num_brokers=2),
+        "open_iteration",
+    ),
+    "an iteration opens on an outdated version": (
+        {"if field('policy_version') ~= ARGV[2] then": "if false then"},
+        Bounds(max_staleness=1, num_workers=1),
+        "opened on version 0, published is 1",
+    ),
+    "a zombie commits": (
+        {"if not is_owner(ARGV[1]) then return 'fenced' end": ""},
+        ONE_WORKER,
+        "fenced off, and changed something",
+    ),
+    "a zombie acknowledges": (
+        {"if not is_owner(ARGV[1]) then return 0 end\nfor i = 4": "for i = 4"},
+        ONE_WORKER,
+        "fenced off, and changed something",
+    ),
+    "a commit is not repeatable": (
+        {"if tonumber(field('next_iteration')) >= next_iteration then": "if false then"},
+        ONE_WORKER,
+        "is open",
+    ),
+    "a group is granted to two ranks": (
+        {"if redis.call('SADD', KEYS[4], ARGV[i]) == 1 then": "redis.call('SADD', KEYS[4], ARGV[i]) do"},
+        Bounds(num_ranks=2, num_workers=1, num_faults=0),
+        "granted twice",
+    ),
+    "a micro-batch is not repeatable": (
+        {"if recorded then return string.match(recorded, '|(.*)') end": ""},
+        ONE_WORKER,
+        "when the call was repeated",
+    ),
+    "a living trainer is robbed": (
+        {"is_owned and tonumber(field('lease_until') or '0') < tonumber(time)": "is_owned"},
+        ONE_WORKER,
+        "claimed from a living trainer",
+    ),
+    "a job moves on from its end": (
+        {"if ARGV[i] == current then": "if ARGV[i] == current or current == 'SUCCEEDED' then"},
+        SMALL["users"],
+        "the job moved from",
+    ),
+    "a dead worker's prompts are never taken over": (
+        {"ARGV[1], ARGV[3], cursor": "ARGV[1], 1e15, cursor"},
+        Bounds(num_workers=1, num_iterations=1),
+        "cannot end any more",
+    ),
+    "a dead trainer's job is never taken over": (
+        {"if not (is_pending or is_orphan) then return nil end": "if not is_pending then return nil end"},
+        Bounds(num_workers=1, num_iterations=1),
+        "cannot end any more",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_a_broken_script_is_caught_with_the_way_to_it(client: redis.Redis, name: str) -> None:
+    changes, bounds, expected = MUTANTS[name]
+    left = dict(changes)
+
+    def mutate(script: str) -> str:
+        for old in changes:
+            if old in script:
+                script = script.replace(old, changes[old])
+                left.pop(old, None)
+        return script
+
+    report = Search(client, bounds, mutate).run()
+    assert not left, f"no script has {list(left)} any more: change the mutant"
+    assert expected in report.violation, str(report)
+    assert report.trace

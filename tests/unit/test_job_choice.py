@@ -1,0 +1,87 @@
+"""The rule by which rollouts spread over the jobs of their pool: everybody applies it alone, to the same heartbeats."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.config import JobConfig
+from onbeat.types import WorkerRecord
+from services.rollout.choice import Candidate, choose_job, find_move
+
+
+def job(job_id: str, num_prompts: int = 4, is_paused: bool = False) -> Candidate:
+    config = {
+        "model": {"path": "m"},
+        "data": {"type": "jsonl", "path": "p.jsonl"},
+        "reward": {"name": "exact"},
+        "rollout": {
+            "num_prompts_per_iteration": num_prompts,
+            "num_samples_per_prompt": 2,
+            "max_response_tokens": 8,
+        },
+        "schedule": {"num_iterations": 1},
+    }
+    return Candidate(job_id, JobConfig.model_validate(config), is_paused)
+
+
+def worker(worker_id: str, job_id: str | None = None, state: str = "generating") -> WorkerRecord:
+    return WorkerRecord(id=worker_id, job_id=job_id, state=state if job_id else "idle", last_seen_at=0.0)
+
+
+def settle(jobs: list[Candidate], workers: dict[str, str | None]) -> int:
+    """Let everybody move by the rule, all looking at the same moment; returns the number of moves until nobody does."""
+    num_moves = 0
+    while True:
+        records = [worker(worker_id, job_id) for worker_id, job_id in workers.items()]
+        moves = {worker_id: find_move(jobs, records, worker_id) for worker_id in workers}
+        due = {worker_id: to.job_id for worker_id, to in moves.items() if to is not None}
+        assert len(due) <= 1, f"{due} at the same time"
+        if not due:
+            return num_moves
+        workers.update(due)
+        num_moves += 1
+        assert num_moves <= len(jobs), "they go round in circles"
+
+
+def test_free_rollout_goes_where_they_are_fewest_for_the_need() -> None:
+    jobs = [job("old", num_prompts=8), job("young", num_prompts=2)]
+    assert choose_job(jobs, [], "w").job_id == "old"
+    assert choose_job(jobs, [worker("a", "old")], "w").job_id == "young"
+    both = [worker("a", "old"), worker("b", "young")]
+    assert choose_job(jobs, both, "w").job_id == "old"  # one for 8 prompts is less than one for 2
+    assert choose_job(jobs, [*both, worker("c", "old"), worker("d", "old")], "w").job_id == "old"
+    assert choose_job(jobs, [worker("a", "old", "draining")], "w").job_id == "old"  # it is on its way out
+
+
+@given(st.integers(1, 5), st.integers(1, 20))
+def test_rollouts_that_look_at_the_same_moment_spread_evenly(num_jobs: int, num_workers: int) -> None:
+    jobs = [job(f"job-{i}") for i in range(num_jobs)]
+    workers = [worker(f"w{i:02d}") for i in range(num_workers)]
+    chosen = [choose_job(jobs, workers, one.id).job_id for one in workers]
+    counts = [chosen.count(one.job_id) for one in jobs]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 8))
+def test_moves_end_with_no_job_alone_and_another_crowded(data: st.DataObject, num_jobs: int, num_workers: int) -> None:
+    jobs = [job(f"job-{i}", data.draw(st.integers(1, 9)), data.draw(st.booleans())) for i in range(num_jobs)]
+    workers: dict[str, str | None] = {f"w{i}": data.draw(st.sampled_from(jobs)).job_id for i in range(num_workers)}
+    settle(jobs, workers)
+    counts = {one.job_id: list(workers.values()).count(one.job_id) for one in jobs}
+    if any(counts[one.job_id] == 0 for one in jobs if not one.is_paused):
+        assert all(counts[one.job_id] <= (0 if one.is_paused else 1) for one in jobs)
+
+
+def test_nobody_moves_while_somebody_is_on_the_way_or_for_evenness_alone() -> None:
+    jobs = [job("a"), job("b")]
+    crowd = [worker("w0", "a"), worker("w1", "a"), worker("w2", "a")]
+    assert find_move(jobs, crowd, "w0") == jobs[1]
+    assert find_move(jobs, crowd, "w1") is None
+    assert find_move(jobs, [*crowd, worker("w3")], "w0") is None  # w3 is about to choose
+    assert find_move(jobs, [*crowd[1:], worker("w0", "a", "draining")], "w1") is None
+    assert find_move(jobs, [*crowd, worker("w3", "b")], "w0") is None  # 3 and 1: a move is dear
+    assert find_move([jobs[0], job("b", is_paused=True)], crowd, "w0") is None  # nothing to do there
+
+
+def test_last_rollout_of_a_paused_job_may_go() -> None:
+    jobs = [job("a", is_paused=True), job("b")]
+    assert find_move(jobs, [worker("w0", "a")], "w0") == jobs[1]
