@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
 
-.PHONY: setup run test test-unit lint bench chaos proto lock clean
+.PHONY: setup run test test-unit lint bench chaos model proto lock clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ bench: setup
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
+# The protocol's real scripts, explored in every order: larger bounds than in the tests.
+model: setup
+	$(BIN)/python -m tests.model
+
 chaos: setup
 	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/chaos.py
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from onbeat.streams import keys
-from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger, to_event
 from onbeat.types import Event, TrainerRecord
 
@@ -33,8 +33,7 @@ class Lease:
 class StreamLengths:
     num_prompts: int  # out, and not accepted yet
     num_unclaimed: int  # of them
-    num_groups: int  # accepted, and not durable yet
-    num_untaken: int  # of them: the trainer has not read them
+    num_groups: int  # accepted and still kept
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
@@ -68,9 +67,8 @@ async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[
 async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
     job = JobKeys(job_id)
     num_prompts, num_groups = await ledger.redis.xlen(job.prompts), await ledger.redis.xlen(job.rollouts)
-    taken = await ledger.redis.xpending(job.rollouts, TRAINER_GROUP)
     num_unclaimed = await ledger.num_unclaimed_prompts(job_id)
-    return StreamLengths(num_prompts, max(0, num_unclaimed), num_groups, max(0, num_groups - int(taken["pending"])))
+    return StreamLengths(num_prompts, max(0, num_unclaimed), num_groups)
 
 
 async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:

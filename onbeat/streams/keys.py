@@ -100,7 +100,7 @@ class JobKeys:
         return self._key("versions")
 
     def weights(self, version: int) -> str:
-        """Hash, numbers of a policy version as JSON: `published` by the trainer, `rollout:<worker id>`."""
+        """Hash of a policy version: `digest`; numbers as JSON, `published` of the trainer, `rollout:<worker id>`."""
         return self._key(f"weights:{version}")
 
     def micro_batches(self, iteration: int) -> str:

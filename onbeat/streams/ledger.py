@@ -239,8 +239,11 @@ class Ledger:
         """
         job = JobKeys(job_id)
         args = (epoch, version, address, digest, "" if published is None else published.model_dump_json())
-        if not await self._run("announce_version", job, [job.weights(version)], *args):
+        outcome = (await self._run("announce_version", job, [job.weights(version)], *args)).decode()
+        if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
+        if outcome == "diverged":
+            raise diverged(f"version {version}, made again,")
 
     async def open_iteration(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
         """Dispatch an iteration's fixed set of groups, all pinned to `version`, which must be the published one.
@@ -284,6 +287,7 @@ class Ledger:
     async def weights(self, job_id: str, version: int) -> WeightsRecord | None:
         """What its trainer and its rollouts tell of a policy version; None when nobody has told anything."""
         fields = await self.redis.hgetall(JobKeys(job_id).weights(version))
+        fields.pop(b"digest", None)
         if not fields:
             return None
         published = json.loads(fields.pop(b"published", b"{}"))
@@ -323,11 +327,7 @@ class Ledger:
         if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
         if outcome == "diverged":
-            raise JobFailed(
-                f"replaying iteration {iteration} gave other bits than the weights that rollouts were given: device, "
-                "number of threads or number of trainer ranks have changed since. Submit the job again; with "
-                "checkpoint.every_iterations = 1 nothing has to be replayed"
-            )
+            raise diverged(f"replaying iteration {iteration}")
         assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
         assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
         return bool(outcome == "committed")
@@ -563,6 +563,14 @@ class Ledger:
     async def workers(self, pool: str) -> list[WorkerRecord]:
         records = await self.redis.hvals(keys.workers(pool))
         return sorted((WorkerRecord.model_validate_json(record) for record in records), key=lambda worker: worker.id)
+
+
+def diverged(what: str) -> JobFailed:
+    return JobFailed(
+        f"{what} gave other bits than the weights that rollouts were given: device, number of threads or number of "
+        "trainer ranks have changed since. Submit the job again; with checkpoint.every_iterations = 1 nothing has to "
+        "be replayed"
+    )
 
 
 def failure_text(group: RolloutGroup) -> str:

@@ -193,6 +193,6 @@ async def explain_streams(ledger: Ledger, job_id: str) -> Finding:
     lengths = await inspection.stream_lengths(ledger, job_id)
     sentence = (
         f"streams of {job_id}: {count(lengths.num_prompts, 'prompt')}, {lengths.num_unclaimed} of them unclaimed; "
-        f"{count(lengths.num_groups, 'group')}, {lengths.num_untaken} of them not yet read by the trainer"
+        f"{count(lengths.num_groups, 'group')} kept"
     )
     return Finding(sentence=sentence, job_id=job_id)

@@ -30,6 +30,7 @@ from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+CLAIM_AT_ONCE = 4  # the longest prompts come first: nobody takes all of them
 POLL_S = 1.0  # leases that others lost or handed back are noticed this late
 RETRY_PAUSE_S = 1.0  # no claims for so long after an error
 MISSING_SERVICE_S = 10.0  # no claims for so long when a reward service is not among the settings
@@ -135,7 +136,7 @@ class ClaimLoop:
     # ---- steps of the loop ---------------------------------------------------------------------------------------
 
     async def _claim(self) -> list[Claim]:
-        count = self._num_claimable()
+        count = min(self._num_claimable(), CLAIM_AT_ONCE)
         if not count:
             return []
         return await self._ledger.claim_groups(self._job_id, self._settings.worker_id, count, self._settings.lease_s)

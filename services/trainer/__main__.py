@@ -133,7 +133,7 @@ def train(settings: Settings, link: JobLink, config: JobConfig, world: World) ->
         return JobState.SUCCEEDED, ""
     except JobCancelled:
         return JobState.CANCELLED, ""
-    except (LeaseLost, Stopped) as reason:
+    except (LeaseLost, Stopped, JobNotFound) as reason:
         logger.warning("job %s is left to another trainer: %s", link.job_id, reason or "asked to stop")
         return None, ""
     except (RedisError, TimeoutError, PeerLost):
@@ -150,7 +150,7 @@ def train(settings: Settings, link: JobLink, config: JobConfig, world: World) ->
 def finish(background: Background, ledger: Ledger, job_id: str, epoch: str, outcome: JobState, error: str) -> None:
     try:
         background.run(ledger.move_job(job_id, outcome, error, epoch))
-    except (IllegalTransition, LeaseLost) as conflict:  # somebody else was faster, or owns the job by now
+    except (IllegalTransition, LeaseLost, JobNotFound) as conflict:  # somebody else was faster, or owns or deleted it
         logger.warning("%s", conflict)
     log = logger.error if outcome is JobState.FAILED else logger.info
     log("job %s %s %s", job_id, outcome, error)

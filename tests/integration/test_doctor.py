@@ -313,7 +313,7 @@ async def test_api_explains_one_job_and_the_whole_installation(ledger: Ledger, p
             "the clocks of broker and Redis differ by 0.0 s",
             "Redis keeps no append-only file",
             f"pool {pool}: 0 trainers alive, 0 rollouts alive",
-            f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups, 0 of them not yet read by the trainer",
+            f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups kept",
             f"no trainer of pool {pool} has asked for jobs",
         ):
             assert expected in sentences

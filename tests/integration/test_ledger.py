@@ -641,3 +641,33 @@ async def num_commands(ledger: Ledger, name: str) -> int:
 
 async def num_reads(ledger: Ledger) -> int:
     return int((await ledger.redis.info("stats"))["total_reads_processed"])
+
+
+# ---- a trainer that makes a version again ----------------------------------------------------------------------------
+
+
+async def test_a_version_that_is_announced_again_must_have_the_same_bits(ledger: Ledger) -> None:
+    """Rollouts may hold the first ones: the trainer died between publishing and committing."""
+    job_id, epoch = await open_job(ledger)
+    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "first")
+    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:2", "first")
+    with pytest.raises(JobFailed, match="other bits"):
+        await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:3", "second")
+    assert (await ledger.job_fields(job_id))["weights_address"] == "127.0.0.1:2"
+
+
+async def test_nothing_is_committed_after_the_end(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    await ledger.move_job(job_id, JobState.CANCELLING)
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    with pytest.raises(LeaseLost):
+        await commit(ledger, job_id, epoch, 0)
+
+
+async def test_an_older_checkpoint_makes_nothing_undone(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    for iteration, path in ((2, "/new"), (1, "/old")):
+        await ledger.checkpointed(job_id, epoch, 0, iteration, path)
+    fields = await ledger.job_fields(job_id)
+    assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("2", "/new")

@@ -7,6 +7,8 @@ for i = 4, #KEYS - 1 do
     if entry then redis.call('XACK', KEYS[3], ARGV[4], entry) end
   end
 end
-redis.call('HSET', job, 'checkpoint', ARGV[3], 'checkpoint_iteration', ARGV[2])
+if tonumber(ARGV[2]) >= tonumber(field('checkpoint_iteration') or '0') then -- a restored one may be an older one
+  redis.call('HSET', job, 'checkpoint', ARGV[3], 'checkpoint_iteration', ARGV[2])
+end
 emit('checkpoint.written', ARGV[3], {next_iteration = tonumber(ARGV[2])})
 return 1

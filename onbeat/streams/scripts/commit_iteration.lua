@@ -4,7 +4,8 @@
 -- Closes a drained iteration and publishes the next version in one move, unless rollouts are to stay on the one that they
 -- have; the bound must then still let the next iteration open. Idempotent: a replayed commit is 'already', or 'diverged'
 -- when its weights are not those of the first time. Returns committed | already | diverged | fenced | open | unbounded.
-if not is_owner(ARGV[1]) then return 'fenced' end
+local state = field('state')
+if not is_owner(ARGV[1]) or (state ~= 'RUNNING' and state ~= 'PAUSED' and state ~= 'CANCELLING') then return 'fenced' end
 local next_iteration = tonumber(ARGV[2]) + 1
 if tonumber(field('next_iteration')) >= next_iteration then
   redis.call('HSET', job, 'progress_at', now())
