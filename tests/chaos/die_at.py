@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ HELD_FOR_S = 120.0
 
 @dataclass(frozen=True)
 class Orders:
-    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module.
+    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module (`Ledger._run:SCRIPT`: a script).
 
     The content is JSON: `action`, kill | stop (SIGKILL, SIGSTOP) | hold (the calling thread waits until the orders are
     withdrawn), and `nth`, 1 for the next call. Who takes it leaves its process id in `....taken`.
@@ -117,8 +118,9 @@ class Obedience:
             deadline = time.monotonic() + HELD_FOR_S
             while taken.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-        else:
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[content["action"]])
+        else:  # to this thread: it may not run on until another one has seen the signal
+            number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[content["action"]]
+            signal.pthread_kill(threading.get_ident(), number)
 
     def write_down(self, name: str, arguments: tuple[Any, ...]) -> None:
         if name == "GroupProducer._generate":

@@ -7,7 +7,8 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from onbeat.types import WeightUpdate
-from tests.integration.test_rollout_worker import Rig, model_files, rig  # noqa: F401, fixtures
+from tests.integration.rollout_rig import Rig
+from tests.integration.test_rollout_worker import rig  # noqa: F401, a fixture
 from tests.rollout_fakes import FakeEngine, manifest_of
 
 LOAD_S = 0.2
