@@ -91,8 +91,10 @@ def read_keys(path: Path) -> list[ApiKey]:
 def keys_to_edit(path: Path) -> Iterator[list[ApiKey]]:
     """The keys of a file, or none yet; written back at the end if they changed. Editors wait for each other.
 
-    Readers see the file of before or of after, never a part. Raises ValueError when it is broken or cannot be written.
+    Readers see the file of before or of after, never a part; it keeps its owner.
+    Raises ValueError when it is broken or cannot be written.
     """
+    path = path.resolve()  # a link stays one
     with locked(path.parent):
         before = read_keys(path) if path.exists() else []
         keys = list(before)
@@ -106,10 +108,21 @@ def write_keys(path: Path, keys: list[ApiKey]) -> None:
     draft.unlink(missing_ok=True)
     content = KeysFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        if path.exists():
+            keep_owner(file.fileno(), path)
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def keep_owner(file: int, path: Path) -> None:
+    """Otherwise a broker that runs as that user could not read what another one has edited."""
+    owner = path.stat()
+    try:
+        os.fchown(file, owner.st_uid, owner.st_gid)
+    except PermissionError:
+        raise ValueError(f"the keys file {path} belongs to user {owner.st_uid}; edit it as that user") from None
 
 
 @contextlib.contextmanager

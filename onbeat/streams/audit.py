@@ -36,7 +36,8 @@ class Iteration:
     version: int
     num_groups: int
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
-    is_committed: bool = False
+    entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
+    weights_digest: str = ""  # of the version that it made
 
 
 @dataclass
@@ -54,7 +55,6 @@ class Audit:
     next_iteration: int = 0  # to be committed
     weights_digest: str = ""  # of the newest published version
     iterations: list[Iteration] = field(default_factory=list)
-    contents: dict[str, tuple[str, str]] = field(default_factory=dict)  # rollouts entry -> group id, group_digest
 
     def read(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -99,9 +99,7 @@ class Audit:
         require(len(opened.digests) < opened.num_groups, f"the iteration has {opened.num_groups} groups only")
         wanted = "" if failure else str(opened.version)
         require(versions == wanted, f"its tokens are of versions [{versions}], the iteration's is {opened.version}")
-        require(stream_entry not in self.contents, "the entry of the stream holds another group")
-        opened.digests[group_id] = digest
-        self.contents[stream_entry] = (group_id, digest)
+        opened.digests[group_id], opened.entries[group_id] = digest, stream_entry
 
     def _committed(self, iteration: str, version: str, is_published: str, digest: str, used: str) -> None:
         number = int(iteration)
@@ -110,7 +108,7 @@ class Audit:
         require(len(opened.digests) == opened.num_groups, f"{len(opened.digests)} of {opened.num_groups} groups are in")
         require(int(version) == number + 1, f"iteration {number} makes version {number + 1}")
         require(used == used_digest(opened.digests), "the step used other groups than those that were accepted")
-        opened.is_committed, self.next_iteration = True, number + 1
+        opened.weights_digest, self.next_iteration = digest, number + 1
         if is_published == "1":
             self.published, self.weights_digest = int(version), digest
 

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError
 
 MAX_BATCH = 32  # calls of one round trip
+
+
+Call = tuple[Sequence[str], Sequence[Any], asyncio.Future[Any]]  # keys, arguments, its answer
 
 
 class BatchedScript:
     def __init__(self, redis: Any, script: Any) -> None:
         self._redis, self._script = redis, script
-        self._waiting: list[tuple[Sequence[str], Sequence[Any], asyncio.Future[Any]]] = []
+        self._waiting: list[Call] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def __call__(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -35,16 +38,22 @@ class BatchedScript:
                 else:
                     answer.set_result(outcome)
 
-    async def _run(self, batch: Sequence[tuple[Sequence[str], Sequence[Any], Any]]) -> list[Any]:
+    async def _run(self, batch: Sequence[Call]) -> list[Any]:
         """An answer or an error of each."""
+        try:
+            outcomes = await self._try(batch)
+            unknown = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoScriptError)]
+            if unknown:  # a Redis that has just been started
+                await self._redis.script_load(self._script.script)
+                again = await self._try([batch[index] for index in unknown])
+                for index, outcome in zip(unknown, again, strict=True):
+                    outcomes[index] = outcome
+            return outcomes
+        except Exception as error:  # noqa: BLE001  whatever it is: it is the callers', who would wait for ever
+            return [error] * len(batch)
+
+    async def _try(self, batch: Sequence[Call]) -> list[Any]:
         pipeline = self._redis.pipeline(transaction=False)
         for keys, args, _ in batch:
             pipeline.evalsha(self._script.sha, len(keys), *keys, *args)
-        try:
-            outcomes: list[Any] = await pipeline.execute(raise_on_error=False)
-            if any(isinstance(outcome, NoScriptError) for outcome in outcomes):  # a Redis that has just been started
-                await self._redis.script_load(self._script.script)
-                return await self._run(batch)
-            return outcomes
-        except RedisError as error:
-            return [error] * len(batch)
+        return list(await pipeline.execute(raise_on_error=False))

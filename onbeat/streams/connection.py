@@ -2,12 +2,15 @@
 
 import asyncio
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
@@ -55,21 +58,35 @@ class RedisSettings(BaseModel):
         )
 
 
-class CancellableRedis(Redis):
-    """Redis whose commands let a cancellation through.
+@contextmanager
+def cancellable() -> Iterator[None]:
+    """Lets a cancellation through.
 
     redis-py sends inside `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives in the moment
     when the sending is done (github.com/python/cpython/issues/86296): the task would run on for ever.
     """
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
 
+
+class CancellablePipeline(Pipeline):
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        with cancellable():
+            return await super().execute(raise_on_error)
+
+
+class CancellableRedis(Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        task = asyncio.current_task()
-        num_cancels = task.cancelling() if task else 0
-        try:
+        with cancellable():
             return await super().execute_command(*args, **options)
-        finally:
-            if task and task.cancelling() > num_cancels:
-                raise asyncio.CancelledError
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> CancellablePipeline:
+        return CancellablePipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
 
 class PasswordFile(CredentialProvider):

@@ -261,6 +261,11 @@ class Ledger:
         fields = await self.redis.hgetall(JobKeys(job_id).iteration(iteration))
         return {name.decode(): value.decode() for name, value in fields.items()}
 
+    async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
+        """Group id -> `waiting:ENTRY` | `accepted:ENTRY`."""
+        states = await self.redis.hgetall(JobKeys(job_id).groups(iteration))
+        return {group_id.decode(): state.decode() for group_id, state in states.items()}
+
     async def iteration_state(self, job_id: str, iteration: int) -> IterationState | None:
         state = await self.redis.hget(JobKeys(job_id).iteration(iteration), "state")
         return IterationState(state.decode()) if state else None

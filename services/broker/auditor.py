@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from onbeat.streams.audit import Audit, AuditViolation, require
 from onbeat.streams.codec import decode_group, payload_digest, span_versions
 from onbeat.streams.ledger import Ledger
-from onbeat.types import AuditReport, JobState
+from onbeat.types import AuditReport, IterationState, JobState
 
 MAX_ROUNDS = 100  # a running job writes on while its log is read
 
@@ -18,9 +18,10 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
     try:
         fields = await read_log(ledger, audit)
         require(not kept_head or audit.has_kept_head, f"link {kept_head} is not in the log: it was written anew")
-        check_ledger(audit, fields)
-        num_contents = await check_contents(ledger, audit, int(fields.get("checkpoint_iteration", "0")))
-    except (AuditViolation, ValueError) as error:
+        check_job(audit, fields)
+        await check_iterations(ledger, audit)
+        num_contents = await check_contents(ledger, audit)
+    except AuditViolation as error:
         violation = str(error)
     num_groups = sum(len(iteration.digests) for iteration in audit.iterations)
     return AuditReport(
@@ -48,8 +49,9 @@ async def read_log(ledger: Ledger, audit: Audit) -> dict[str, str]:
     raise AuditViolation(f"the log ends with link {audit.link}, the job's newest is {fields.get('audit_link')}")
 
 
-def check_ledger(audit: Audit, fields: dict[str, str]) -> None:
+def check_job(audit: Audit, fields: dict[str, str]) -> None:
     """The job's fields follow from its log."""
+    require(audit.num_entries > 0, "the job has no audit log; it is older than this release")
     config_digest = hashlib.sha256(fields["config"].encode()).hexdigest()
     require(audit.config_digest == config_digest, "the job's configuration is not the one that it was created with")
     published = "" if audit.published is None else str(audit.published)
@@ -65,22 +67,55 @@ def check_ledger(audit: Audit, fields: dict[str, str]) -> None:
         require(is_complete, f"the job SUCCEEDED with {audit.next_iteration} of {fields['num_iterations']} commits")
 
 
-async def check_contents(ledger: Ledger, audit: Audit, num_durable: int) -> int:
-    """Every kept group is the accepted one; one of an iteration that is not durable must be kept."""
+async def check_iterations(ledger: Ledger, audit: Audit) -> None:
+    """The ledger of each committed iteration follows from the log."""
+    for number, logged in enumerate(audit.iterations[: audit.next_iteration]):
+        fields, groups = await ledger.iteration_fields(audit.job_id, number), await ledger.groups(audit.job_id, number)
+        for name, value in {
+            "state": IterationState.COMMITTED,
+            "policy_version": logged.version,
+            "num_groups": logged.num_groups,
+            "num_accepted": logged.num_groups,
+            "weights_digest": logged.weights_digest,
+        }.items():
+            found = fields.get(name)
+            require(found == str(value), f"iteration {number}: its {name} is {found!r}, by the log {str(value)!r}")
+        wanted = {group_id: f"accepted:{entry}" for group_id, entry in logged.entries.items()}
+        require(groups == wanted, f"iteration {number}: its ledger of groups is not that of the log")
+
+
+async def check_contents(ledger: Ledger, audit: Audit) -> int:
+    """Every kept group is the accepted one, and none is missing that was not trimmed. Returns how many there are."""
+    accepted = {
+        entry: (group_id, logged.digests[group_id])
+        for logged in audit.iterations
+        for group_id, entry in logged.entries.items()
+    }
     found = set()
     async for entry, payload in stored_groups(ledger, audit.job_id):
-        if entry not in audit.contents:
-            continue  # foreign: no trainer takes it
-        group_id, digest = audit.contents[entry]
-        require(payload_digest(payload) == digest, f"group {group_id} (entry {entry}) was changed after its acceptance")
-        group = decode_group(payload)
-        wanted = [] if group.HasField("failure") else [audit.iterations[group.iteration].version]
-        is_right = (group.group_id, span_versions(group)) == (group_id, wanted)
-        require(is_right, f"entry {entry} holds {group.group_id} of versions {span_versions(group)}, not {group_id}")
-        found.add(group_id)
-    needed = {group_id for iteration in audit.iterations[num_durable:] for group_id in iteration.digests}
-    require(needed <= found, f"lost: groups {', '.join(sorted(needed - found)[:5])} of iterations that are not durable")
+        if entry in accepted:  # a foreign one: no trainer takes it
+            group_id, digest = accepted[entry]
+            is_same = payload_digest(payload) == digest
+            require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
+            check_versions(audit, group_id, payload)
+            found.add(group_id)
+    num_trimmed = int((await ledger.job_fields(audit.job_id)).get("num_trimmed", "0"))  # now: they may just have gone
+    needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
+    lost = sorted(needed - found)
+    require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
     return len(found)
+
+
+def check_versions(audit: Audit, group_id: str, payload: bytes) -> None:
+    """By the tokens themselves, and not by what their rollout said of them."""
+    try:
+        group = decode_group(payload)
+    except ValueError as error:
+        raise AuditViolation(str(error)) from error
+    require(group.group_id == group_id, f"the entry of group {group_id} holds group {group.group_id}")
+    wanted = [] if group.HasField("failure") else [audit.iterations[group.iteration].version]
+    versions = span_versions(group)
+    require(versions == wanted, f"group {group_id} has tokens of versions {versions}, its iteration is on {wanted}")
 
 
 async def stored_groups(ledger: Ledger, job_id: str) -> AsyncIterator[tuple[str, bytes]]:

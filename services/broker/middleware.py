@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onbeat.api_keys import ApiKey
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
 from services.broker.auth import READING, KeyRing, RateLimit, required_role
-from services.broker.metrics import Meters
+from services.broker.metrics import Meters, known_method
 from services.broker.settings import is_loopback
 
 access_log = logging.getLogger("onbeat.access")
@@ -167,7 +167,7 @@ def note_access(scope: Scope, status: int, location: str) -> None:
     key: ApiKey | None = scope.get(CALLER)
     job_id = scope.get("path_params", {}).get("job_id") or location.removeprefix("/v1/jobs/")
     fields = {
-        "method": scope["method"],
+        "method": known_method(scope["method"]),
         "route": getattr(scope.get("route"), "path", "unknown"),
         "status": status,
         "job_id": job_id if CLEAN_JOB_ID.fullmatch(job_id) else "-",

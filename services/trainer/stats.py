@@ -60,6 +60,7 @@ class IterationStats:
     def add_group(self, group: RolloutGroup, is_trained: bool) -> None:
         """Count a group, whether or not it has a gradient."""
         rewards = [response.reward for response in group.responses]
+        assert group.group_id not in self.digests, f"group {group.group_id} is used twice"
         self.digests[group.group_id] = group_digest(group)
         if group.HasField("failure"):
             self._add("rollout/failed_groups", 1)
@@ -124,6 +125,8 @@ class IterationStats:
             for name, value in replica["maxima"].items():
                 self._raise(name, value)
             self.first_failure = self.first_failure or replica["first_failure"]
+            twice = self.digests.keys() & replica["digests"].keys()
+            assert not twice, f"groups {', '.join(sorted(twice))} are used by two replicas"
             self.digests |= replica["digests"]
 
     def to_bytes(self) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from onbeat.streams.audit import Audit, AuditViolation, Entry
-from onbeat.streams.codec import encode_group
+from onbeat.streams.codec import encode_group, payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, Verdict
@@ -24,8 +24,8 @@ from tests.integration.broker_fixtures import (
 )
 
 
-async def finished_job(ledger: Ledger) -> str:
-    """Three iterations of two groups; the second one has a failed group, and the first one is durable."""
+async def finished_job(ledger: Ledger, num_durable: int = 1) -> str:
+    """Three iterations of two groups; the second one has a failed group."""
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     for iteration in range(3):
@@ -35,7 +35,7 @@ async def finished_job(ledger: Ledger) -> str:
             await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task))
         await drain(ledger, job_id)
         await commit(ledger, job_id, epoch, iteration)
-    await ledger.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
+    await ledger.checkpointed(job_id, epoch, 0, num_durable, "/checkpoints/1")
     await ledger.move_job(job_id, JobState.SUCCEEDED, epoch=epoch)
     return job_id
 
@@ -119,6 +119,19 @@ async def claim_fewer_iterations(ledger: Ledger, job: JobKeys) -> None:
     await ledger.redis.hset(job.job, "num_iterations", "4")
 
 
+async def rewrite_a_committed_iteration(ledger: Ledger, job: JobKeys) -> None:
+    await ledger.redis.hset(job.iteration(1), "policy_version", "0")
+
+
+async def forget_the_ledger_of_an_iteration(ledger: Ledger, job: JobKeys) -> None:
+    await ledger.redis.delete(job.groups(0))
+
+
+async def forget_the_log(ledger: Ledger, job: JobKeys) -> None:
+    await ledger.redis.delete(job.audit)
+    await ledger.redis.hdel(job.job, "audit_link")
+
+
 CHEATS: list[tuple[Callable[[Ledger, JobKeys], Awaitable[None]], str]] = [
     (forget_an_acceptance, "link does not follow"),
     (cut_the_log, "the log ends with link"),
@@ -127,6 +140,9 @@ CHEATS: list[tuple[Callable[[Ledger, JobKeys], Awaitable[None]], str]] = [
     (change_the_configuration, "configuration is not the one"),
     (claim_other_weights, "weights_digest is 'd9', by the log 'd3'"),
     (claim_fewer_iterations, "SUCCEEDED with 3 of 4"),
+    (rewrite_a_committed_iteration, "iteration 1: its policy_version is '0', by the log '1'"),
+    (forget_the_ledger_of_an_iteration, "iteration 0: its ledger of groups"),
+    (forget_the_log, "has no audit log"),
 ]
 
 
@@ -147,11 +163,46 @@ async def test_log_that_was_written_anew_does_not_contain_a_head_that_was_kept(l
 
 
 async def test_group_of_a_durable_iteration_may_be_gone(ledger: Ledger) -> None:
-    job_id = await finished_job(ledger)
-    await ledger.redis.xdel(JobKeys(job_id).rollouts, (await ledger.redis.xrange(JobKeys(job_id).rollouts))[0][0])
+    job_id = await finished_job(ledger, num_durable=3)
+    assert await ledger.trim_iteration(job_id, 0, 1)
     report = await run_audit(ledger, job_id)
     assert report.is_clean, report.violation
-    assert (report.num_contents, report.num_contents_gone) == (5, 1)
+    assert (report.num_contents, report.num_contents_gone) == (4, 2)
+
+
+async def test_worker_that_lies_about_its_versions_is_seen_by_the_tokens(ledger: Ledger) -> None:
+    """By calling the script itself: its argument says version 0, its tokens say 7."""
+    job_id = await create_job(ledger)
+    job = JobKeys(job_id)
+    await start_training(ledger, job_id)
+    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    claim = (await claim_all(ledger, job_id))[0]
+    payload = encode_group(make_group(claim.task, version=7))
+    keys = [job.iteration(0), job.groups(0), job.busy(0), job.prompts, job.rollouts, job.lengths]
+    args = [claim.entry_id, "w1", ROLLOUT_GROUP, 0, claim.task.group_id, payload, "0", "", 1.0, "iteration"]
+    verdict = await ledger._run("submit_group", job, keys, *args, payload_digest(payload), "", "")
+    assert verdict == b"accepted"
+    assert "tokens of versions [7], its iteration is on [0]" in ((await run_audit(ledger, job_id)).violation or "")
+
+
+async def test_audit_is_clean_while_retention_drops_what_it_reads(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await finished_job(ledger)
+    rollouts, calls = ledger.rollouts, 0
+
+    async def trimmed_first(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 1:  # the log was read, the contents not yet
+            await ledger.redis.hset(JobKeys(job_id).job, "checkpoint_iteration", 3)
+            assert await ledger.trim_iteration(job_id, 0, 1)
+        return await rollouts(*args)
+
+    monkeypatch.setattr(ledger, "rollouts", trimmed_first)
+    report = await run_audit(ledger, job_id)
+    assert report.is_clean, report.violation
+    assert report.num_contents_gone == 2
 
 
 # ---- what a protocol without our rules would write -------------------------------------------------------------------

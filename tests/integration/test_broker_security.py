@@ -294,6 +294,31 @@ def test_keys_command_makes_lists_and_revokes(
     assert (code, out, "is broken at keys" in error, path.read_bytes()) == (2, "", True, before)
 
 
+def test_edited_file_keeps_its_owner_and_a_link_stays_a_link(keys: Keys, tmp_path: Path) -> None:
+    """Otherwise the broker, another user, could not read it any more, and the revoked key stayed in force."""
+    link = tmp_path / "link.json"
+    link.symlink_to(keys.path)
+    if os.getuid() == 0:
+        os.chown(keys.path, 65534, 65534)
+    before = keys.path.stat()
+    with keys_to_edit(link) as entries:
+        entries.pop()
+    after = keys.path.stat()
+    assert link.is_symlink()
+    assert after.st_ino != before.st_ino
+    assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+    assert len(read_keys(link)) == len(entries)
+
+
+async def test_invented_methods_make_no_series(keys: Keys, ledger: Ledger) -> None:
+    async with broker_with(keys, ledger) as broker:
+        for number in range(50):
+            await broker.request(f"BREW{number}", "/livez")
+        metrics = (await broker.get("/metrics", headers=keys.header(Role.READ))).text
+    assert "BREW" not in metrics
+    assert 'method="other"' in metrics
+
+
 def test_editors_of_the_keys_file_lose_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "onbeat.cli", "keys", "new", "--role", "read", "--name", "x"]
     command += ["--file", str(tmp_path / "keys.json")]

@@ -3,8 +3,10 @@
 import asyncio
 
 import pytest
+from redis.exceptions import DataError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.streams.batching import BatchedScript
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import (
@@ -562,12 +564,16 @@ async def test_workers_of_a_pool_by_heartbeat(ledger: Ledger) -> None:
 # ---- the client --------------------------------------------------------------------------------------------------
 
 
-async def test_cancelled_task_ends_wherever_its_command_stands(ledger: Ledger) -> None:
+@pytest.mark.parametrize("is_pipeline", [False, True])
+async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool, ledger: Ledger) -> None:
     """redis-py forgets a cancellation in one moment of sending (Python < 3.12); a service would then never stop."""
 
     async def work() -> None:
         while True:
-            await ledger.events("nobody", timeout_s=0.001)
+            if is_pipeline:
+                await ledger._states([("onbeat:nobody", "nothing")])
+            else:
+                await ledger.events("nobody", timeout_s=0.001)
 
     for num_turns in range(40):
         task = asyncio.create_task(work())
@@ -632,6 +638,39 @@ async def test_cancelled_submission_takes_no_other_along(ledger: Ledger) -> None
     for task in tasks[::2]:
         task.cancel()
     assert await asyncio.gather(*tasks[1::2]) == [Verdict.ACCEPTED] * 5
+
+
+async def test_an_error_that_redis_does_not_know_reaches_all_who_wait(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=3)
+    claims = await claim_all(ledger, job_id)
+    await ledger.submit_group(job_id, claims[0].entry_id, make_group(claims[0].task))
+    assert ledger._submit is not None
+    calls = [ledger._submit([job_id], [argument]) for argument in ("right", object(), "right")]
+    async with asyncio.timeout(30):
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, DataError) for outcome in outcomes)
+    assert await ledger.submit_group(job_id, claims[1].entry_id, make_group(claims[1].task)) is Verdict.ACCEPTED
+
+
+async def test_scripts_that_redis_has_forgotten_run_each_call_once(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=2)
+    claims = await claim_all(ledger, job_id)
+    await ledger.redis.script_flush()
+    script = BatchedScript(ledger.redis, ledger.redis.register_script("return redis.call('INCR', KEYS[1])"))
+    counter = JobKeys(job_id).busy(0) + ":calls"
+    assert await asyncio.gather(*(script([counter], []) for _ in range(5))) == [1, 2, 3, 4, 5]
+    for claim in claims:
+        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+    await ledger.redis.delete(counter)
+
+
+async def test_prompt_that_a_stranger_deletes_while_it_is_claimed_stops_no_other(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=3)
+    claims = await ledger.claim_groups(job_id, "w1", 3, lease_s=0.01)
+    await ledger.redis.xdel(JobKeys(job_id).prompts, claims[1].entry_id)
+    await asyncio.sleep(0.02)
+    again = await ledger.claim_groups(job_id, "w2", 3, lease_s=0.01)
+    assert [claim.task.group_id for claim in again] == ["0-0", "0-2"]
 
 
 async def num_commands(ledger: Ledger, name: str) -> int:

@@ -231,3 +231,19 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     assert master.dtype == torch.float32
     assert not torch.equal(master, parameter.float())
     assert torch.equal(master.bfloat16(), parameter)
+
+
+def test_group_that_is_used_twice_is_noticed_before_it_is_committed():
+    from services.trainer.stats import IterationStats
+    from tests.integration.broker_fixtures import make_group, tasks_for
+
+    first, second = (make_group(task, version=0) for task in tasks_for(0))
+    stats, replica = IterationStats(0), IterationStats(0)
+    stats.add_group(first, is_trained=True)
+    with pytest.raises(AssertionError, match="0-0 is used twice"):
+        stats.add_group(first, is_trained=True)
+    replica.add_group(second, is_trained=True)
+    stats.merge([stats.to_bytes(), replica.to_bytes()])
+    assert stats.digests.keys() == {"0-0", "0-1"}
+    with pytest.raises(AssertionError, match="0-1 are used by two replicas"):
+        stats.merge([stats.to_bytes(), replica.to_bytes()])

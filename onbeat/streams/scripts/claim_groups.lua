@@ -5,12 +5,14 @@ if state ~= 'RUNNING' then return {} end
 local want, claimed = tonumber(ARGV[2]), {}
 local function add(entries)
   for _, entry in ipairs(entries) do
-    local fields, task = entry[2], nil
-    for i = 1, #fields, 2 do if fields[i] == 'task' then task = fields[i + 1] end end
-    local pending = redis.call('XPENDING', KEYS[3], ARGV[4], entry[1], entry[1], 1)
-    claimed[#claimed + 1] = entry[1]
-    claimed[#claimed + 1] = tostring(pending[1][4])
-    claimed[#claimed + 1] = task or '' -- not one of ours
+    if entry then -- Redis 6 hands out what was deleted while it was claimed, as nothing
+      local fields, task = entry[2], nil
+      for i = 1, #fields, 2 do if fields[i] == 'task' then task = fields[i + 1] end end
+      local pending = redis.call('XPENDING', KEYS[3], ARGV[4], entry[1], entry[1], 1)
+      claimed[#claimed + 1] = entry[1]
+      claimed[#claimed + 1] = tostring(pending[1][4])
+      claimed[#claimed + 1] = task or '' -- not one of ours
+    end
   end
 end
 local cursor, num_orphans = '0-0', 0
