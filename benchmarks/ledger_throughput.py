@@ -2,8 +2,8 @@
 
 One iteration of N groups is opened on a real Redis (core 0) and submitted by one client, or by eight (core 1), as
 rollouts do it: a stream of finished groups, several at a time on the way. Then one trainer takes them all. The floor is
-a bare XADD of the same bytes by the same client; latency is that of one submission at a time, in turns with a bare XADD
-and with the script without its audit line.
+a bare XADD of the same bytes by the same client; latency is that of one submission at a time, in a random
+order with a bare XADD and with the script without its audit line.
 """
 
 import argparse
@@ -163,7 +163,7 @@ async def throughput(num_clients: int, num_tokens: int, num_groups: int) -> dict
 
 
 async def latency(num_tokens: int, num_groups: int) -> dict[str, float]:
-    """Microseconds of one submission at a time, medians; the three take turns."""
+    """Microseconds of one submission at a time, medians; the three in a random order."""
     os.sched_setaffinity(0, {1})
     redis = connect(URL)
     full, without_audit = Ledger(redis), Ledger(redis)
@@ -179,8 +179,9 @@ async def latency(num_tokens: int, num_groups: int) -> dict[str, float]:
         lambda index: redis.xadd(JobKeys(job_id).rollouts + ":bare", {"group": payload}),
     ]
     taken: list[list[float]] = [[], [], []]
+    dice = random.Random(0)
     for index in range(num_groups):
-        way = index % 3
+        way = dice.randrange(3)
         started = time.perf_counter()
         await ways[way](index)
         taken[way].append(1e6 * (time.perf_counter() - started))

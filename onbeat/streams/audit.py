@@ -1,9 +1,9 @@
 """The audit log of a job: what the scripts wrote down when they accepted a group or committed a version, as a chain.
 
 Each entry is a line of words between tabs, and a link: SHA-1 of the link before, a line feed, and the line (the only
-hash that Redis' scripts have; contents and weights are in the lines by SHA-256 and BLAKE3).
+hash that Redis' scripts have; configuration, groups and weights are in the lines by BLAKE3).
 
-    created    job id, SHA-256 of the configuration
+    created    job id, digest of the configuration
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure

@@ -1,13 +1,13 @@
 """Messages of the streams: protobuf, checked on the way in. The rest of the house never sees generated modules.
 
-A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, finite rewards,
+A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
 version spans that cover every response exactly. That logprobs are finite is checked where they are made and used.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from onbeat.rollout.v1.rollout_pb2 import (
@@ -22,6 +22,7 @@ from onbeat.rollout.v1.rollout_pb2 import (
 )
 
 __all__ = [
+    "MAX_REWARD",
     "GroupFailure",
     "Message",
     "PromptTask",
@@ -41,6 +42,8 @@ __all__ = [
     "span_versions",
     "used_digest",
 ]
+
+MAX_REWARD = 1_000_000  # either way: their squares, sums and float32 values stay finite
 
 
 def decode_task(payload: bytes) -> PromptTask:
@@ -67,18 +70,18 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 def payload_digest(payload: bytes) -> str:
-    return hashlib.sha256(payload).hexdigest()
+    return blake3(payload).hexdigest()
 
 
 def group_digest(group: RolloutGroup) -> str:
-    """SHA-256 of tokens, logprobs, spans, rewards, worker and all else, hex: what the audit log says of the group."""
+    """BLAKE3 of tokens, logprobs, spans, rewards, worker and all else, hex: what the audit log says of the group."""
     return payload_digest(encode_group(group))
 
 
 def used_digest(digests: Mapping[str, str]) -> str:
-    """SHA-256 over `group id -> group_digest` of an iteration, hex, whatever their order."""
+    """BLAKE3 over `group id -> group_digest` of an iteration, hex, whatever their order."""
     lines = "".join(f"{group_id}\t{digest}\n" for group_id, digest in sorted(digests.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return blake3(lines.encode()).hexdigest()
 
 
 def check_group(group: RolloutGroup) -> None:
@@ -86,17 +89,31 @@ def check_group(group: RolloutGroup) -> None:
     if group.HasField("failure"):
         if group.responses:
             raise ValueError(f"group {group.group_id}: a failed group holds no responses")
+        if not group.failure.kind:
+            raise ValueError(
+                f"group {group.group_id}: its failure has no kind; set failure.kind, say generation_failed"
+            )
         return
     if not group.responses or not group.prompt_token_ids:
         raise ValueError(f"group {group.group_id}: has no prompt or no responses")
     for index, response in enumerate(group.responses):
-        where = f"group {group.group_id}, response {index}"
-        num_tokens = len(response.token_ids)
-        if num_tokens == 0 or num_tokens != len(response.rollout_logprobs):
-            raise ValueError(f"{where}: {num_tokens} tokens with {len(response.rollout_logprobs)} logprobs")
-        if not math.isfinite(response.reward):
-            raise ValueError(f"{where}: its reward is {response.reward}, not a finite number")
-        check_spans(where, response, num_tokens)
+        if problem := problem_of(response):
+            raise ValueError(f"group {group.group_id}, response {index}: {problem}")
+
+
+def problem_of(response: Response) -> str:
+    """'' if it is as it has to be."""
+    num_tokens, num_logprobs = len(response.token_ids), len(response.rollout_logprobs)
+    if num_tokens == 0 or num_tokens != num_logprobs:
+        return f"{num_tokens} tokens with {num_logprobs} logprobs"
+    if not -MAX_REWARD <= response.reward <= MAX_REWARD:
+        return f"its reward is {response.reward}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+    end = 0
+    for span in response.version_spans:
+        if span.start != end or span.end <= span.start:
+            return f"version spans leave a gap or overlap at token {end}"
+        end = span.end
+    return "" if end == num_tokens else f"version spans cover {end} of {num_tokens} tokens"
 
 
 def check_logprobs(group: RolloutGroup) -> None:
@@ -104,16 +121,6 @@ def check_logprobs(group: RolloutGroup) -> None:
     for index, response in enumerate(group.responses):
         if not math.isfinite(sum(response.rollout_logprobs)):
             raise ValueError(f"group {group.group_id}, response {index}: a logprob is not finite")
-
-
-def check_spans(where: str, response: Response, num_tokens: int) -> None:
-    end = 0
-    for span in response.version_spans:
-        if span.start != end or span.end <= span.start:
-            raise ValueError(f"{where}: version spans leave a gap or overlap at token {end}")
-        end = span.end
-    if end != num_tokens:
-        raise ValueError(f"{where}: version spans cover {end} of {num_tokens} tokens")
 
 
 def span_versions(group: RolloutGroup) -> list[int]:

@@ -3,7 +3,6 @@
 Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half way cannot break a rule.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,7 +95,7 @@ class Ledger:
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
         await self.redis.zadd(keys.ACTIVE_JOBS, {job_id: time_s}, nx=True)
         text = json.dumps(config)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = payload_digest(text.encode())
         fields = ["name", config["name"], "pool", config["pool"], "config", text]
         fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
         more_keys = [job.prompts, job.rollouts, job.deleted]

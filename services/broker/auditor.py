@@ -1,6 +1,5 @@
 """Re-checks a job: its audit log by itself, then the ledger and the groups that are still kept against the log."""
 
-import hashlib
 from collections.abc import AsyncIterator
 
 from onbeat.streams.audit import Audit, AuditViolation, require
@@ -52,7 +51,7 @@ async def read_log(ledger: Ledger, audit: Audit) -> dict[str, str]:
 def check_job(audit: Audit, fields: dict[str, str]) -> None:
     """The job's fields follow from its log."""
     require(audit.num_entries > 0, "the job has no audit log; it is older than this release")
-    config_digest = hashlib.sha256(fields["config"].encode()).hexdigest()
+    config_digest = payload_digest(fields["config"].encode())
     require(audit.config_digest == config_digest, "the job's configuration is not the one that it was created with")
     published = "" if audit.published is None else str(audit.published)
     for name, logged in {

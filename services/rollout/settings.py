@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -30,6 +31,10 @@ class RewardServiceSettings(BaseModel):
             raise ValueError("put no user or password into the url, they would be logged; use bearer_token_file")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError
             raise ValueError(f"{url!r} is no http:// or https:// address")
+        try:
+            httpx.Request("POST", url)
+        except (httpx.InvalidURL, ValueError) as error:  # ValueError: a host that IDNA does not know
+            raise ValueError(f"{url!r} cannot be called: {error}") from error
         return url
 
 

@@ -185,6 +185,18 @@ async def test_bearer_token_is_read_for_each_call(service, tmp_path):
     await scorer.close()
 
 
+@pytest.mark.parametrize("content", ["old-secret\nnew-secret\n", "my secret", "secret\x00", "sécret", " \n"])
+async def test_file_that_holds_no_single_token_is_refused_and_never_quoted(service, tmp_path, content):
+    token = tmp_path / "token"
+    token.write_text(content)
+    scorer = Scorer(1, {"judge": RewardServiceSettings(url=service.url, bearer_token_file=token)}, "w0")
+    with pytest.raises(RewardUnavailable, match=r"bearer_token_file of service judge .* one token") as caught:
+        await score(scorer, request("a"))
+    assert "cret" not in str(caught.value).replace(str(token), "")
+    assert service.calls == []
+    await scorer.close()
+
+
 @pytest.mark.parametrize(
     ("behaviour", "words"),
     [
@@ -241,6 +253,8 @@ def test_retry_after_is_seconds_or_a_date_up_to_a_cap():
     assert (read("7"), read("99999"), read(None), read("soon"), read("-5")) == (7.0, MAX_RETRY_AFTER_S, 0.0, 0.0, 0.0)
     assert 20 < read(soon) <= 30
     assert read("Mon, 01 Jan 2001 00:00:00 GMT") == 0.0
+    assert read("Mon, 01 Jan 2024 00:00:00 +99999999999999") == 0.0
+    assert read("Mon, 01 Jan 99999999999999999999 00:00:00 GMT") == 0.0
 
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 Unprocessable"])
@@ -272,6 +286,9 @@ async def test_redirect_is_not_followed(scorer, service):
         (b'{"scores": [1.0, NaN]}', "scores.1"),
         (b'{"scores": [1.0, Infinity]}', "scores.1"),
         (b'{"scores": [1.0, 1e999]}', "scores.1"),
+        ({"scores": [1.0, 1e39]}, "scores.1.*less than or equal to 1000000"),
+        ({"scores": [1.0, -1.1e6]}, "scores.1.*greater than or equal to -1000000"),
+        ({"scores": [1.0, {"reward": 1.0, "format": 1e39}]}, "scores.1.*format.*less than or equal to 1000000"),
         (b'{"scores": [1.0, ' + b"9" * 5000 + b"]}", "number out of range"),
         ({"rewards": [1.0, 1.0]}, "answer.scores: Field required"),
         ([1.0, 1.0], "answer: Input should be an object"),
@@ -286,6 +303,14 @@ async def test_answer_that_is_not_one_finite_score_per_response_is_refused(score
         await score(scorer, request("a", "b", max_attempts=2))
     assert len(service.calls) == 2
     assert breaker_of(scorer).state is Circuit.CLOSED
+
+
+@pytest.mark.parametrize("score_of_key", [1.0, "no number"])
+async def test_what_a_service_says_is_cut(scorer, service, score_of_key):
+    service.will(says({"scores": [{"k" * 100_000: score_of_key}]}))
+    with pytest.raises(RewardRefused, match=r"invalid: .*kkk") as caught:
+        await score(scorer, request("a"))
+    assert len(str(caught.value)) < 600
 
 
 async def test_compressed_bomb_is_not_unpacked(scorer, service):
@@ -315,7 +340,7 @@ async def test_failing_service_is_left_alone_then_probed_by_one_call_and_used_ag
     assert REGISTRY.get_sample_value("onbeat_rollout_reward_circuit", {"service": "judge"}) == Circuit.OPEN
     opened = time.monotonic()
     with pytest.raises(CircuitOpen, match=r"left alone after 5 failures in a row, the last: .*answers 500"):
-        await score(scorer, request("a", max_attempts=9), deadline_s=0.1)  # no time to wait for the probe
+        await score(scorer, request("a", max_attempts=9), deadline_s=1.0)  # no time to wait for the probe
     assert len(service.calls) == 5
 
     service.will(score_by_length)
@@ -324,6 +349,27 @@ async def test_failing_service_is_left_alone_then_probed_by_one_call_and_used_ag
     assert service.calls[5].at - opened > 0.5
     assert breaker.state is Circuit.CLOSED
     assert REGISTRY.get_sample_value("onbeat_rollout_reward_circuit", {"service": "judge"}) == Circuit.CLOSED
+
+
+async def test_service_that_hangs_for_longer_than_groups_last_is_left_alone(scorer, service, monkeypatch):
+    monkeypatch.setattr(scorer_module, "LAST_MOMENT_S", 59.0)
+    service.will(never_answer)
+    deadline = asyncio.get_running_loop().time() + 60.0
+    async with asyncio.timeout_at(deadline):  # as a group is cancelled
+        calls = [scorer.score(request("a", timeout_s=600.0, max_attempts=3), deadline) for _ in range(5)]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, RewardUnavailable)
+            assert error.kind == "timeout"
+    assert len(service.calls) == 5
+    assert breaker_of(scorer).state is Circuit.OPEN
+
+
+async def test_group_without_time_is_no_failure_of_the_service(scorer, service):
+    for _ in range(5):
+        with pytest.raises(RewardUnavailable, match="the group has no time left for service judge"):
+            await score(scorer, request("a", max_attempts=3), deadline_s=0.0)
+    assert service.calls == []
+    assert breaker_of(scorer).state is Circuit.CLOSED
 
 
 class Clock:
@@ -419,6 +465,8 @@ def test_services_are_read_from_the_environment(monkeypatch):
         ({"judge": {"url": "http://me:secret@judge"}}, "use bearer_token_file"),
         ({"judge": {"url": "ftp://me:secret@judge"}}, "use bearer_token_file"),
         ({"judge": {"url": "http://judge:http"}}, "[Pp]ort"),
+        ({"judge": {"url": "http://judge/\x7f"}}, "cannot be called: Invalid non-printable"),
+        ({"judge": {"url": "http://xn--/"}}, "cannot be called: Malformed A-label"),
         ({"judge": {"url": "http://judge", "token": "x"}}, "Extra inputs"),
         ({"../judge": {"url": "http://judge"}}, "pattern"),
     ],

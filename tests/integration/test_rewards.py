@@ -1,7 +1,9 @@
 """Rewards that misbehave, in real child processes: only the process dies, and only that response has no score."""
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.streams.codec import MAX_REWARD, check_group
 from services.rollout.rewards import limits
 from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import RewardError, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.rewards.process import RewardProcess
 from services.rollout.rewards.scorer import Scorer
+from tests.integration.broker_fixtures import failed_group, make_group, tasks_for
 
 REWARDS = '''
-import os, resource, signal, sys, time
+import os, resource, signal, subprocess, sys, time
 from pathlib import Path
 
 def fork_tree(folder, levels):
@@ -47,6 +51,19 @@ def behave(response, context, **options):
         os.abort()
     if response == "exit":
         sys.exit(3)
+    if response.startswith("daemon"):
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(context["marker"], "a") as file: print(daemon.pid, file=file)
+    if response == "daemon, hang":
+        time.sleep(3600)
+    if response == "daemon, crash":
+        os.abort()
+    if response == "huge":
+        return 1e39
+    if response == "too huge":
+        return 10**400
+    if response == "huge part":
+        return {"reward": 1.0, "length": -1e39}
     if response == "nan":
         return float("nan")
     if response == "print":
@@ -93,6 +110,7 @@ def behave(response, context, **options):
     if response == "limits":
         kinds = ("AS", "CORE", "FSIZE", "NOFILE", "CPU")
         values = {kind: resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds}
+        values |= {kind: tuple(v >> 20 for v in values[kind]) for kind in ("AS", "FSIZE")}
         soft_and_hard = {f"{kind}_{i}": v for kind, pair in values.items() for i, v in zip(("soft", "hard"), pair)}
         expendable = int(Path("/proc/self/oom_score_adj").read_text())
         return {"reward": 1.0, "nice": os.nice(0), "expendable": expendable, **soft_and_hard}
@@ -179,7 +197,10 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
 @pytest.mark.parametrize(
     ("behaviour", "outcome", "words"),
     [
-        ("nan", RewardRefused, "invalid: reward is nan, not a finite number"),
+        ("nan", RewardRefused, "invalid: reward is nan, not a number from -1000000 to 1000000"),
+        ("huge", RewardRefused, "invalid: reward is 1e\\+39, not a number from"),
+        ("too huge", RewardRefused, "invalid: reward is 10000"),
+        ("huge part", RewardRefused, "invalid: length is -1e\\+39, not a number from"),
         ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
@@ -270,6 +291,51 @@ async def test_kill_takes_along_a_whole_tree_of_processes(scorer, tmp_path):
         await asyncio.to_thread(wait_until_gone, Path(f"/proc/{file.name}/stat"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("behaviour", ["daemon", "daemon, hang", "daemon, crash"])
+async def test_process_that_the_reward_leaves_behind_holds_up_nobody_and_no_pipe(scorer, behaviour, tmp_path):
+    def num_open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    await score(scorer, request("a"))
+    await scorer.close()
+    before, marker = num_open_files(), tmp_path / "pids"
+    try:
+        async with asyncio.timeout(60):
+            with contextlib.suppress(RewardUnavailable):
+                await score(scorer, request(behaviour, timeout_s=2.0, context={"marker": str(marker)}))
+            assert (await score(scorer, request("a")))[0].reward == 1.0
+            await scorer.close()
+        for pid in marker.read_text().split():
+            assert is_running(Path(f"/proc/{pid}/stat"))
+        await asyncio.to_thread(wait_until, lambda: num_open_files() <= before)
+    finally:
+        for pid in marker.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+# ---- what the trainer may rely on ----------------------------------------------------------------------------------
+
+
+def test_bounds_of_a_reward_are_its_groups_too():
+    group = make_group(tasks_for(0)[0])
+    for within in (MAX_REWARD, -MAX_REWARD):
+        group.responses[1].reward = within
+        check_group(group)
+    for beyond in (1.1e6, -1.1e6, 1e39, math.inf, math.nan):
+        group.responses[1].reward = beyond
+        with pytest.raises(ValueError, match=r"response 1: its reward is .*, not a number from -1000000 to 1000000"):
+            check_group(group)
+
+
+def test_failed_group_says_how_it_failed():
+    group = failed_group(tasks_for(0)[0])
+    check_group(group)
+    group.failure.kind = ""
+    with pytest.raises(ValueError, match="its failure has no kind"):
+        check_group(group)
+
+
 # ---- limits --------------------------------------------------------------------------------------------------------
 
 
@@ -277,9 +343,9 @@ async def test_kill_takes_along_a_whole_tree_of_processes(scorer, tmp_path):
 async def test_every_limit_is_set_before_the_reward_runs(scorer):
     (outcome,) = await score(scorer, request("limits", memory_limit_mb=300, timeout_s=30))
     expected = {
-        "AS": 300 << 20,
+        "AS": 300,  # MiB
         "CORE": 0,
-        "FSIZE": limits.MAX_FILE_BYTES,
+        "FSIZE": limits.MAX_FILE_BYTES >> 20,
         "NOFILE": limits.MAX_OPEN_FILES,
     }
     found = outcome.parts

@@ -245,6 +245,7 @@ class Response(_message.Message):
     finish_reason: _builtins.str
     """"stop" | "length" """
     reward: _builtins.float
+    """from -1000000 to 1000000"""
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -311,7 +312,7 @@ class GroupFailure(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" """
+    """never empty: "prompt_too_long" | "reward_failed" | "generation_failed" | "version_gone" """
     message: _builtins.str
     def __init__(
         self,

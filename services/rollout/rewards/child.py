@@ -13,7 +13,6 @@ Wall-clock time is the parent's business: it kills.
 
 import ctypes
 import json
-import math
 import numbers
 import os
 import signal
@@ -21,15 +20,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from services.rollout.rewards.limits import LOAD_S, CpuBudget, Limits, restrict_this_process
+from onbeat.streams.codec import MAX_REWARD
+from services.rollout.rewards.limits import LOAD_S, MAX_MESSAGE, CpuBudget, Limits, restrict_this_process
 from services.rollout.rewards.registry import RewardFunction, load_reward
 
-MAX_MESSAGE = 500  # characters of an error that travel to the parent
 PR_SET_PDEATHSIG = 1
 
 
 class InvalidReward(Exception):
-    """A reward returned something that is no finite number."""
+    """A reward returned something that is no number, or one out of bounds."""
 
 
 def main() -> None:
@@ -99,8 +98,8 @@ def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dic
     if "reward" not in parts:
         raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(parts)}")
     for name, value in parts.items():
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise InvalidReward(f"{name} is {value!r}, not a finite number")
+        if not isinstance(value, numbers.Real) or not -MAX_REWARD <= value <= MAX_REWARD:
+            raise InvalidReward(f"{name} is {value!r}, not a number from -{MAX_REWARD} to {MAX_REWARD}")
     values = {str(name): float(value) for name, value in parts.items()}
     return {"reward": values.pop("reward"), "parts": values}
 

@@ -21,6 +21,7 @@ MAX_OPEN_FILES = 256
 NICENESS = 5  # the engine goes first
 MOST_EXPENDABLE = "1000"  # for the kernel's out-of-memory killer: rather this process than the engine
 MAX_ANSWER_BYTES = MEBIBYTE  # of one line of a scoring process, or of one answer of a service
+MAX_MESSAGE = 500  # characters of an error: rewards and services write it
 MAX_OUTPUT_BYTES = 4 * MEBIBYTE  # printed while scoring one response; the parent reads it and kills
 
 

@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+from onbeat.streams.codec import MAX_REWARD
+from services.rollout.rewards.limits import MAX_MESSAGE
+
+Number = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]  # reward or part
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class RewardError(Exception):
 
     def __init__(self, kind: str, message: str, index: int | None = None, *, is_final: bool = False) -> None:
         where = "" if index is None else f"response {index}: "
-        super().__init__(f"{where}{kind}: {message}")
+        super().__init__(f"{where}{kind}: {message[:MAX_MESSAGE]}")
         self.kind, self.index, self.is_final = kind, index, is_final
 
 
@@ -61,5 +68,10 @@ class ServiceMissing(RewardUnavailable):
 class RewardSource(Protocol):
     """Where scores come from: a scoring process or a service."""
 
-    async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
-        """One try: put the scores of the responses at `indexes` into `scores`, at least one. Raises RewardError."""
+    async def score(
+        self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
+    ) -> None:
+        """One try: put the scores of the responses at `indexes` into `scores`, at least one. Raises RewardError.
+
+        `deadline`, of the event loop's clock: the caller cancels soon after it.
+        """

@@ -15,8 +15,11 @@ class RewardPool:
         self._turns = asyncio.Semaphore(num_processes)
         self._idle: list[RewardProcess] = []
 
-    async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
-        """See RewardSource. May leave out the last responses, when a process has reached the end of its life."""
+    async def score(
+        self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
+    ) -> None:
+        """See RewardSource. May leave out the last responses, when a process has reached the end of its life. Leaves
+        the deadline to the caller."""
         async with self._turns:
             process = await self._take(Limits(request.timeout_s, request.memory_limit_mb))
             is_reusable = False

@@ -12,9 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from services.rollout.rewards.limits import LOAD_S, MAX_ANSWER_BYTES, MAX_OUTPUT_BYTES, Limits
-from services.rollout.rewards.outcome import RewardError, RewardRefused, RewardRequest, RewardUnavailable, Score
+from services.rollout.rewards.outcome import (
+    Number,
+    RewardError,
+    RewardRefused,
+    RewardRequest,
+    RewardUnavailable,
+    Score,
+)
 
 STDERR_TAIL_BYTES = 2000
+END_S = 1.0  # a killed process is gone and its last words are read, or nobody waits any longer
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 
@@ -33,8 +41,8 @@ class Loaded(Answer):
 class Scored(Answer):
     step: Literal["scored"]
     position: int
-    reward: float
-    parts: dict[str, float]
+    reward: Number
+    parts: dict[str, Number]
 
 
 class Failed(Answer):
@@ -167,15 +175,18 @@ class RewardProcess:
                 return
 
     async def kill(self) -> None:
-        """SIGKILL to the whole group. Returns when the process is gone; safe to call twice."""
+        """SIGKILL to the whole group. Returns when the process is gone, or after END_S; safe to call twice.
+
+        A process that has left the group may hold the pipes open, and wait() may then wait for that one, too.
+        """
+        ended = asyncio.create_task(self._process.wait())
         if self._stdout.at_eof():  # it is ending by itself: let its own exit code be seen
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._process.wait()
+            await asyncio.wait({ended}, timeout=END_S)
         self._kill_group()
-        await self._process.wait()
-        await asyncio.wait({self._stderr_reader}, timeout=1.0)
+        await asyncio.wait({ended, self._stderr_reader}, timeout=END_S)
+        ended.cancel()
         self._stderr_reader.cancel()
+        self._process._transport.close()  # type: ignore[attr-defined]  # our ends of the pipes
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 HTTP = "http"  # the reward that is a service
 FIRST_PAUSE_S = 0.5  # longest pause after the first failure, doubled after each further one
 LONGEST_PAUSE_S = 20.0
+LAST_MOMENT_S = 0.5  # of a group's time: a call that would take it ends as a failure, before it is cancelled
 
 
 class Scorer:
@@ -52,12 +53,13 @@ class Scorer:
 
         A call that an open circuit did not let through is no try: nothing was asked.
         """
+        deadline -= LAST_MOMENT_S
         source, now = self.source(request.name, request.options), asyncio.get_running_loop().time
         scores: dict[int, Score] = {}
         num_tries: Counter[int | None] = Counter()
         while missing := [index for index in range(len(request.responses)) if index not in scores]:
             try:
-                await source.score(request, missing, scores)
+                await source.score(request, missing, scores, deadline)
                 meters.REWARD_TRIES.labels(outcome="scored").inc()
             except RewardError as error:
                 meters.REWARD_TRIES.labels(outcome=error.kind).inc()

@@ -7,18 +7,18 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Annotated
 
 import httpx
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from services.rollout import meters
 from services.rollout.rewards.breaker import Circuit, CircuitBreaker
 from services.rollout.rewards.limits import MAX_ANSWER_BYTES
-from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
+from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.settings import RewardServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 5.0
 MAX_RETRY_AFTER_S = 60.0  # a service that asks for more is asked again after so long
 BUSY_STATUSES = {408, 425, 429}  # come back later: no word about the request
-
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class ServiceAnswer(BaseModel):
@@ -46,19 +44,24 @@ class RewardService:
             follow_redirects=False,
         )
 
-    async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
+    async def score(
+        self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
+    ) -> None:
+        limit_s = min(request.timeout_s * len(indexes), deadline - asyncio.get_running_loop().time())
+        if limit_s <= 0:  # not the service's failure
+            message = f"the group has no time left for service {self._name}; raise rollout.group_deadline_s"
+            raise RewardUnavailable("timeout", message)
         with self._breaker.call():
-            content = await self._post(request, [request.responses[index] for index in indexes])
+            content = await self._post(request, [request.responses[index] for index in indexes], limit_s)
         scores.update(zip(indexes, read_scores(self._name, content, len(indexes)), strict=True))
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(self, request: RewardRequest, responses: list[str]) -> bytes:
+    async def _post(self, request: RewardRequest, responses: list[str], limit_s: float) -> bytes:
         """The body of the answer. Raises RewardUnavailable, or RewardRefused when it refuses the request as such."""
         options = {name: value for name, value in request.options.items() if name != "service"}
         body = {"service": self._name, "options": options, "context": request.context, "responses": responses}
-        limit_s = request.timeout_s * len(responses)
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -69,7 +72,10 @@ class RewardService:
                 self._check_status(answer)
                 return await self._read_body(answer)
         except TimeoutError as error:
-            message = f"service {self._name} took longer than {limit_s:g} s for {len(responses)} responses"
+            message = (
+                f"service {self._name} took longer than {limit_s:.3g} s for {len(responses)} responses ("
+                "reward.timeout_s for each, at most what rollout.group_deadline_s leaves)"
+            )
             raise RewardUnavailable("timeout", message) from error
         except httpx.HTTPError as error:
             message = f"service {self._name} cannot be reached: {type(error).__name__}: {error}"
@@ -79,11 +85,15 @@ class RewardService:
         headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
         path = self._settings.bearer_token_file
         if path is not None:
+            where = f"bearer_token_file of service {self._name} in ONBEAT_REWARD_SERVICES"
             try:
-                headers[b"Authorization"] = b"Bearer " + path.read_bytes().strip()  # each time: tokens are renewed
+                token = path.read_bytes().strip()  # each time: tokens are renewed
             except OSError as error:
-                message = f"bearer_token_file of service {self._name} in ONBEAT_REWARD_SERVICES: {error}"
-                raise RewardUnavailable("unreachable", message) from error
+                raise RewardUnavailable("unreachable", f"{where}: {error}") from error
+            if not re.fullmatch(rb"[!-~]+", token):  # httpx would quote it
+                message = f"{where}: {path} has to hold one token, of visible ASCII characters without white space"
+                raise RewardUnavailable("unreachable", message)
+            headers[b"Authorization"] = b"Bearer " + token
         return headers
 
     def _check_status(self, answer: httpx.Response) -> None:
@@ -117,9 +127,10 @@ def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]
     try:
         answer = ServiceAnswer.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, ("answer", *first["loc"])))
-        raise RewardRefused("invalid", f"service {service}: {where}: {first['msg']}") from error
+        errors = error.errors(include_url=False, include_input=False)
+        deepest = max(errors, key=lambda found: len(found["loc"]))  # of a mapping, not that it is no number
+        where = ".".join(map(str, ("answer", *deepest["loc"])))
+        raise RewardRefused("invalid", f"service {service}: {where}: {deepest['msg']}") from error
     if len(answer.scores) != num_responses:
         message = f"service {service} gives {len(answer.scores)} scores for {num_responses} responses"
         raise RewardRefused("invalid", message)
@@ -137,6 +148,6 @@ def read_retry_after(answer: httpx.Response) -> float:
     text = answer.headers.get("Retry-After", "")
     try:
         seconds = float(text) if text.isdecimal() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
