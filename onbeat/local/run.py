@@ -129,6 +129,8 @@ def terminations_as_interrupts() -> Iterator[None]:
     """SIGTERM and a closed terminal end a run as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: Ctrl-C is not for us
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]

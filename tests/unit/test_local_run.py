@@ -44,7 +44,10 @@ def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def start(command: list[str], data_dir: Path, **env: str) -> "subprocess.Popen[str]":
+def start(
+    command: list[str], data_dir: Path, on_interrupt: signal.Handlers = signal.SIG_DFL, **env: str
+) -> "subprocess.Popen[str]":
+    """`on_interrupt`: how the shell that starts it has set SIGINT, whatever it is for these tests."""
     return subprocess.Popen(
         command,
         cwd=data_dir.parent,
@@ -52,6 +55,7 @@ def start(command: list[str], data_dir: Path, **env: str) -> "subprocess.Popen[s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, on_interrupt),
     )
 
 
@@ -97,9 +101,18 @@ def test_run_succeeds_writes_its_report_and_leaves_nothing(cli: list[str], data_
     assert not has_processes(data_dir)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_cancels_the_job_and_leaves_nothing(cli: list[str], data_dir: Path, number: int) -> None:
-    process = start([*cli, "run", str(QUICKSTART)], data_dir, FAKE_STEP_S="60")
+INTERRUPTIONS = [
+    (signal.SIGINT, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_IGN),  # started by a script, with `&`
+]
+
+
+@pytest.mark.parametrize(("number", "on_interrupt"), INTERRUPTIONS)
+def test_interrupted_run_cancels_the_job_and_leaves_nothing(
+    cli: list[str], data_dir: Path, number: int, on_interrupt: signal.Handlers
+) -> None:
+    process = start([*cli, "run", str(QUICKSTART)], data_dir, on_interrupt, FAKE_STEP_S="60")
     assert process.stdout is not None
     while not process.stdout.readline().startswith("job job-1"):
         assert process.poll() is None
