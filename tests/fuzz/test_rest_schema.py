@@ -4,6 +4,7 @@ import zlib
 from typing import Any
 
 import schemathesis
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi import checks
@@ -51,7 +52,7 @@ def test_every_answer_to_a_chain_of_requests_is_as_the_schema_says(live_broker: 
         def validate_response(self, response: Any, case: schemathesis.Case, **kwargs: Any) -> None:
             case.validate_response(response, excluded_checks=unfit_checks(case.operation.label))
 
-    run_state_machine_as_test(Stranger, settings=fuzzed(20))
+    run_state_machine_as_test(Stranger, settings=settings(fuzzed(20), backend="stateful-server"))
 
 
 def test_it_is_unharmed(live_broker: LiveBroker) -> None:
