@@ -24,7 +24,7 @@ def fuzzed(num_examples: int) -> settings:
 class StatefulServerProvider(HypothesisProvider):
     """Draws for a test whose choices depend on answers of a server that keeps its state from one example to the next.
 
-    Hypothesis remembers which choices followed which, to try none twice, and gives up when the same ones lead elsewhere.
+    Hypothesis remembers which choices followed which, to try none twice, and gives up when they lead elsewhere.
     It keeps no such memory for a provider that is not its default one.
     """
 
