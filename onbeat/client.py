@@ -28,6 +28,7 @@ from onbeat.types import (
     IterationRecord,
     JobRecord,
     JobState,
+    PoolStatus,
     Record,
     Sample,
     WeightsRecord,
@@ -191,6 +192,10 @@ class AsyncClient:
     async def workers(self, pool: str | None = None) -> list[WorkerRecord]:
         return parse_list(WorkerRecord, "workers", await self.get("/v1/workers", pool=pool))
 
+    async def pool(self, pool: str) -> PoolStatus:
+        """What a pool has to do, and who is there for it."""
+        return PoolStatus.model_validate(await self.get(pool_path(pool)))
+
     async def doctor(self) -> Diagnosis:
         """What is wrong with the installation, and what every active job waits for."""
         return Diagnosis.model_validate(await self.get("/v1/doctor"))
@@ -246,6 +251,12 @@ def job_path(job_id: str) -> str:
     if not job_id or not all(character.isalnum() or character in "._-" for character in job_id):
         raise ValueError(f"{job_id!r} is not a job id; `onbeat jobs list` shows them")
     return f"/v1/jobs/{job_id}"
+
+
+def pool_path(pool: str) -> str:
+    if not pool or not all(character.isalnum() or character == "-" for character in pool):
+        raise ValueError(f"{pool!r} is not the name of a pool; `pool` of a job names it")
+    return f"/v1/pools/{pool}"
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> list[RecordT]:
@@ -364,6 +375,9 @@ class Client:
 
     def workers(self, pool: str | None = None) -> list[WorkerRecord]:
         return self._thread.run(self._client.workers(pool))
+
+    def pool(self, pool: str) -> PoolStatus:
+        return self._thread.run(self._client.pool(pool))
 
     def doctor(self) -> Diagnosis:
         return self._thread.run(self._client.doctor())

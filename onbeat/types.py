@@ -256,6 +256,17 @@ class Finding(Record):
     deadline_s: float | None = None  # until it does
 
 
+class PoolStatus(Record):
+    """What a pool has to do, and who is there for it."""
+
+    pool: str
+    num_jobs: int = 0  # pending, running, paused or being cancelled
+    num_prompts: int = 0  # of running jobs: prompts whose groups are not accepted yet
+    num_unclaimed_prompts: int = 0  # of them: with no rollout
+    num_trainers: int  # seen within the last 10 s
+    num_rollouts: int
+
+
 class Diagnosis(Record):
     """What the doctor finds, most important first. Healthy: none of it is a problem."""
 

@@ -110,6 +110,9 @@ class WireSettings(BaseModel):
     weights_api_key: SecretStr = Field(
         SecretStr(""), description="shared by trainers and rollouts: without it no weights are served; empty: no key"
     )
+    weights_api_key_file: Path | None = Field(
+        None, description="holds the key instead of weights_api_key; read once, at the start"
+    )
     weights_tls_cert: Path | None = Field(None, description="PEM certificate of this side; with weights_tls_key")
     weights_tls_key: Path | None = Field(None, description="PEM private key of this side, not encrypted")
     weights_tls_ca: Path | None = Field(
@@ -119,7 +122,7 @@ class WireSettings(BaseModel):
         "", description="name in the servers' certificates when it is not the address they are reached by"
     )
 
-    @field_validator("weights_tls_cert", "weights_tls_key", "weights_tls_ca", mode="before")
+    @field_validator("weights_api_key_file", "weights_tls_cert", "weights_tls_key", "weights_tls_ca", mode="before")
     @classmethod
     def take_empty_as_unset(cls, value: object) -> object:
         """Compose files pass an unset variable on as an empty one, which would be the current folder."""
@@ -128,12 +131,20 @@ class WireSettings(BaseModel):
     def wire_security(self) -> WireSecurity:
         """Raises ValueError for what cannot work."""
         return WireSecurity(
-            api_key=self.weights_api_key.get_secret_value(),
+            api_key=self._read_api_key(),
             tls_cert=self.weights_tls_cert,
             tls_key=self.weights_tls_key,
             tls_ca=self.weights_tls_ca,
             tls_server_name=self.weights_tls_server_name,
         )
+
+    def _read_api_key(self) -> str:
+        given = self.weights_api_key.get_secret_value()
+        if self.weights_api_key_file is None:
+            return given
+        if given:
+            raise ValueError(f"{API_KEY} and {API_KEY}_FILE are both set; set one of them")
+        return _read(f"{API_KEY}_FILE", self.weights_api_key_file).decode(errors="replace").strip()
 
 
 def create_server(security: WireSecurity, *, max_concurrent_calls: int, options: Options = ()) -> grpc.aio.Server:
@@ -286,7 +297,7 @@ def _read(variable: str, path: Path) -> bytes:
     except OSError as error:
         raise ValueError(f"{variable}={path} cannot be read: {error.strerror}") from error
     if not content.strip():
-        raise ValueError(f"{variable}={path} is empty; it must be a PEM file")
+        raise ValueError(f"{variable}={path} is empty")
     return content
 
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
-from services.broker.api import doctor, health, jobs, problems
+from services.broker.api import doctor, health, jobs, pools, problems
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
 from services.broker.conductor import Conductor
@@ -78,6 +78,7 @@ def create_app(
     problems.install(app)
     app.include_router(doctor.router)  # before jobs, where JOB:explain would be the id of one
     app.include_router(jobs.router)
+    app.include_router(pools.router)
     app.include_router(health.router)
     return app
 

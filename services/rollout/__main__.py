@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-from prometheus_client import start_http_server
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
@@ -30,8 +29,6 @@ def main() -> int:
     configure(settings.log_format)
     if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb whoever has the other cores
         os.sched_setaffinity(0, parse_cores(settings.cpu_cores))
-    if settings.metrics_port:
-        start_http_server(settings.metrics_port, settings.metrics_host)
     return asyncio.run(supervise(settings))
 
 
@@ -39,6 +36,7 @@ async def supervise(settings: Settings) -> int:
     """Run the worker. Whatever breaks it is reported once, where the user looks, and ends the process."""
     try:
         ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
+        health = settings.serve_health()
     except ValueError as error:
         logger.error("%s", error)
         return 1
@@ -54,6 +52,7 @@ async def supervise(settings: Settings) -> int:
         )
 
     worker = Worker(settings, ledger, engine_of, lambda address, job_id: WeightsClient(address, job_id, security))
+    watching = asyncio.create_task(health.watch(ledger.redis))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)
     try:
@@ -69,6 +68,7 @@ async def supervise(settings: Settings) -> int:
             await report(ledger, worker, settings.worker_id, cause)
         return 1
     finally:
+        watching.cancel()
         await ledger.redis.aclose()
 
 

@@ -46,6 +46,8 @@ def main() -> int:
         ledger = background.run(create_ledger(settings))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
         world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
+        if world.local_rank == 0:
+            background.start(settings.serve_health().watch(ledger.redis))
         presence = Presence(background, ledger, settings.pool, settings.trainer_id) if world.is_main else None
         try:
             serve(settings, background, ledger, stop, world, presence)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from onbeat.streams.inspection import trainer_heartbeat
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
 from tests.integration.broker_fixtures import (
@@ -400,6 +401,42 @@ async def test_workers_of_a_pool(broker: httpx.AsyncClient, ledger: Ledger) -> N
     assert (await broker.get("/v1/workers?pool=empty")).json() == {"workers": []}
 
 
+async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    """What an autoscaler asks: prompts of running jobs, and who is alive."""
+
+    async def status(pool: str) -> dict[str, Any]:
+        answer = await broker.get(f"/v1/pools/{pool}")
+        assert answer.status_code == 200
+        found: dict[str, Any] = answer.json()
+        assert found.pop("pool") == pool
+        return found
+
+    nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
+    assert await status("scaled") == nothing
+    now = await ledger.now()
+    await ledger.heartbeat("scaled", WorkerRecord(id="w1", state="idle", last_seen_at=now))
+    await ledger.heartbeat("scaled", WorkerRecord(id="dead", state="idle", last_seen_at=now - 60))
+    await trainer_heartbeat(ledger, "scaled", "t1", "idle", None)
+    await trainer_heartbeat(ledger, "scaled", "t2", "stopped", None)
+    job_id = await submit(broker, pool="scaled")
+    there = {"num_jobs": 1, "num_trainers": 1, "num_rollouts": 1}
+    assert await status("scaled") == nothing | there
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    assert await status("scaled") == nothing | there | {"num_prompts": 2, "num_unclaimed_prompts": 2}
+    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
+    await ledger.submit_group(job_id, first.entry_id, make_group(first.task))
+    assert await status("scaled") == nothing | there | {"num_prompts": 1}
+    await broker.post(f"/v1/jobs/{job_id}:pause")
+    assert await status("scaled") == nothing | there
+    await broker.post(f"/v1/jobs/{job_id}:resume")
+    await ledger.submit_group(job_id, second.entry_id, make_group(second.task))
+    assert await status("scaled") == nothing | there
+    assert await status("default") == await status("default") | {"num_rollouts": 0}
+    await commit(ledger, job_id, epoch, 0)
+    problem_of(await broker.get("/v1/pools/No_Pool"), 422)
+
+
 # ---- health ------------------------------------------------------------------------------------------------------
 
 
@@ -568,7 +605,7 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
     job = "/v1/jobs/{job_id}"
     parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "weights", "metrics", "samples")
     of_job = (f"{job}/{part}" for part in (*parts, "events", "audit"))
-    reads = ("/v1/jobs", job, *of_job, f"{job}:explain", "/v1/doctor", "/v1/workers")
+    reads = ("/v1/jobs", job, *of_job, f"{job}:explain", "/v1/doctor", "/v1/workers", "/v1/pools/{pool}")
     moves = ("/v1/jobs", f"{job}:cancel", f"{job}:pause", f"{job}:resume")
     known = {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {("POST", path) for path in moves}
     assert listed == known | {("DELETE", job)}

@@ -235,6 +235,20 @@ def test_a_key_that_cannot_travel_is_refused_without_being_shown(key):
     assert key not in str(refused.value)
 
 
+def test_the_key_may_lie_in_a_file(tmp_path):
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    assert WireSettings(weights_api_key_file=file).wire_security().api_key == KEY
+    assert WireSettings(weights_api_key_file="").wire_security().api_key == ""
+    with pytest.raises(ValueError, match="both set"):
+        WireSettings(weights_api_key=KEY, weights_api_key_file=file).wire_security()
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"ONBEAT_WEIGHTS_API_KEY_FILE=.* is empty"):
+        WireSettings(weights_api_key_file=file).wire_security()
+    with pytest.raises(ValueError, match="cannot be read"):
+        WireSettings(weights_api_key_file=tmp_path / "none").wire_security()
+
+
 async def test_a_key_in_the_clear_is_warned_of_once_and_not_on_loopback(wire, caplog, tls_server, authority):
     module._warn_of_key_in_clear.cache_clear()
     with caplog.at_level(logging.WARNING):

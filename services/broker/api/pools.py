@@ -1,0 +1,45 @@
+"""What a pool has to do, and who is there for it: the numbers that an autoscaler asks for."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+
+from onbeat.errors import JobNotFound
+from onbeat.streams.inspection import stream_lengths, trainers
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, PoolStatus, TrainerRecord, WorkerRecord
+from services.broker.api.context import Broker
+from services.broker.api.problems import documented
+from services.broker.situation import SILENT_S
+
+router = APIRouter(prefix="/v1/pools", tags=["pools"], responses=documented(422, 503))
+
+PoolName = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+
+@router.get("/{pool}")
+async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
+    """Prompts of running jobs that are not accepted yet, and processes that are alive. Zeros for an unknown pool."""
+    ledger = broker.ledger
+    status = PoolStatus(
+        pool=pool,
+        num_trainers=await num_alive(ledger, await trainers(ledger, pool)),
+        num_rollouts=await num_alive(ledger, await ledger.workers(pool)),
+    )
+    for job_id in await ledger.job_ids(active_only=True):
+        try:
+            fields = await ledger.job_fields(job_id)
+        except JobNotFound:  # deleted just now
+            continue
+        if fields["pool"] == pool:
+            status.num_jobs += 1
+            if fields["state"] == JobState.RUNNING:
+                lengths = await stream_lengths(ledger, job_id)
+                status.num_prompts += lengths.num_prompts
+                status.num_unclaimed_prompts += lengths.num_unclaimed
+    return status
+
+
+async def num_alive(ledger: Ledger, records: list[TrainerRecord] | list[WorkerRecord]) -> int:
+    oldest = await ledger.now() - SILENT_S
+    return sum(record.last_seen_at > oldest and record.state != "stopped" for record in records)
