@@ -40,6 +40,7 @@ class FakeEngine:
         self.requests: list[tuple[int, int, Sampling]] = []  # expected version, prompt tokens, how
         self.generate_errors: list[Exception] = []  # raised by the next requests
         self.load_errors: list[Exception] = []
+        self.hangs_in: set[str] = set()  # "start", "load"
         self.stamp: int | None = None  # what the spans claim, if not the truth
         self.may_finish = asyncio.Event()
         self.may_finish.set()
@@ -50,6 +51,7 @@ class FakeEngine:
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert (model_dir / "config.json").exists()
+        await self._hang_in("start")
         self._weights = read_weights(model_dir / "model.safetensors")
         self._version, self.started = policy_version, True
 
@@ -80,11 +82,16 @@ class FakeEngine:
         self._version = None
         self.loads.append(policy_version)
         assert [name async for names in arrivals for name in names] == ["version"]
+        await self._hang_in("load")
         await asyncio.sleep(0.01)
         if self.load_errors:
             raise self.load_errors.pop(0)
         self._weights = read_weights(weights_file)
         self._version = policy_version
+
+    async def _hang_in(self, step: str) -> None:
+        if step in self.hangs_in:
+            await asyncio.Event().wait()
 
     def version(self) -> int | None:
         return self._version

@@ -18,6 +18,7 @@ from onbeat.logging import configure
 from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
+from services.broker.connection import connection_class
 from services.broker.settings import Settings
 
 logger = logging.getLogger("services.broker")
@@ -110,7 +111,7 @@ async def run_server(settings: Settings, ledger: Ledger) -> int:
             access_log=False,
             timeout_graceful_shutdown=DRAIN_S,
             server_header=False,
-            http="h11",  # holds little of a request's headers before it asks us; httptools would take any size
+            http=connection_class(settings.request_timeout_s),
             ws="none",
             limit_concurrency=settings.max_connections,
             proxy_headers=bool(settings.trusted_proxies),

@@ -71,7 +71,7 @@ def create_app(
         is_conducting=lambda: bool(conducting) and not conducting[0].done(),
         is_stopping=is_stopping,
     )
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
     app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
     app.add_middleware(Envelope)
     app.add_middleware(RequestTimer, meters=meters)

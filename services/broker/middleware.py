@@ -3,6 +3,7 @@
 RequestTimer -> Envelope -> Gate -> BodyLimit -> the route: a refusal costs no more than its headers.
 """
 
+import asyncio
 import logging
 import math
 import re
@@ -180,8 +181,10 @@ def note_access(scope: Scope, status: int, location: str) -> None:
 
 
 class BodyLimit:
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    """A body has so many bytes at most, and is here within `timeout_s` of its headers. Answers may take their time."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -190,11 +193,20 @@ class BodyLimit:
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > self._max_bytes:
             return await problem(413, "Request too large", detail)(scope, receive, send)
-        num_bytes = 0
+        num_bytes, is_complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
 
         async def receive_limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_complete
+            if is_complete:  # whoever asks for more waits for the end of the connection
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body was not here {self._timeout_s:g} s after its headers"
+                raise HTTPException(408, late, {"Connection": "close"}) from None
+            is_complete = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, detail)

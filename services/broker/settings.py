@@ -36,6 +36,9 @@ class Settings(RedisSettings, BaseSettings):
         description="model folders of the trainers can be seen here, so a missing one is refused; false: not checked",
     )
     max_body_bytes: int = Field(1024 * 1024, ge=1024, description="a larger request is refused")
+    request_timeout_s: float = Field(
+        30.0, gt=0, description="for the headers of a request to arrive, and once more for its body"
+    )
     dataset_timeout_s: float = Field(120.0, gt=0, description="for producing the prompts of one iteration")
     dataset_memory_mb: int = Field(8192, ge=512, description="address space of the process that produces prompts")
     admission_timeout_s: float = Field(30.0, gt=0, description="for opening a job's data before the job is accepted")

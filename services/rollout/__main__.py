@@ -1,6 +1,7 @@
 """`python -m services.rollout`: serve the pool's jobs until SIGTERM. Exit code 1 asks for a new process."""
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -15,13 +16,14 @@ from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
-from services.rollout.engines import create_engine
+from services.rollout.engines import check_engine, create_engine
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 REPORT_DEADLINE_S = 5.0
+EXIT_DEADLINE_S = 30.0
 
 
 def main() -> int:
@@ -29,12 +31,21 @@ def main() -> int:
     configure(settings.log_format)
     if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb whoever has the other cores
         os.sched_setaffinity(0, parse_cores(settings.cpu_cores))
-    return asyncio.run(supervise(settings))
+    return asyncio.run(serve(settings))
+
+
+async def serve(settings: Settings) -> int:
+    try:
+        return await supervise(settings)
+    finally:
+        # Python ends only when all threads have, and one may be stuck in an engine: then this ends the process, with 1.
+        faulthandler.dump_traceback_later(EXIT_DEADLINE_S, exit=True)
 
 
 async def supervise(settings: Settings) -> int:
     """Run the worker. Whatever breaks it is reported once, where the user looks, and ends the process."""
     try:
+        device = check_engine(settings.engine, settings.device, settings.tensor_parallel_size)
         ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
         health = settings.serve_health()
     except ValueError as error:
@@ -47,6 +58,9 @@ async def supervise(settings: Settings) -> int:
             max_model_len=config.model.max_context_tokens,
             max_num_seqs=settings.max_num_seqs,
             dtype=config.model.dtype,
+            device=device,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_gib=settings.kv_cache_gib,
             cpu_cores=settings.cpu_cores or None,
         )

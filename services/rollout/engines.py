@@ -1,26 +1,93 @@
 """Engines by name: entry points of the group `onbeat.engines`."""
 
+import asyncio
 import inspect
+import logging
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from types import TracebackType
 from typing import Any
 
 from services.rollout.engine import Engine
 
+logger = logging.getLogger(__name__)
+
 GROUP = "onbeat.engines"
+CANCEL_DEADLINE_S = 10.0  # a start or load that is given up has this long to notice
+STOP_DEADLINE_S = 150.0  # longer than vLLM's own wait for a start that cannot be interrupted
 
 
 class EngineBroken(Exception):
     """The engine cannot go on; the process has to be replaced."""
 
 
+def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
+    """The device that the engine will run on (auto, cpu, cuda, npu -> cpu, cuda, npu), as far as it knows devices.
+
+    Raises ValueError, with the remedy, where the engine, the device or its driver is missing.
+    """
+    factory = load_engine(name)
+    if "device" not in inspect.signature(factory).parameters:
+        return device
+    from services.device import choose_device  # imports torch
+
+    chosen = choose_device(device).type
+    if (check_device := getattr(factory, "check_device", None)) is not None:
+        check_device(chosen, tensor_parallel_size)
+    return chosen
+
+
 def create_engine(name: str, **options: Any) -> Engine:
     """Build the engine with those options that its constructor knows. Raises ValueError for an unknown name."""
+    factory = load_engine(name)
+    known = inspect.signature(factory).parameters
+    engine: Engine = factory(**{option: value for option, value in options.items() if option in known})
+    return engine
+
+
+def load_engine(name: str) -> Callable[..., Engine]:
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in installed:
         raise ValueError(
             f"no engine {name!r} is installed here; ONBEAT_ENGINE is one of: {', '.join(sorted(installed))}"
         )
-    factory = installed[name].load()
-    known = inspect.signature(factory).parameters
-    engine: Engine = factory(**{option: value for option, value in options.items() if option in known})
-    return engine
+    try:
+        factory: Callable[..., Engine] = installed[name].load()
+    except (ImportError, RuntimeError) as error:  # torch raises RuntimeError for a back end without its driver
+        reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        raise ValueError(
+            f"engine {name!r} cannot be imported: {reason}; docs/platforms.md says what each device needs"
+        ) from error
+    return factory
+
+
+async def wait_for_engine(work: asyncio.Task[None], deadline_s: float, what: str, setting: str) -> None:
+    """Until it is done, whatever came of it. Raises EngineBroken, naming the setting, after the deadline."""
+    try:
+        await asyncio.wait({work}, timeout=deadline_s)
+        if not work.done():
+            raise EngineBroken(f"{what} did not end within {deadline_s:.0f} s ({setting})")
+    finally:
+        await give_up(work)
+
+
+async def give_up(work: asyncio.Task[None]) -> None:
+    """Cancel what is not done. An engine that does not heed it is left behind."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work}, timeout=CANCEL_DEADLINE_S)
+
+
+async def stop_engine(
+    engine: Engine, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+) -> None:
+    """The last arguments as of `__aexit__`. Raises EngineBroken, unless there is an error already, when it does not
+    end: nobody knows what it still holds."""
+    try:
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await engine.stop()
+    except TimeoutError:
+        message = f"the engine did not stop within {STOP_DEADLINE_S:.0f} s"
+        if error is None:
+            raise EngineBroken(message) from None
+        logger.error("%s", message)

@@ -19,7 +19,7 @@ from onbeat.errors import WeightsError
 from onbeat.weights.framing import Manifest
 from onbeat.weights.pull import Pull
 from services.rollout.engine import Engine
-from services.rollout.engines import EngineBroken
+from services.rollout.engines import EngineBroken, give_up, wait_for_engine
 from services.rollout.puller import VersionGone, WeightsPuller
 from services.rollout.weight_file import names_to_load
 
@@ -33,9 +33,12 @@ LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 
 
 class VersionGate:
-    def __init__(self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback, held: Manifest) -> None:
-        """`held`: what the engine was started on."""
+    def __init__(
+        self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback, held: Manifest, load_s: float
+    ) -> None:
+        """`held`: what the engine was started on. `load_s`: for a load, once all of its weights are here."""
         self._engine = engine
+        self._load_s = load_s
         self._held = held
         self._puller = puller
         self._on_loaded = on_loaded
@@ -83,6 +86,7 @@ class VersionGate:
     async def _reach(self, version: int) -> None:
         if self._load is not None:  # its first waiter may have been cancelled: a load is never abandoned half way
             await asyncio.wait({self._load})
+            self._raise_if_broken(self._load)
         if self._engine.version() == version:
             return
         self.is_updating = True
@@ -99,8 +103,13 @@ class VersionGate:
         finally:
             self.is_updating = False
 
+    def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
+        """Whoever waited for it may have left before it failed."""
+        if not load.cancelled() and isinstance(error := load.exception(), EngineBroken):
+            raise error
+
     async def _replace(self, pull: Pull) -> None:
-        """Raises WeightsError, and the engine serves nothing, when the version does not arrive."""
+        """Raises WeightsError, and the engine serves nothing, when the version does not arrive; or EngineBroken."""
         host, manifest = self._puller.mover.host, await pull.known()
         assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
@@ -116,16 +125,21 @@ class VersionGate:
         raise EngineBroken(f"policy version {pull.version} could not be loaded: {error}") from error
 
     async def _load_once(self, pull: Pull, path: Path, manifest: Manifest) -> BaseException | None:
-        """What went wrong. The version is here, wholly, when nothing did: the arrivals end with the pull."""
+        """What went wrong. The version is here, wholly, when nothing did: the arrivals end with the pull.
+
+        While it is pulled, the pull's own deadlines hold. Raises EngineBroken when the engine takes too long after it.
+        """
         names = names_to_load(None if self._engine.version() is None else self._held, manifest)
         load = asyncio.create_task(self._engine.load(pull.version, path, pull.arrivals(names)))
+        over = asyncio.create_task(pull.over())
         with self._puller.reading():
             try:
-                await asyncio.wait({load})
-            finally:
-                if not load.done():  # this was cancelled
-                    load.cancel()
-                    await asyncio.wait({load})
+                await asyncio.wait({load, over}, return_when=asyncio.FIRST_COMPLETED)
+                what = f"the load of policy version {pull.version} into the engine"
+                await wait_for_engine(load, self._load_s, what, "ONBEAT_ENGINE_LOAD_S")
+            finally:  # this may have been cancelled
+                over.cancel()
+                await give_up(load)
             if (error := load.exception()) is None:
                 self._puller.mark_read(pull)
             return error

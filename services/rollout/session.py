@@ -1,6 +1,7 @@
 """One job on this rollout: attach -> serve -> drain -> detach. Nothing of it is left afterwards."""
 
 import asyncio
+import functools
 import logging
 import tempfile
 import time
@@ -21,6 +22,7 @@ from services.rollout import meters
 from services.rollout.choice import live_workers
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine
+from services.rollout.engines import stop_engine, wait_for_engine
 from services.rollout.gate import VersionGate
 from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
@@ -138,11 +140,11 @@ class Session:
         write_model_files(model_dir, description.files)
         encoder = await asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
         engine = self._create_engine(self._config)
-        cleanup.push_async_callback(engine.stop)
+        cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
-        gate = VersionGate(engine, puller, self._record_ready, await pull.known())
-        cleanup.push_async_callback(gate.close)
         settings = self._settings
+        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), settings.engine_load_s)
+        cleanup.push_async_callback(gate.close)
         rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
         cleanup.push_async_callback(rewards.close)
         attempts = (self._config.reward.max_attempts, self._config.rollout.max_group_attempts)
@@ -173,7 +175,10 @@ class Session:
         (model_dir / "model.safetensors").symlink_to(puller.mover.host.path)
         started = time.monotonic()
         with puller.reading():
-            await engine.start(model_dir, pull.version)
+            starting = asyncio.create_task(engine.start(model_dir, pull.version), name="start the engine")
+            deadline_s = self._settings.engine_start_s
+            await wait_for_engine(starting, deadline_s, "the start of the engine", "ONBEAT_ENGINE_START_S")
+        starting.result()
         puller.mark_read(pull)
         await self._record_ready(pull, time.monotonic() - started)
 

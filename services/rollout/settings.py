@@ -11,6 +11,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
 
@@ -42,15 +43,22 @@ def new_worker_id() -> str:
     return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-class Settings(WireSettings, RedisSettings, BaseSettings):
+class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
     pool: str = Field("default", description="serves jobs of this pool")
     worker_id: str = Field(default_factory=new_worker_id, min_length=1, description="unique among living rollouts")
     engine: str = Field("vllm", description="an installed entry point of the group `onbeat.engines`")
+    device: str = Field("auto", description="auto, cpu, cuda or npu")
+    tensor_parallel_size: int = Field(1, ge=1, description="devices that hold the model together")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of each CUDA or NPU device's memory")
     cpu_cores: str = Field("", description="cores of the engine on a CPU, such as 0 or 0-3; its own choice if empty")
     max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")
     kv_cache_gib: float = Field(1.0, gt=0, description="memory for the engine's cache on a CPU")
+    engine_start_s: float = Field(900.0, gt=0, description="for starting the engine on a model; then it is replaced")
+    engine_load_s: float = Field(
+        600.0, gt=0, description="for loading a version into the engine once it is pulled; then the engine is replaced"
+    )
     lease_s: float = Field(30.0, gt=0, description="others take over a prompt when its rollout is silent for so long")
     staging_dir: Path | None = Field(
         None, description="where the model's configuration lies; default: the system's temp folder"
@@ -67,6 +75,4 @@ class Settings(WireSettings, RedisSettings, BaseSettings):
         {}, description='of the reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}'
     )
     drain_s: float = Field(60.0, ge=0, description="after SIGTERM: time to finish what is in flight")
-    metrics_port: int = Field(0, ge=0, lt=65536, description="Prometheus metrics over HTTP; 0: off")
-    metrics_host: str = Field("127.0.0.1", description="interface of the metrics port")
     log_format: Literal["text", "json"] = Field("text", description="text or json")

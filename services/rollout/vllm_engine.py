@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from services.device import choose_device
 from services.rollout.arrivals import Arrivals, gathered
 from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment
 from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
-
-GIB = 1024**3
 
 # How long `stop` waits for an engine that is being built; after that it is shut down when it is there.
 BUILD_DEADLINE_S = 120.0
@@ -38,9 +38,10 @@ class VllmEngine:
 
     max_model_len: prompt + response tokens; None takes the model's own limit.
     max_num_seqs: responses generated concurrently; more wait in vLLM's queue.
-    kv_cache_gib, cpu_cores: CPU only. `cpu_cores` binds the worker's threads, e.g. "0" or "0-3"; with tensor
-        parallelism one list per rank, "0-3|4-7". None lets vLLM choose.
-    gpu_memory_utilization: share of the device's memory, not used on the CPU.
+    device: auto, cpu, cuda or npu. Raises ValueError where it, its driver or the vLLM for it is missing.
+    kv_cache_gib, cpu_cores: CPU only. `cpu_cores` binds the workers' threads, e.g. "0" or "0-3"; None lets vLLM choose.
+    tensor_parallel_size: devices (or shares of the cores) that hold the model together.
+    gpu_memory_utilization: share of each device's memory, not used on the CPU.
     """
 
     def __init__(
@@ -49,29 +50,29 @@ class VllmEngine:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         dtype: str = "bfloat16",
+        device: str = "auto",
         kv_cache_gib: float = 1.0,
         cpu_cores: str | None = None,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.85,
     ) -> None:
+        self._device = choose_device(device).type
+        self.check_device(self._device, tensor_parallel_size)
         self._max_num_seqs = max_num_seqs
-        self._cpu_cores = cpu_cores
-        self._is_cpu = not torch.accelerator.is_available()
         self._engine_args: dict[str, Any] = {
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "dtype": dtype,
-            "tensor_parallel_size": tensor_parallel_size,
-            "gpu_memory_utilization": gpu_memory_utilization,
+            **engine_arguments(
+                self._device,
+                kv_cache_gib=kv_cache_gib,
+                tensor_parallel_size=tensor_parallel_size,
+                gpu_memory_utilization=gpu_memory_utilization,
+            ),
         }
-        if self._is_cpu:
-            self._engine_args["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
-            # vLLM's engine core dies on the CPU when a seeded request's prompt is read in parts: it rewinds the
-            # request's generator, which only CUDA's can.
-            self._engine_args["enable_chunked_prefill"] = False
-            # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens
-            # shares nothing of a short prompt; 32 is the least that the CPU's attention takes.
-            self._engine_args["block_size"] = 32
+        self._environment = engine_environment(
+            self._device, os.environ, cpu_cores=cpu_cores, tensor_parallel_size=tensor_parallel_size
+        )
         self._llm: AsyncLLM | None = None
         self._building: asyncio.Task[None] | None = None  # goes on when `start` is cancelled: threads cannot be
         self._shapes: TensorShapes = {}
@@ -79,6 +80,15 @@ class VllmEngine:
         self._version: int | None = None
         self._num_in_flight = 0
         self._num_requests = 0
+
+    @staticmethod
+    def check_device(device: str, tensor_parallel_size: int = 1) -> None:
+        """Raises ValueError, with the remedy, where vLLM cannot run on this kind of device."""
+        check_vllm(device)
+        if device != "cpu" and tensor_parallel_size > (visible := torch.get_device_module(device).device_count()):
+            raise ValueError(
+                f"ONBEAT_TENSOR_PARALLEL_SIZE={tensor_parallel_size}, but {visible} {device} devices are visible"
+            )
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert self._llm is None, "the engine is already started"
@@ -96,20 +106,11 @@ class VllmEngine:
         logger.info("vLLM serves %s as policy version %d", model_dir, policy_version)
 
     def _set_environment(self) -> None:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        os.environ["VLLM_NO_USAGE_STATS"] = "1"
-        os.environ["VLLM_DO_NOT_TRACK"] = "1"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        # A forked child of a process with gRPC and Redis threads can deadlock.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        if self._is_cpu:
-            # A load copies the embedding through fresh memory, whose page faults take longer than the copying: with
-            # huge pages a whole load of a 135M model takes a sixth less.
-            os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
-            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB; would override kv_cache_memory_bytes
-            if self._cpu_cores is not None:
-                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = self._cpu_cores
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def _build(self, model_dir: Path) -> None:
         from vllm.config import WeightTransferConfig

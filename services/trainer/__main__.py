@@ -19,12 +19,13 @@ from onbeat.logging import configure
 from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from services.device import choose_device
 from services.trainer.background import Background
-from services.trainer.device import choose_device
 from services.trainer.distributed import PeerLost, World, is_lost_peer
 from services.trainer.link import JobCancelled, JobLink, Stopped
 from services.trainer.presence import Presence
 from services.trainer.settings import Settings
+from services.trainer.watchdog import Watchdog, stall_limit_s
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,11 @@ def serve(
         job_id, epoch, fields = claimed
         config = JobConfig.model_validate_json(fields)
         num_replicas = world.size if settings.parallelism == "ddp" else 1
-        link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, world.rank, num_replicas)
+        place = (world.rank, num_replicas)
+        watchdog = None
+        if world.is_main:  # the others may wait for it for long, and it will wait for one of them that is stuck
+            watchdog = Watchdog(stall_limit_s(settings.stall_s, config.schedule.iteration_deadline_s))
+        link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, *place, watchdog)
         if presence is not None:
             presence.job_id = job_id
         try:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as futures_wait
@@ -68,8 +69,18 @@ class Content:
 class CheckpointStore:
     """One save at a time is in flight. Every rank creates it and calls `save` and `restore` at the same points."""
 
-    def __init__(self, folder: Path, keep: int, world: World | None = None, writer: str = "0") -> None:
-        """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease, a number."""
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        world: World | None = None,
+        writer: str = "0",
+        timeout_s: float = 1800.0,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease, a number.
+        `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
+        self._timeout_s, self._while_waiting = timeout_s, while_waiting
         self._folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -101,23 +112,31 @@ class CheckpointStore:
             content = replace(content, weights=dict(weights), policies=frozen)
         self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
 
-    def wait(self, timeout_s: float = 1800.0) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Returns when nothing is being written. Raises JobFailed, with the cause, when a write fails or takes long."""
         if self._in_flight is None:
             return
         next_iteration, written = self._in_flight
-        path = self.path(next_iteration)
+        path, timeout_s = self.path(next_iteration), self._timeout_s if timeout_s is None else timeout_s
         try:
-            written.result(timeout_s)
+            self._result(written, timeout_s)
         except TimeoutError:
             raise JobFailed(
-                f"checkpoint {path} is still not on disk after {timeout_s:.0f} s; is the disk slow?"
+                f"checkpoint {path} is still not on disk after {timeout_s:.0f} s (ONBEAT_CHECKPOINT_TIMEOUT_S); "
+                "is the disk slow?"
             ) from None
         except (OSError, SafetensorError) as error:
             self._in_flight = None
             raise JobFailed(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
         self._in_flight = None
         self._finished.append((next_iteration, path))
+
+    def _result(self, written: Future[None], timeout_s: float) -> None:
+        """Raises what the writing raises, and TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0 and futures_wait([written], min(left_s, 1.0)).not_done:
+            self._while_waiting()
+        written.result(timeout=0)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Let a write in flight come to its end, so that nobody reads or writes this folder meanwhile."""

@@ -1,4 +1,4 @@
-"""The accelerator behind one interface: cpu, cuda, npu. The only file but the NPU attention that imports torch_npu."""
+"""What the trainer does differently by device; which one it is, `services.device` says."""
 
 import os
 
@@ -7,29 +7,7 @@ import torch
 from onbeat.local.cores import divide, parse_cores
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}  # host tensors go over gloo
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` takes the best that is there. Raises ValueError when the asked one is not."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("npu" if has_npu() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("ONBEAT_DEVICE=cuda, but no CUDA device is visible; check the driver, or use cpu")
-    if name == "npu" and not has_npu():
-        raise ValueError("ONBEAT_DEVICE=npu, but torch_npu finds no device; check CANN and torch_npu, or use cpu")
-    if name not in ("cpu", "cuda", "npu"):
-        raise ValueError(f"ONBEAT_DEVICE={name}: expected auto, cpu, cuda or npu")
-    return torch.device(name)
-
-
-def has_npu() -> bool:
-    try:
-        import torch_npu  # noqa: F401  registers torch.npu and the hccl backend
-    except ImportError:
-        return False
-    return bool(torch.npu.is_available())  # type: ignore[attr-defined]
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def backend_of(device: torch.device) -> str:
@@ -45,14 +23,14 @@ def device_of_rank(device: torch.device, local_rank: int) -> torch.device:
     if local_rank >= accelerator.device_count():
         raise ValueError(
             f"local rank {local_rank} has no {device.type} device: {accelerator.device_count()} are visible; start at "
-            "most as many ranks on this machine (torchrun --nproc-per-node)"
+            f"most as many ranks on this machine (torchrun --nproc-per-node), or check {VISIBLE_DEVICES[device.type]}"
         )
     accelerator.set_device(local_rank)
     return torch.device(device.type, local_rank)
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Torch's own one-kernel AdamW; torch_npu has none behind `fused=True`."""
+    """Torch's own one-kernel AdamW. torch_npu 2.13 has one too; off until it was tried on an NPU."""
     return device.type in ("cpu", "cuda")
 
 

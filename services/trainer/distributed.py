@@ -153,7 +153,9 @@ ALONE = World()
 
 def is_lost_peer(error: Exception) -> bool:
     """Whether torch raised this because another rank is gone, in a sum of its own (FSDP's)."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "HCCL"))
+    )
 
 
 def host_buffer(content: bytes) -> torch.Tensor:

@@ -21,6 +21,7 @@ from services.trainer.background import Background
 from services.trainer.distributed import World
 from services.trainer.settings import Settings
 from services.trainer.sources import Sources
+from services.trainer.watchdog import Watchdog
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import Snapshot, WeightStore
 
@@ -75,9 +76,10 @@ class JobLink:
         stop: threading.Event,
         rank: int = 0,
         num_replicas: int = 1,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.job_id, self.config, self.epoch = job_id, config, epoch
-        self.doing = "loading the model"
+        self._doing, self._watchdog = "loading the model", watchdog
         self._background, self._ledger, self._epoch, self._lease_s, self._stop = (
             background,
             ledger,
@@ -95,11 +97,26 @@ class JobLink:
         self._address = ""
         self._heartbeat = background.start(self._keep_lease())
 
+    @property
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        self.progress()
+
+    def progress(self) -> None:
+        """The main thread, and only that, says that it is getting on. `check` and each call of the ledger say so."""
+        if self._watchdog is not None:
+            self._watchdog.progress()
+
     async def _keep_lease(self) -> None:
         """Renew in time, and notice a cancel within a second. A failure ends it: `check` raises it while training."""
         try:
             while True:
                 self._state = await self._renew()
+                await self._warn_of_stall()
                 await asyncio.sleep(min(0.25, self._lease_s / 3))
         except (OnbeatError, RedisError) as error:
             self._lost = error
@@ -113,8 +130,14 @@ class JobLink:
             raise LeaseLost(f"job {self.job_id} has another trainer now")
         return JobState(fields["state"])
 
+    async def _warn_of_stall(self) -> None:
+        if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
+            logger.error("job %s: %s", self.job_id, warning)
+            await self._ledger.emit(self.job_id, "trainer.stalled", warning)
+
     def check(self) -> JobState:
         """The job's state; raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
+        self.progress()
         if self._lost is not None:
             raise self._lost
         if self._stop.is_set():
@@ -242,6 +265,8 @@ class JobLink:
 
     def close(self) -> None:
         """Stop serving and give the lease back, so that another trainer need not wait for it to run out."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._background.cancel(self._heartbeat)
         if self._server is not None:
             self._background.run(self._server.stop())
@@ -252,4 +277,6 @@ class JobLink:
                 logger.warning("the lease of job %s was not handed back; it runs out by itself", self.job_id)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._background.run(coroutine)
+        result = self._background.run(coroutine)
+        self.progress()
+        return result

@@ -21,8 +21,9 @@ from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
+from services.device import choose_device
 from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.device import choose_device, pin_cores
+from services.trainer.device import pin_cores
 from services.trainer.distributed import World
 from services.trainer.loop import TrainLoop
 from services.trainer.model import resolve_model

@@ -41,7 +41,8 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
     folder = settings.data_dir / "jobs" / link.job_id / "checkpoints"
-    checkpoints = CheckpointStore(folder, config.checkpoint.keep, world, writer=link.epoch)
+    limits = (settings.checkpoint_timeout_s, link.progress)
+    checkpoints = CheckpointStore(folder, config.checkpoint.keep, world, link.epoch, *limits)
     restored = restore(checkpoints, link.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))

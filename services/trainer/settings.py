@@ -8,11 +8,12 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
 
 
-class Settings(WireSettings, RedisSettings, BaseSettings):
+class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
     pool: str = Field("default", description="takes jobs of this pool")
@@ -31,6 +32,13 @@ class Settings(WireSettings, RedisSettings, BaseSettings):
     peer_timeout_s: float = Field(
         7200.0, gt=0, description="longest wait of a rank for the others; longer than any job's iteration_deadline_s"
     )
+    stall_s: float = Field(
+        0.0,
+        ge=0,
+        description="the process ends when training has made no step forward for so long, and another trainer goes "
+        "on; 0: four fifths of the job's iteration_deadline_s",
+    )
+    checkpoint_timeout_s: float = Field(1800.0, gt=0, description="for writing a checkpoint; then the job fails")
     weights_host: str = Field("127.0.0.1", description="interface that the weights service listens on")
     weights_port: int = Field(0, description="0: chosen by the system")
     weights_advertise: str = Field(

@@ -353,6 +353,40 @@ async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
     assert len(await rig.drained(0)) == 4
 
 
+async def test_engine_that_never_starts_ends_the_process(rig):
+    engine = FakeEngine()
+    engine.hangs_in = {"start"}
+    rig.start_worker(engine, engine_start_s=0.3)
+    await rig.open(0, rig.task(0, 0))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    cause = root_cause(running.exception())
+    assert isinstance(cause, EngineBroken)
+    assert str(cause) == "the start of the engine did not end within 0 s (ONBEAT_ENGINE_START_S)"
+    assert engine.stopped
+    rig.running.clear()
+    rig.start_worker()
+    assert len((await rig.drained(0))[0].responses) == G
+
+
+async def test_engine_that_never_ends_a_load_ends_the_process_and_hands_its_groups_back(rig):
+    engine = FakeEngine()
+    rig.start_worker(engine, engine_load_s=1.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    engine.hangs_in = {"load"}
+    await rig.commit(0)
+    await rig.open(1, *(rig.task(1, index) for index in range(3)))
+    worker, running = rig.running[0]
+    await rig.until(lambda: worker._record().num_in_flight == 3)
+    await asyncio.wait({running}, timeout=10)
+    cause = root_cause(running.exception())
+    assert isinstance(cause, EngineBroken)
+    assert "the load of policy version 1 into the engine did not end within 1 s (ONBEAT_ENGINE_LOAD_S)" in str(cause)
+    claims = await rig.ledger.claim_groups(rig.job_id, "next", 3, lease_s=30.0)
+    assert [claim.attempt for claim in claims] == [1, 1, 1]
+
+
 async def test_tokens_stamped_with_another_version_end_the_process_and_cost_the_group_nothing(rig, monkeypatch):
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     engine = FakeEngine()
@@ -624,9 +658,11 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
 
 
 class Process:
-    """`python -m services.rollout` with the reference engine."""
+    """`python -m services.rollout` with the reference engine. `patch`: Python that is run before."""
 
-    def __init__(self, redis_url: str, pool: str, worker_id: str, drain_s: float = 60.0) -> None:
+    def __init__(
+        self, redis_url: str, pool: str, worker_id: str, drain_s: float = 60.0, patch: str = "", **more: str
+    ) -> None:
         settings = {
             "ONBEAT_REDIS_URL": redis_url,
             "ONBEAT_POOL": pool,
@@ -635,8 +671,9 @@ class Process:
             "ONBEAT_LEASE_S": "1.5",
             "ONBEAT_DRAIN_S": str(drain_s),
             "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "services.rollout"]
+        } | more
+        script = f"{patch}\nimport sys; from services.rollout.__main__ import main; sys.exit(main())"
+        command = [sys.executable, "-c", script]
         self.process = subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
 
 
@@ -746,6 +783,30 @@ async def test_engine_that_goes_back_to_an_older_version_samples_the_same_tokens
         assert [r.token_ids for r in again.responses] == [r.token_ids for r in first.responses]
         assert [r.rollout_logprobs for r in again.responses] == [r.rollout_logprobs for r in first.responses]
         assert [r.rollout_logprobs for r in other.responses] != [r.rollout_logprobs for r in first.responses]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+STUCK_THREAD = """
+import time
+import services.rollout.__main__ as service
+from services.rollout.transformers_engine import TransformersEngine
+
+TransformersEngine._read_model = lambda self, model_dir: time.sleep(3600)
+service.EXIT_DEADLINE_S = 2.0
+"""
+
+
+async def test_process_whose_engine_is_stuck_in_a_thread_ends_nevertheless(served_rig, redis_url):
+    rig = served_rig
+    process = Process(redis_url, rig.pool, "stuck", patch=STUCK_THREAD, ONBEAT_ENGINE_START_S="1").process
+    try:
+        _, log = await asyncio.to_thread(process.communicate, timeout=60)
+        assert process.returncode == 1
+        assert "EngineBroken: the start of the engine did not end within 1 s (ONBEAT_ENGINE_START_S)" in log
+        (failed,) = await rig.event_messages("worker.failed")
+        assert failed.startswith("stuck ends: EngineBroken: the start of the engine did not end within 1 s")
     finally:
         process.kill()
         process.communicate()

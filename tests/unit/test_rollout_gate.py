@@ -30,7 +30,7 @@ class Rig:
         self.mover = WeightsMover(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
         self.puller = WeightsPuller(self.mover, self.trainer.connect, self.find_address)
         self.ready: list[int] = []
-        self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0))
+        self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), load_s=60.0)
 
     async def find_address(self) -> str:
         return self.address
@@ -120,6 +120,33 @@ async def test_load_that_keeps_failing_breaks_the_engine(rig):
     with pytest.raises(EngineBroken, match="policy version 1 could not be loaded: no memory"):
         await rig.generate(1)
     assert rig.engine.version() is None
+
+
+async def test_load_that_never_ends_breaks_the_engine_also_for_those_who_come_later(rig):
+    rig.trainer.newest = 1
+    rig.engine.hangs_in = {"load"}
+    rig.gate._load_s = 0.2
+    impatient, patient = rig.generate(1), rig.generate(1)
+    await settle(0.1)
+    impatient.cancel()
+    message = r"the load of policy version 1 into the engine did not end within 0 s \(ONBEAT_ENGINE_LOAD_S\)"
+    with pytest.raises(EngineBroken, match=message):
+        await patient
+    with pytest.raises(EngineBroken, match=message):
+        await rig.generate(1)
+    assert rig.engine.loads == [1]
+
+
+async def test_time_of_a_load_begins_when_its_weights_are_here(rig, monkeypatch):
+    async def pull_slowly(self, key, offset_bytes=0):
+        yield full_plan(manifest_of(key.policy_version), key.shard)
+        await asyncio.sleep(0.5)
+        yield memoryview(weights_of(key.policy_version))
+
+    monkeypatch.setattr(FakeSource, "pull", pull_slowly)
+    rig.trainer.newest = 1
+    rig.gate._load_s = 0.2
+    assert await rig.generate(1) == [1, 1, 1]
 
 
 async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):

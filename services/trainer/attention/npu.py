@@ -1,7 +1,7 @@
 """Shared-prompt attention by Ascend's fused kernel, in one call for the whole row.
 
-Written against the documentation of `torch_npu.npu_fusion_attention`; it has not run on the hardware yet. (Before a job
-packs rows on a device, `packing.py` compares the device's attention with a dense mask there.)
+Written against the documentation of `torch_npu.npu_fusion_attention` (torch_npu 2.13); it has not run on the hardware
+yet. (Before a job packs rows on a device, `packing.py` compares the device's attention with a dense mask there.)
 
 The row is taken as sequences of unequal length (layout TND). Queries stay where they are; keys are gathered:
 
@@ -81,7 +81,7 @@ def plan_npu(layout: PackedLayout) -> NpuPlan:
 def load_torch_npu() -> Any:
     try:
         import torch_npu
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # not installed; or CANN's libraries are not found
         raise ValueError(
             f"attention on an NPU needs torch_npu, which cannot be imported ({error}); install the torch_npu that "
             "matches this torch and your CANN, and source CANN's set_env.sh, or set ONBEAT_DEVICE=cpu"

