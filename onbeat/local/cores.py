@@ -4,9 +4,11 @@ Disjoint halves, because two thread pools on one core fight. With fewer than fou
 the other stage works alone, which costs more than the fight.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 FEW_CORES = 4
 
@@ -25,6 +27,18 @@ def available_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPUs that a container's limit gives this process, whatever cores it may run on. No limit: infinity."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    except OSError:  # no control groups here
+        return math.inf
+    return int(quota) / int(period) if quota.strip() not in ("max", "-1") else math.inf
 
 
 def plan_cores(

@@ -5,6 +5,7 @@ Under torchrun all ranks train the same job: rank 0 claims it and tells the othe
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -44,11 +45,12 @@ def main() -> int:
         signal.signal(name, lambda *_: stop.set())
     background = Background()
     try:
+        settings.wire_security()
         ledger = background.run(create_ledger(settings))
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one answers for the ranks of a machine, also while they gather
+            background.start(settings.serve_health().watch(ledger.redis))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
         world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
-        if world.local_rank == 0:
-            background.start(settings.serve_health().watch(ledger.redis))
         presence = Presence(background, ledger, settings.pool, settings.trainer_id) if world.is_main else None
         try:
             serve(settings, background, ledger, stop, world, presence)

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from onbeat.local.cores import divide, parse_cores
+from onbeat.local.cores import cpu_quota, divide, parse_cores
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}  # host tensors go over gloo
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -37,9 +37,11 @@ def has_fused_adamw(device: torch.device) -> bool:
 def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:
     """Run on the given cores (`0-3,6`; empty: all it has) with one thread each; ranks of a machine share them out.
 
-    Returns the number of threads. More ranks than cores: one thread each, cores shared.
+    Returns the number of threads. More ranks than cores: one thread each, cores shared. A container may have many
+    cores and a limit of few CPUs: then as many threads as that.
     """
     own = divide(parse_cores(cores) if cores else sorted(os.sched_getaffinity(0)), local_size)[local_rank]
     os.sched_setaffinity(0, own)
-    torch.set_num_threads(len(own))
-    return len(own)
+    num_threads = max(1, int(min(len(own), cpu_quota() / local_size)))
+    torch.set_num_threads(num_threads)
+    return num_threads

@@ -1,0 +1,44 @@
+"""As many threads as the container may run at once, on however many cores."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from onbeat.local.cores import cpu_quota
+from services.trainer import device
+
+
+@pytest.mark.parametrize(
+    ("content", "cpus"), [("max 100000", math.inf), ("150000 100000\n", 1.5), ("50000 100000", 0.5)]
+)
+def test_quota_of_version_2(tmp_path: Path, content: str, cpus: float) -> None:
+    (tmp_path / "cpu.max").write_text(content)
+    assert cpu_quota(tmp_path) == cpus
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("-1\n", math.inf), ("200000\n", 2.0)])
+def test_quota_of_version_1(tmp_path: Path, quota: str, cpus: float) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(tmp_path) == cpus
+
+
+def test_no_control_groups(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_ranks", "num_threads"), [(math.inf, 1, 6), (2.0, 1, 2), (0.5, 1, 1), (4.0, 2, 2)]
+)
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, quota: float, num_ranks: int, num_threads: int) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr(device, "cpu_quota", lambda: quota)
+    assert device.pin_cores("", 0, num_ranks) == num_threads
+    assert used == [num_threads]
