@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
 
-.PHONY: setup run test test-unit lint bench chaos model proto lock clean
+.PHONY: setup images engine run test test-unit lint bench chaos model proto lock clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,14 @@ $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 run: setup
 	$(BIN)/onbeat run $(JOB)
 
+# Three container images of PLATFORM; what they are built from is in docs/deploy.md.
+images:
+	deploy/docker/build-images.sh $(PLATFORM)
+
+# Docker and its compose plugin, installed and started where there are none and where this may be done.
+engine: setup
+	deploy/docker/engine.sh
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,8 +43,8 @@ test-unit: setup
 	$(BIN)/pytest tests/unit
 
 bench: setup
-	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay ledger_throughput appendfsync; do \
-		$(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead recovery; do \
+		PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
 # The protocol's real scripts, explored in every order: larger bounds than in the tests.
