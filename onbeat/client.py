@@ -7,12 +7,14 @@ with Client() as client:
 
 import asyncio
 import functools
+import json
 import logging
 import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -26,11 +28,13 @@ from onbeat.types import (
     EvaluationRecord,
     Event,
     IterationRecord,
+    IterationUpdate,
     JobRecord,
     JobState,
     PoolStatus,
     Record,
     Sample,
+    Timeline,
     WeightsRecord,
     WorkerRecord,
 )
@@ -39,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
+STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream is taken up again
+STREAM_SILENCE_S = 45.0  # a broker sends a heartbeat each 15 s
 BUSY_STATUSES = frozenset({429, 502, 503, 504})
 
 P = ParamSpec("P")
@@ -52,6 +58,22 @@ Weights = list[WeightsRecord]
 Samples = list[Sample]
 Events = list[Event]
 Series = dict[str, list[tuple[int, float]]]
+Update = JobRecord | IterationUpdate | Event | Diagnosis  # what a stream tells of a job
+UPDATES: dict[str, type[Update]] = {
+    "job": JobRecord,
+    "iteration": IterationUpdate,
+    "event": Event,
+    "explain": Diagnosis,
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One server-sent event."""
+
+    kind: str
+    data: str
+    id: str  # '' where it has none
 
 
 class BrokerUnreachable(OnbeatError):
@@ -129,19 +151,50 @@ class AsyncJobs:
         """Why the job is where it is: who waits for whom, since when, and what happens next."""
         return Diagnosis.model_validate(await self._client.get(f"{job_path(job_id)}:explain"))
 
-    async def metrics(self, job_id: str) -> Series:
-        """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation."""
-        answer = await self._client.get(f"{job_path(job_id)}/metrics")
+    async def metrics(self, job_id: str, after: int = -1) -> Series:
+        """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation. Above `after`."""
+        answer = await self._client.get(f"{job_path(job_id)}/metrics", after=after)
         return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
 
-    async def samples(self, job_id: str, iteration: int | None = None, limit: int | None = None) -> Samples:
-        answer = await self._client.get(f"{job_path(job_id)}/samples", iteration=iteration, limit=limit)
+    async def samples(
+        self, job_id: str, iteration: int | None = None, limit: int | None = None, offset: int | None = None
+    ) -> Samples:
+        """Responses of an iteration (default: the newest that has any), after the first `offset` ones."""
+        answer = await self._client.get(f"{job_path(job_id)}/samples", iteration=iteration, limit=limit, offset=offset)
         return parse_list(Sample, "samples", answer)
 
     async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Events:
         """Events after the cursor (the last event's id), waiting up to `wait_s` (at most 30) for the first one."""
         answer = await self._client.get(f"{job_path(job_id)}/events", after=after, wait_s=wait_s)
         return parse_list(Event, "events", answer)
+
+    async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
+        """What the trainer and each rollout did during the last iterations (20 at most)."""
+        answer = await self._client.get(f"{job_path(job_id)}/timeline", iterations=iterations)
+        return Timeline.model_validate(answer)
+
+    async def stream(self, job_id: str, after: str = "0") -> AsyncGenerator[Update]:
+        """The job as it runs: what is so, the events after `after`, then whatever changes, until the job is over.
+
+        Events come once each, in order; states come whole, and one that has not changed may come again. A lost
+        connection is taken up again where it broke off; raises BrokerUnreachable when that fails for a while.
+        """
+        num_failures = 0
+        while True:
+            try:
+                async for message in self._client.messages(f"{job_path(job_id)}/stream", after):
+                    num_failures = 0
+                    if message.kind == "end" and json.loads(message.data)["reason"] == "over":
+                        return
+                    after = message.id or after
+                    if message.kind in UPDATES:
+                        yield UPDATES[message.kind].model_validate_json(message.data)
+                await asyncio.sleep(RETRY_DELAYS_S[0])
+            except BrokerUnreachable:
+                if num_failures == len(STREAM_DELAYS_S):
+                    raise
+                await asyncio.sleep(STREAM_DELAYS_S[num_failures])
+                num_failures += 1
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raises TimeoutError after `timeout_s`."""
@@ -204,6 +257,32 @@ class AsyncClient:
         given = {name: value for name, value in params.items() if value is not None}
         timeout_s = self.timeout_s + float(params.get("wait_s", 0))
         return await self.request("GET", path, params=given, timeout=timeout_s, is_repeatable=True)
+
+    async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
+        """Server-sent events after the one with this id, until the broker ends them.
+
+        Raises ApiError for refusals, BrokerUnreachable without an answer or when the connection breaks.
+        """
+        headers = {"Last-Event-ID": after, "Accept": "text/event-stream"}
+        timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
+        try:
+            async with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+                if response.status_code in BUSY_STATUSES:
+                    raise BrokerUnreachable(self.base_url, f"it answers {response.status_code}")
+                if not response.is_success:
+                    await response.aread()
+                    parse_answer(response)
+                fields: dict[str, str] = {}
+                async for line in response.aiter_lines():
+                    name, _, value = line.partition(": ")
+                    if name:
+                        fields[name] = value
+                    elif "event" in fields:
+                        yield Message(fields["event"], fields.get("data", ""), fields.get("id", ""))
+                    if not line:
+                        fields = {}
+        except httpx.TransportError as error:
+            raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
 
     async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
         """One call with bounded retries; what is not repeatable is only retried when nothing was sent."""
@@ -324,6 +403,11 @@ def jobs_face(
     return call
 
 
+async def next_of(updates: AsyncGenerator[Update]) -> Update | None:
+    """None at the end."""
+    return await anext(updates, None)
+
+
 class Jobs:
     """AsyncJobs, blocking."""
 
@@ -346,7 +430,18 @@ class Jobs:
     metrics = jobs_face(AsyncJobs.metrics)
     samples = jobs_face(AsyncJobs.samples)
     events = jobs_face(AsyncJobs.events)
+    timeline = jobs_face(AsyncJobs.timeline)
     wait = jobs_face(AsyncJobs.wait)
+
+    def stream(self, job_id: str, after: str = "0") -> Iterator[Update]:
+        """AsyncJobs.stream, blocking: a loop over it ends with the job."""
+        updates = self._jobs.stream(job_id, after)
+        try:
+            while (update := self._thread.run(next_of(updates))) is not None:
+                yield update
+        except GeneratorExit:  # the caller has left its loop
+            self._thread.run(updates.aclose())
+            raise
 
 
 class Client:

@@ -345,6 +345,36 @@ class RetentionConfig(Section):
     )
 
 
+class Tracker(Section):
+    """Where else the curves go, besides TensorBoard. Addresses and keys: the trainer's environment, never the job."""
+
+    project: str = Field(
+        "onbeat",
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="W&B or Trackio project, MLflow experiment; the run has the job's id",
+    )
+
+
+class WandbTracker(Tracker):
+    """Weights & Biases."""
+
+    type: Literal["wandb"]
+    entity: str | None = Field(None, description="user or team; default: that of the trainer's API key")
+    tags: list[str] = Field(default_factory=list, max_length=20, description="of the run")
+
+
+class MlflowTracker(Tracker):
+    type: Literal["mlflow"]
+
+
+class TrackioTracker(Tracker):
+    type: Literal["trackio"]
+
+
+TrackerConfig = Annotated[WandbTracker | MlflowTracker | TrackioTracker, Field(discriminator="type")]
+
+
 class JobConfig(Section):
     """One training job. `JobConfig.from_file` reads TOML or JSON."""
 
@@ -366,6 +396,17 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     retention: RetentionConfig = RetentionConfig()
     evaluation: EvaluationConfig | None = None
+    tracking: list[TrackerConfig] = Field(
+        default_factory=list, description="trackers besides TensorBoard, one of a kind"
+    )
+
+    @field_validator("tracking")
+    @classmethod
+    def check_trackers(cls, trackers: list[TrackerConfig]) -> list[TrackerConfig]:
+        types = [tracker.type for tracker in trackers]
+        if twice := sorted({each for each in types if types.count(each) > 1}):
+            raise ValueError(f"two trackers of type {twice[0]}; a job has one run in each")
+        return trackers
 
     @field_validator("objective", mode="before")
     @classmethod

@@ -150,6 +150,7 @@ class WeightUpdate(Record):
     load_s: float  # the engine, waiting for tensors included
     # From the optimizer step's begin to the engine open; None: it joined with this version, or had served a newer one.
     open_s: float | None = None
+    held_s: float | None = None  # from the last verified tensor to the engine open; None: not told
     num_faults: int = 0  # what went wrong on the way and was cured
 
 
@@ -254,6 +255,42 @@ class Finding(Record):
     since_s: float | None = None
     next: str = ""  # what happens then
     deadline_s: float | None = None  # until it does
+
+
+class IterationUpdate(Record):
+    """An iteration that has changed, as a stream tells of it."""
+
+    record: IterationRecord
+    point: dict[str, float] = {}  # once it is committed: what it adds to each series of the metrics
+
+
+class Span(Record):
+    """Something that took its time. `start` and `end` are Unix seconds by the Redis clock."""
+
+    lane: str  # id of the rollout, or "trainer"
+    kind: str  # "generate" | "score" | "pull" | "load"; "wait" | "micro_batch" | "optimizer" | "publish" | "checkpoint"
+    start: float
+    end: float
+    iteration: int  # of "pull" and "load": the policy version
+    group_id: str | None = None
+
+
+class Lane(Record):
+    """One rollout, or the trainer, over the time of a timeline."""
+
+    id: str
+    # Share of the time in which a rollout generates nothing, or the trainer waits; None: not known.
+    idle_frac: float | None = None
+
+
+class Timeline(Record):
+    """Who did what while some iterations were made. Unix seconds by the Redis clock."""
+
+    start: float  # the first of the iterations was opened
+    end: float  # the last of them was committed, or now
+    iterations: list[int]
+    lanes: list[Lane]  # the trainer first
+    spans: list[Span]  # by start
 
 
 class PoolStatus(Record):

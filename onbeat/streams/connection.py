@@ -17,6 +17,8 @@ from redis.backoff import ExponentialBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError, TimeoutError
 
+MAX_CONNECTIONS = 10_000  # as many as Redis takes; with redis-py's own 100, the 101st long poll would be an error
+
 
 class RedisSettings(BaseModel):
     """The part of a service's settings that names its Redis: `class Settings(RedisSettings, BaseSettings)`."""
@@ -136,6 +138,7 @@ def connect(
         "socket_timeout": 30.0,
         "socket_connect_timeout": 5.0,
         "health_check_interval": 30,
+        "max_connections": MAX_CONNECTIONS,
     }
     return CancellableRedis.from_pool(ConnectionPool(**(defaults | options)))
 

@@ -3,9 +3,11 @@
 Nothing here decides anything, and it only reads, but for the heartbeat of trainers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from onbeat.errors import JobNotFound
 from onbeat.streams import keys
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger, to_event
@@ -13,6 +15,8 @@ from onbeat.types import Event, TrainerRecord
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
+EVENTS_AT_ONCE = 500
+ITERATIONS_AT_ONCE = 100
 FORGET_S = 86_400.0  # a trainer without a heartbeat for so long is dropped by the next one that starts
 
 
@@ -34,6 +38,12 @@ class StreamLengths:
     num_prompts: int  # out, and not accepted yet
     num_unclaimed: int  # of them
     num_groups: int  # accepted and still kept
+
+
+@dataclass(frozen=True)
+class IterationHashes:
+    fields: dict[str, str]  # empty: it was never opened
+    busy_s: dict[str, float]  # by worker
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
@@ -62,6 +72,38 @@ async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[
     """Newest first."""
     found = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)
     return [to_event(entry, fields) for entry, fields in found]
+
+
+async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str], list[Event]]:
+    """The job hash as text and the next events after the cursor, of one moment and in one read. Raises JobNotFound."""
+    job = JobKeys(job_id)
+    pipeline = ledger.redis.pipeline(transaction=True)
+    pipeline.hgetall(job.job)
+    pipeline.xread({job.events: after}, count=EVENTS_AT_ONCE)
+    fields, found = await pipeline.execute()
+    if b"state" not in fields:
+        raise JobNotFound(job_id)
+    return as_text(fields), [to_event(entry, event) for entry, event in found[0][1]] if found else []
+
+
+async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) -> list[IterationHashes]:
+    """Those of iterations that were opened, in a few round trips."""
+    job = JobKeys(job_id)
+    hashes: list[IterationHashes] = []
+    for first in range(0, len(numbers), ITERATIONS_AT_ONCE):
+        pipeline = ledger.redis.pipeline(transaction=False)
+        for number in numbers[first : first + ITERATIONS_AT_ONCE]:
+            pipeline.hgetall(job.iteration(number))
+            pipeline.hgetall(job.busy(number))
+        found = await pipeline.execute()
+        for fields, busy in zip(found[::2], found[1::2], strict=True):
+            busy_s = {worker: float(seconds) for worker, seconds in as_text(busy).items()}
+            hashes.append(IterationHashes(as_text(fields), busy_s))
+    return hashes
+
+
+def as_text(fields: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in fields.items()}
 
 
 async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:

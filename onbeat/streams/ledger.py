@@ -301,12 +301,6 @@ class Ledger:
         }
         return WeightsRecord(policy_version=version, rollouts=rollouts, **published)
 
-    async def published_at(self, job_id: str, version: int) -> float | None:
-        """Unix time since when rollouts could have the version; None when its iteration is not committed."""
-        iteration, name = (version - 1, "committed_at") if version else (0, "opened_at")
-        time = await self.redis.hget(JobKeys(job_id).iteration(iteration), name)
-        return float(time) if time else None
-
     async def commit_iteration(
         self,
         job_id: str,

@@ -60,6 +60,7 @@ class PullStats:
     full_bytes: int = 0  # of the version
     received_bytes: int = 0
     pull_s: float = 0.0  # from the manifest to the last verified tensor
+    ended_at: float = 0.0  # time.monotonic() here of the last verified tensor
     apply_s: float = 0.0  # of it decoding and verifying
     sources: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what went wrong and was cured
@@ -266,7 +267,8 @@ class WeightsMover:
         if len(pull.final) < len(manifest.tensors):
             raise WeightsError(f"the way to version {pull.version} that {address} named does not lead there")
         host.settle(manifest)
-        pull.stats.pull_s = time.monotonic() - started
+        pull.stats.ended_at = time.monotonic()
+        pull.stats.pull_s = pull.stats.ended_at - started
 
     async def _follow(
         self, pull: Pull, host: HostWeights, itinerary: Itinerary, held: Manifest | None, trainer: WeightsSource

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,12 @@ class WireSettings(BaseModel):
         if given:
             raise ValueError(f"{API_KEY} and {API_KEY}_FILE are both set; set one of them")
         return _read(f"{API_KEY}_FILE", self.weights_api_key_file).decode(errors="replace").strip()
+
+
+def reachable_host(host: str, advertise: str = "") -> str:
+    """The name that others call a server by which listens on `host`: the given one, or that of this machine for all
+    interfaces (0.0.0.0, ::)."""
+    return advertise or (socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host)
 
 
 def create_server(security: WireSecurity, *, max_concurrent_calls: int, options: Options = ()) -> grpc.aio.Server:

@@ -9,15 +9,17 @@ from fastapi import FastAPI
 
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
-from services.broker.api import doctor, health, jobs, pools, problems
+from services.broker.api import doctor, health, jobs, pools, problems, stream, timeline
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
+from services.broker.live import JobStreams
 from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, Envelope, Gate, RequestTimer
 from services.broker.retention import Retention
 from services.broker.settings import Settings
+from services.broker.timeline import Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def create_app(
     conductor_data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, memory_mb)
     conductor = Conductor(ledger, conductor_data, settings.redis_retry_s)
     retention = Retention(ledger, settings.job_retention_days)
+    streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
     conducting: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
@@ -56,6 +59,7 @@ def create_app(
             task.cancel()
             cleaning.cancel()
             await asyncio.gather(task, cleaning, return_exceptions=True)
+            await streams.close()
             await admission_data.close()
             await conductor_data.close()
 
@@ -70,6 +74,8 @@ def create_app(
         meters=meters,
         is_conducting=lambda: bool(conducting) and not conducting[0].done(),
         is_stopping=is_stopping,
+        streams=streams,
+        timelines=Timelines(ledger),
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
     app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
@@ -78,6 +84,8 @@ def create_app(
     problems.install(app)
     app.include_router(doctor.router)  # before jobs, where JOB:explain would be the id of one
     app.include_router(jobs.router)
+    app.include_router(stream.router)
+    app.include_router(timeline.router)
     app.include_router(pools.router)
     app.include_router(health.router)
     return app

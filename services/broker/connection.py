@@ -11,23 +11,35 @@ def connection_class(timeout_s: float) -> type[asyncio.Protocol]:
 
     A connection ends when the headers of its next request, or the rest of a body that nobody wanted, are not here
     `timeout_s` after the one before. While a request is being answered its body has a deadline of its own: `BodyLimit`.
+    Nor does it stay when the client takes nothing of a full buffer of answers for so long.
     """
 
     class Connection(H11Protocol):
         _hang_up: asyncio.TimerHandle | None = None
+        _give_up: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._expect_request()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            if self._hang_up is not None:
-                self._hang_up.cancel()
+            for timer in (self._hang_up, self._give_up):
+                if timer is not None:
+                    timer.cancel()
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._expect_request()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._give_up = self.loop.call_later(timeout_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            if self._give_up is not None:
+                self._give_up.cancel()
+            super().resume_writing()
 
         def _expect_request(self) -> None:
             if self._hang_up is not None:

@@ -12,10 +12,11 @@ from statistics import fmean, pstdev
 from onbeat.config import JobConfig
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import following_evaluation
 from onbeat.types import EvaluationState
 from services.broker.datasets import DatasetError, PromptItem
 from services.broker.datasets.process import DatasetProcess
-from services.broker.records import following_evaluation, sample_groups
+from services.broker.records import sample_groups
 from services.broker.tasks import build_evaluation_tasks, read_held_out
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from onbeat.types import JobState, WeightUpdate
 from onbeat.weights.client import ModelDescription, Peer
 from onbeat.weights.host import host_id, shared_space
 from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
+from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters
 from services.rollout.choice import live_workers
@@ -128,7 +129,7 @@ class Session:
             server = PayloadServer(self.job_id, mover, security)
             port = await server.start(settings.weights_host, settings.weights_port)
             cleanup.push_async_callback(server.stop)
-            mover.address = f"{settings.weights_advertise or settings.weights_host}:{port}"
+            mover.address = f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}"
         return puller
 
     # ---- attach --------------------------------------------------------------------------------------------------
@@ -193,6 +194,7 @@ class Session:
             apply_s=stats.apply_s,
             load_s=load_s,
             open_s=time.monotonic() - pull.stepped_at if is_news else None,
+            held_s=time.monotonic() - stats.ended_at,
             num_faults=len(stats.faults),
         )
         meters.record_update(version, stats.full_bytes, update)

@@ -66,7 +66,9 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     weights_relay: bool = Field(True, description="pass weights on to other rollouts")
     weights_host: str = Field("127.0.0.1", description="interface that weights are passed on from")
     weights_port: int = Field(0, ge=0, lt=65536, description="0: chosen by the system")
-    weights_advertise: str = Field("", description="host name that others reach it by; default: weights_host")
+    weights_advertise: str = Field(
+        "", description="host name that others reach it by; default: weights_host, or this machine's name for 0.0.0.0"
+    )
     zone: str = Field("", description="label of what is near: weights are pulled within a zone where possible")
     reward_processes: int = Field(1, ge=1, description="groups scored concurrently")
     reward_services: dict[

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import RedisError
@@ -17,10 +17,13 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
 from onbeat.weights.client import Peer
 from onbeat.weights.host import host_id
+from onbeat.weights.security import reachable_host
 from services.trainer.background import Background
 from services.trainer.distributed import World
+from services.trainer.meters import CommitMeter
 from services.trainer.settings import Settings
 from services.trainer.sources import Sources
+from services.trainer.spans import Span, to_record
 from services.trainer.watchdog import Watchdog
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import Snapshot, WeightStore
@@ -56,7 +59,13 @@ class Link(Protocol):
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None: ...
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None: ...
     def commit(
-        self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
+        self,
+        iteration: int,
+        snapshot: Snapshot,
+        metrics: dict[str, float],
+        used: str,
+        is_published: bool,
+        spans: Sequence[Span],
     ) -> bool: ...
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
     def wait_for_evaluation(self) -> None: ...
@@ -95,6 +104,7 @@ class JobLink:
         self._store = WeightStore(num_kept=config.max_staleness + 2)
         self._server: WeightServer | None = None
         self._address = ""
+        self._meter = CommitMeter()
         self._heartbeat = background.start(self._keep_lease())
 
     @property
@@ -162,7 +172,7 @@ class JobLink:
         port = settings.weights_port + self._rank if settings.weights_port else 0
         bound = self._background.run(server.start(settings.weights_host, port))
         self._server = server
-        self._address = f"{settings.weights_advertise or settings.weights_host}:{bound}"
+        self._address = f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{bound}"
         own = Peer(settings.trainer_id, self._address, host_id(), settings.zone)
         roots = [Peer(**json.loads(message)) for message in shards.all_gather_bytes(json.dumps(vars(own)).encode())]
         server.sources = Sources(roots, settings.weights_egress, settings.weights_fanout)
@@ -229,13 +239,28 @@ class JobLink:
     # ---- the barrier ---------------------------------------------------------------------------------------------
 
     def commit(
-        self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
+        self,
+        iteration: int,
+        snapshot: Snapshot,
+        metrics: dict[str, float],
+        used: str,
+        is_published: bool,
+        spans: Sequence[Span],
     ) -> bool:
         """Close the iteration and count the next version. False when it was committed before a crash."""
         self.doing = f"committing iteration {iteration}"
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
-        arguments = (self.job_id, self._epoch, iteration, version, digest, metrics, used, is_published)
-        return self._run(self._ledger.commit_iteration(*arguments))
+        report: dict[str, Any] = metrics | {"spans": to_record(spans, self._clock_offset_s())}
+        arguments = (self.job_id, self._epoch, iteration, version, digest, report, used, is_published)
+        is_new = self._run(self._ledger.commit_iteration(*arguments))
+        self._meter.record(version, self.config.training.num_updates_per_iteration, metrics, spans)
+        return is_new
+
+    def _clock_offset_s(self) -> float:
+        """Unix time of Redis minus time.monotonic() here, off by half a round trip at most."""
+        asked_at = time.monotonic()
+        redis_time = self._run(self._ledger.now())
+        return redis_time - (asked_at + time.monotonic()) / 2
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
         self._run(self._ledger.checkpointed(self.job_id, self._epoch, first, next_iteration, path))
@@ -262,6 +287,10 @@ class JobLink:
 
     def emit(self, kind: str, message: str) -> None:
         self._run(self._ledger.emit(self.job_id, kind, message))
+
+    def ask(self, question: Callable[[Ledger], Coroutine[Any, Any, T]]) -> T:
+        """From a thread that does not train: no sign of progress. Raises RedisError, TimeoutError."""
+        return self._background.run(question(self._ledger))
 
     def close(self) -> None:
         """Stop serving and give the lease back, so that another trainer need not wait for it to run out."""

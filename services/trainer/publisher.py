@@ -14,6 +14,7 @@ from services.trainer.distributed import ALONE, World
 from services.trainer.link import Link
 from services.trainer.optimizer import Written
 from services.trainer.policy import Policy, has_old_policies
+from services.trainer.spans import Span
 from services.trainer.stats import IterationStats
 from services.trainer.weight_store import Snapshot, SnapshotWriter
 
@@ -43,6 +44,7 @@ class Publisher:
         self._published: Snapshot | None = None  # what rollouts hold, if served here; the base of the next delta
         self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
         self._written: set[str] = set()  # by whichever rank
+        self._last_checkpoint: list[Span] = []  # written after a commit, told with the next one
 
     def start(self) -> None:
         """What rollouts may ask for when training starts here: the newest version, and those of open iterations."""
@@ -80,13 +82,17 @@ class Publisher:
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
         if is_published := self._is_worth_publishing(stats):
             self.state = replace(self.state, published_version=version)
-            self._publish(snapshot)
+            with stats.span("publish"):
+                self._publish(snapshot)
         if self._world.is_main:
             report = stats.report(self._world.size)
-            is_new = self._link.commit(iteration, snapshot, report, used_digest(stats.digests), is_published)
+            spans = self._last_checkpoint + stats.spans
+            is_new = self._link.commit(iteration, snapshot, report, used_digest(stats.digests), is_published, spans)
             log_iteration(iteration, report, is_new)
         self._tell_durable()
-        self._checkpoint_if_due()
+        started = time.monotonic()
+        has_written = self._checkpoint_if_due()
+        self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:
         """Returns when everything is on disk. Raises JobFailed when it cannot be written."""
@@ -152,11 +158,11 @@ class Publisher:
             self._link.publish(snapshot, published)
         self._published = snapshot
 
-    def _checkpoint_if_due(self) -> None:
+    def _checkpoint_if_due(self) -> bool:
         done = self.state.next_iteration
         is_last = done == self._config.schedule.num_iterations
         if not is_last and done % self._config.checkpoint.every_iterations:
-            return
+            return False
         self._link.doing = f"writing the checkpoint after {done} iterations"
         snapshots = self._policy.old.snapshots.items()
         older = {version: held.tensors() for version, held in snapshots if version < self.state.policy_version}
@@ -164,6 +170,7 @@ class Publisher:
         holders = self._newest.holders() if self._policy.is_sharded else None
         tensors = self._policy.state_tensors()
         self._checkpoints.save(self.state, self._newest.tensors(), tensors, self._files, older, holders)
+        return True
 
     def _tell_durable(self) -> None:
         """Checkpoints are written in the background; only on disk do they let go of the groups that they contain."""

@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from services.trainer.model import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import restore
 from services.trainer.settings import Settings
+from services.trainer.spans import Span
 from services.trainer.weight_store import Snapshot
 
 
@@ -76,7 +77,13 @@ class RecordedLink:
         pass
 
     def commit(
-        self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], used: str, is_published: bool
+        self,
+        iteration: int,
+        snapshot: Snapshot,
+        metrics: dict[str, float],
+        used: str,
+        is_published: bool,
+        spans: Sequence[Span],
     ) -> bool:
         self.digests[iteration] = snapshot.manifest.digest.hex()
         self.metrics[iteration] = metrics

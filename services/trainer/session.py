@@ -1,6 +1,7 @@
 """One job on this trainer: load or resume, serve weights, train."""
 
 import logging
+from contextlib import nullcontext
 
 import torch
 
@@ -13,6 +14,7 @@ from services.trainer.loop import TrainLoop
 from services.trainer.model import model_files, resolve_model
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
+from services.trainer.trackers.follow import LinkedJob, Tracking
 from services.trainer.weight_store import take_snapshot
 
 logger = logging.getLogger(__name__)
@@ -40,9 +42,9 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
         message = f"responses are trained one by one, which is slower: {reason}"
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
-    folder = settings.data_dir / "jobs" / link.job_id / "checkpoints"
+    folder = settings.data_dir / "jobs" / link.job_id
     limits = (settings.checkpoint_timeout_s, link.progress)
-    checkpoints = CheckpointStore(folder, config.checkpoint.keep, world, link.epoch, *limits)
+    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, world, link.epoch, *limits)
     restored = restore(checkpoints, link.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
@@ -50,7 +52,8 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     files = model_files(source)
     link.serve_weights(files, settings, world if is_sharded else ALONE)
     try:
-        TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+        with Tracking(LinkedJob(link), link.job_id, config, folder) if world.is_main else nullcontext():
+            TrainLoop(link, config, policy, state, checkpoints, files, world).run()
     finally:
         checkpoints.close()
 

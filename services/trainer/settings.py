@@ -42,7 +42,9 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     weights_host: str = Field("127.0.0.1", description="interface that the weights service listens on")
     weights_port: int = Field(0, description="0: chosen by the system")
     weights_advertise: str = Field(
-        "", description="host name that rollouts reach the weights service by; default: weights_host"
+        "",
+        description="host name that rollouts reach the weights service by; default: weights_host, or this machine's "
+        "name for 0.0.0.0",
     )
     weights_egress: int = Field(
         1, ge=1, description="rollouts on other machines that pull from here at a time; the others pull from rollouts"

@@ -14,6 +14,13 @@ from services.trainer.algorithm.gac import GacAction, GacDecision
 from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.batch import MicroBatch
 from services.trainer.objective import Loss
+from services.trainer.spans import Span
+
+SPAN_KINDS = {
+    "train/micro_batches_s": "micro_batch",
+    "train/step_s": "optimizer",
+    "train/snapshot_s": "publish",
+}
 
 
 @dataclass
@@ -37,17 +44,28 @@ class IterationStats:
     first_failure: str = ""
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
     tally: Tally = field(default_factory=Tally)  # since the last `start_update`
+    spans: list[Span] = field(default_factory=list)  # of this replica alone
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
         """Adds to `train_s`, and to the metric `name`."""
-        started = time.perf_counter()
+        started = time.monotonic()
+        try:
+            with self.span(SPAN_KINDS[name]):
+                yield
+        finally:
+            elapsed_s = time.monotonic() - started
+            self._add("train_s", elapsed_s)
+            self._add(name, elapsed_s)
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Shown in the timeline, and in no metric."""
+        started = time.monotonic()
         try:
             yield
         finally:
-            elapsed_s = time.perf_counter() - started
-            self._add("train_s", elapsed_s)
-            self._add(name, elapsed_s)
+            self.spans.append(Span(kind, started, time.monotonic()))
 
     def add_micro_batch(self, num_rows: int) -> None:
         """`num_rows`: how many times it went through the model."""

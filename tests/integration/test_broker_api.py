@@ -272,7 +272,7 @@ async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient,
 
 async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
     evaluations, rest = ("/evaluations", "/evaluations/0/samples"), ("/weights", "/metrics", "/samples", "/events")
-    for path in ("", "/iterations", *evaluations, *rest):
+    for path in ("", "/iterations", *evaluations, *rest, "/timeline", "/stream"):
         assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
     for verb in ("cancel", "pause", "resume"):
         problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
@@ -604,7 +604,7 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
     listed = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
     job = "/v1/jobs/{job_id}"
     parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "weights", "metrics", "samples")
-    of_job = (f"{job}/{part}" for part in (*parts, "events", "audit"))
+    of_job = (f"{job}/{part}" for part in (*parts, "events", "audit", "stream", "timeline"))
     reads = ("/v1/jobs", job, *of_job, f"{job}:explain", "/v1/doctor", "/v1/workers", "/v1/pools/{pool}")
     moves = ("/v1/jobs", f"{job}:cancel", f"{job}:pause", f"{job}:resume")
     known = {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {("POST", path) for path in moves}

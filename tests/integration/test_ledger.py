@@ -7,6 +7,7 @@ from redis.exceptions import DataError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.streams.batching import BatchedScript
+from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import (
@@ -710,3 +711,11 @@ async def test_an_older_checkpoint_makes_nothing_undone(ledger: Ledger) -> None:
         await ledger.checkpointed(job_id, epoch, 0, iteration, path)
     fields = await ledger.job_fields(job_id)
     assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("2", "/new")
+
+
+async def test_many_may_wait_at_once(redis_url: str) -> None:
+    """Long polls and active jobs: each has a connection of its own while it waits."""
+    client = connect(redis_url, retry_s=5)
+    waits = [client.blpop(f"nothing-{number}", timeout=1) for number in range(150)]
+    assert await asyncio.gather(*waits) == [None] * 150
+    await client.aclose()

@@ -21,7 +21,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from onbeat.errors import WeightsError
 from onbeat.weights import security as module
-from onbeat.weights.security import PLAIN, WireSecurity, WireSettings, bind, create_channel, create_server
+from onbeat.weights.security import (
+    PLAIN,
+    WireSecurity,
+    WireSettings,
+    bind,
+    create_channel,
+    create_server,
+    reachable_host,
+)
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
 
 KEY = "correct-horse-battery"
@@ -263,6 +271,12 @@ async def test_a_key_in_the_clear_is_warned_of_once_and_not_on_loopback(wire, ca
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "in the clear" in caplog.text
     assert KEY not in caplog.text
+
+
+def test_a_server_on_all_interfaces_is_called_by_its_machine_s_name(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7")
+    assert [reachable_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["node-7", "node-7", "10.0.0.1"]
+    assert reachable_host("0.0.0.0", "weights.example") == "weights.example"
 
 
 # TLS

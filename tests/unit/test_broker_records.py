@@ -11,15 +11,10 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from onbeat.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup
+from onbeat.streams.records import IterationSources, following_evaluation, iteration_record, metric_series
 from services.broker.api.fields import explain_error
 from services.broker.evaluations import due_evaluation, score
-from services.broker.records import (
-    IterationSources,
-    following_evaluation,
-    group_order,
-    iteration_record,
-    metric_series,
-)
+from services.broker.records import group_order
 
 COMMITTED = {
     "iteration": "3",

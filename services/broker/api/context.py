@@ -8,7 +8,9 @@ from fastapi import Depends, Request
 
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
+from services.broker.live import JobStreams
 from services.broker.metrics import Meters
+from services.broker.timeline import Timelines
 
 
 @dataclass
@@ -17,7 +19,9 @@ class Context:
     admission: Admission
     meters: Meters
     is_conducting: Callable[[], bool]  # the control loop is alive
-    is_stopping: Callable[[], bool]  # the server wants its long polls back
+    is_stopping: Callable[[], bool]  # the server wants its long polls and streams back
+    streams: JobStreams
+    timelines: Timelines
 
 
 def context_of(request: Request) -> Context:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from onbeat.config import JobConfig
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from onbeat.types import (
     AuditReport,
     EvaluationRecord,
@@ -27,20 +28,13 @@ from onbeat.types import (
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 from services.broker.auditor import run_audit
-from services.broker.records import (
-    evaluation_series,
-    job_record,
-    metric_series,
-    read_evaluations,
-    read_iterations,
-    read_samples,
-    read_weights,
-)
+from services.broker.records import job_record, read_samples, read_weights
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
 POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
 MAX_ITERATIONS = 10_000
+MAX_OFFSET = 10_000_000
 MAX_TRIES = 5
 
 JobId = Annotated[str, Path(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -270,10 +264,10 @@ async def audit_job(
 
 
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))
-async def get_metrics(job_id: JobId, broker: Broker) -> MetricSeries:
-    """`area/name` -> [[iteration, value], ...]; `eval/name` by the number of the evaluation."""
-    records = await read_iterations(broker.ledger, job_id, after=-1, limit=MAX_ITERATIONS)
-    evaluations = await read_evaluations(broker.ledger, job_id)
+async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query(ge=-1)] = -1) -> MetricSeries:
+    """`area/name` -> [[iteration, value], ...]; `eval/name` by the number of the evaluation. Numbers above `after`."""
+    records = await read_iterations(broker.ledger, job_id, after, limit=MAX_ITERATIONS)
+    evaluations = await read_evaluations(broker.ledger, job_id, after)
     return MetricSeries(metrics=metric_series(records) | evaluation_series(evaluations))
 
 
@@ -283,12 +277,14 @@ async def list_samples(
     broker: Broker,
     iteration: Annotated[int | None, Query(ge=0)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 16,
+    offset: Annotated[int, Query(ge=0, le=MAX_OFFSET)] = 0,
 ) -> SampleList:
     """Responses to read, of the newest iteration that has any, a first one of each prompt before the second ones.
+    `offset`: so many are left out first.
 
     410: the iteration is so old that they are no longer kept (`retention` of the job)."""
     try:
-        return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit))
+        return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset))
     except GroupsTrimmed as error:
         raise HTTPException(410, str(error)) from error
 

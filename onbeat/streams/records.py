@@ -1,0 +1,186 @@
+"""Records of iterations and evaluations, built from the ledger's fields, and a job's curves made of them. Reads only.
+
+The same numbers for everybody who shows them: the broker's REST API, and the trackers of the trainer.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from onbeat.errors import JobNotFound
+from onbeat.streams.inspection import iteration_hashes
+from onbeat.streams.ledger import Ledger
+from onbeat.types import EvaluationRecord, IterationRecord
+
+Fields = dict[str, str]
+
+# What the trainer's metrics may say about an iteration, by its plain record name.
+INT_METRICS = ("num_responses", "prompt_tokens", "response_tokens", "staleness_max")
+FLOAT_METRICS = ("reward_mean", "reward_std", "train_s", "mismatch_mean", "mismatch_max")
+DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
+SERIES_OF_RECORD = (*INT_METRICS, *FLOAT_METRICS, *DERIVED)
+EVALUATION_FIELDS = ("evaluation", "state", "policy_version", "num_groups", "num_accepted", "num_failed_groups")
+EVALUATION_END_FIELDS = ("opened_at", "ended_at", "message")
+SCORES = ("reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac")
+
+
+@dataclass(frozen=True)
+class IterationSources:
+    """All that the ledger knows of one iteration."""
+
+    fields: Fields
+    busy_s: dict[str, float]  # by worker
+    engine_ready_at: float | None
+    published_at: float | None  # its version, by an earlier commit (version 0: the first opening)
+    previous_commit_at: float
+
+
+def iteration_record(sources: IterationSources) -> IterationRecord:
+    """Times of the trainer, the rollouts and the ledger, put together; None where something has not happened yet."""
+    fields, ready_at = sources.fields, sources.engine_ready_at
+    counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate", "num_lost")
+    times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
+    known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
+    known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}
+    record = IterationRecord.model_validate(known)
+    record.engine_ready_at = ready_at
+    if ready_at is not None and sources.published_at is not None:
+        record.weight_sync_s = max(0.0, ready_at - sources.published_at)
+    generating_since = max(record.opened_at, ready_at or 0.0)
+    if record.first_accepted_at is not None:
+        record.first_group_s = record.first_accepted_at - generating_since
+    if record.drained_at is not None:
+        record.generate_s = record.drained_at - generating_since
+    if record.committed_at is not None:
+        record.wall_s = max(1e-6, record.committed_at - sources.previous_commit_at)
+    num_training_devices = add_metrics(record, fields.get("metrics", "{}"))
+    add_shares(record, sources.busy_s, num_training_devices)
+    return record
+
+
+def add_metrics(record: IterationRecord, metrics_json: str) -> int:
+    """Spread the trainer's metrics over the record; returns the number of training devices."""
+    metrics = {name: value for name, value in json.loads(metrics_json).items() if is_finite(value)}
+    num_training_devices = int(metrics.pop("num_training_devices", 1))
+    for name in INT_METRICS:
+        if name in metrics:
+            setattr(record, name, int(metrics.pop(name)))
+    for name in FLOAT_METRICS:
+        if name in metrics:
+            setattr(record, name, float(metrics.pop(name)))
+    record.metrics = metrics
+    return num_training_devices
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def add_shares(record: IterationRecord, busy_s: dict[str, float], num_training_devices: int) -> None:
+    """Idle shares and tokens per second per device, once the iteration is committed."""
+    wall_s = record.wall_s
+    if wall_s is None:
+        return
+    if busy_s:
+        record.rollout_idle_frac = clip_fraction(1 - fmean(busy_s.values()) / wall_s)
+    if record.train_s is not None:
+        record.trainer_idle_frac = clip_fraction(1 - record.train_s / wall_s)
+    if record.prompt_tokens is not None and record.response_tokens is not None:
+        num_devices = num_training_devices + len(busy_s)
+        record.tpspd = (record.prompt_tokens + record.response_tokens) / wall_s / max(1, num_devices)
+
+
+def clip_fraction(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -> list[IterationRecord]:
+    """Iterations with a number above `after`, in order. Raises JobNotFound."""
+    job = await ledger.job_fields(job_id)
+    wanted = range(after + 1, min(int(job["num_opened"]), after + 1 + limit))
+    if not wanted:
+        return []
+    ready_times = await ledger.ready_times(job_id)
+    first = max(0, wanted[0] - 1 - int(job["max_staleness"]))  # its commit may have published the version of `wanted`
+    hashes = await iteration_hashes(ledger, job_id, range(first, wanted[-1] + 1))
+    if not all(each.fields for each in hashes):
+        raise JobNotFound(job_id)  # deleted meanwhile
+    iterations = {number: each.fields for number, each in enumerate(hashes, start=first)}
+    records = []
+    for own in hashes[wanted[0] - first :]:
+        fields = own.fields
+        version = int(fields["policy_version"])
+        previous = fields.get("previous_commit_at") or job.get("last_commit_at") or fields["opened_at"]
+        sources = IterationSources(
+            fields=fields,
+            busy_s=own.busy_s,
+            engine_ready_at=ready_times.get(version),
+            published_at=published_at(version, iterations),
+            previous_commit_at=float(previous),
+        )
+        records.append(iteration_record(sources))
+    return records
+
+
+def published_at(version: int, iterations: Mapping[int, Fields]) -> float | None:
+    """Unix time since when rollouts could have the version; None when its iteration is not committed."""
+    time = iterations[version - 1].get("committed_at") if version else iterations[0].get("opened_at")
+    return float(time) if time else None
+
+
+def evaluation_record(fields: Fields) -> EvaluationRecord:
+    known: dict[str, Any] = {
+        name: fields[name] for name in (*EVALUATION_FIELDS, *EVALUATION_END_FIELDS) if name in fields
+    }
+    return EvaluationRecord.model_validate(known | json.loads(fields.get("scores", "{}")))
+
+
+async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:
+    """Evaluations with a number above `after`, in order. Raises JobNotFound."""
+    job = await ledger.job_fields(job_id)
+    num_iterations, section = int(job["num_iterations"]), json.loads(job["config"]).get("evaluation")
+    records, evaluation = [], 0
+    while section and evaluation < int(job.get("next_evaluation", "0")):
+        if evaluation > after:
+            records.append(evaluation_record(await ledger.evaluations.fields(job_id, evaluation)))
+        evaluation = following_evaluation(evaluation, section["every_iterations"], num_iterations)
+    return records
+
+
+def following_evaluation(evaluation: int, every: int, num_iterations: int) -> int:
+    """The number of the next one; after the last one a number beyond the job.
+
+    >>> [following_evaluation(e, every=4, num_iterations=10) for e in (0, 4, 8, 10)]
+    [4, 8, 10, 11]
+    """
+    if evaluation >= num_iterations:
+        return num_iterations + 1
+    return min((evaluation // every + 1) * every, num_iterations)
+
+
+def evaluation_series(records: Iterable[EvaluationRecord]) -> dict[str, list[tuple[int, float]]]:
+    """`eval/name` -> (evaluation, value) pairs."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name in SCORES:
+            if (value := getattr(record, name)) is not None:
+                series.setdefault(f"eval/{name}", []).append((record.evaluation, value))
+    return series
+
+
+def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[int, float]]]:
+    """`area/name` -> (iteration, value) pairs; what the record itself holds is under `iteration/`."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in metrics_point(record).items():
+            series.setdefault(name, []).append((record.iteration, value))
+    return dict(sorted(series.items()))
+
+
+def metrics_point(record: IterationRecord) -> dict[str, float]:
+    """What one iteration adds to the series."""
+    own = {f"iteration/{name}": getattr(record, name) for name in SERIES_OF_RECORD}
+    return {name: value for name, value in (own | record.metrics).items() if value is not None}

@@ -1,0 +1,316 @@
+"""What watchers of a job are told while it runs. One reader per watched job, whatever the number of its watchers.
+
+    Redis --one read per tick--> JobWatch --message--> queue of each watcher --> its connection
+
+A tick first tells the states (job, iterations) and then the events that led to them. So whoever has seen an event has
+seen the states that belong to it, and can go on after that event: from the ledger up to where the reader is, then from
+the queue. States are told whole, and telling one twice does no harm; an event is told once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fastapi.sse import format_sse_event
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+
+from onbeat.errors import JobNotFound
+from onbeat.streams import inspection
+from onbeat.streams.inspection import EVENTS_AT_ONCE
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields, metrics_point, read_iterations
+from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState
+from services.broker.doctor import diagnosis
+from services.broker.explain import explain_job
+from services.broker.records import job_record
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+EXPLAIN_S = 5.0
+HEARTBEAT_S = 15.0
+MAX_WAITING = 256  # messages of a watcher that does not take them; then it is dropped
+MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
+MAX_ITERATIONS = 1000  # that a watcher is told of at once
+MAX_ARRIVING = 16  # watchers that read from Redis at a time, as they come
+HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
+
+
+class TooManyWatchers(Exception):
+    """Try again later."""
+
+
+@dataclass(frozen=True)
+class Message:
+    body: bytes
+    event_id: str = ""  # '' of a state
+
+
+def encode(kind: str, data: BaseModel | str, event_id: str = "") -> Message:
+    text = data if isinstance(data, str) else data.model_dump_json()
+    return Message(format_sse_event(event=kind, data_str=text, id=event_id or None), event_id)
+
+
+def end_of(reason: str) -> Message:
+    """The last message. `over`: there will be no more; otherwise the watcher may come again, after its last event."""
+    return encode("end", f'{{"reason":"{reason}"}}')
+
+
+def encode_event(event: Event) -> Message:
+    return encode("event", event, event.id)
+
+
+def order(event_id: str) -> tuple[int, int]:
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds), int(number or 0)
+
+
+class Watcher:
+    """One connection: messages that wait for it."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Message | None] = asyncio.Queue()  # None: the end
+        self.is_dropped = False
+
+    def tell(self, messages: Iterable[Message | None]) -> None:
+        for message in messages:
+            if self.queue.qsize() >= MAX_WAITING and message is not None:
+                self.is_dropped = True
+            if not self.is_dropped:
+                self.queue.put_nowait(message)
+
+
+class JobWatch:
+    """Reads one job for all of its watchers, until it is over."""
+
+    def __init__(self, ledger: Ledger, job_id: str, is_stopping: Callable[[], bool]) -> None:
+        self._ledger, self._job_id, self._is_stopping = ledger, job_id, is_stopping
+        self.watchers: set[Watcher] = set()
+        self.cursor = "0"  # the event that was told last; before the first tick: the newest one
+        self.first_open = 0  # the first iteration that was not told as committed
+        self.explained: Message | None = None  # the last time, if something waits
+        self._told: dict[str, bytes] = {}  # by job or iteration: the last state that was told
+        self._fields: Fields = {}
+        self._explain_at = 0.0
+        self.task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        reason = "stopping"
+        try:
+            while not self._is_stopping():
+                if await self._tick():
+                    reason = "over"
+                    break
+                await asyncio.sleep(TICK_S)
+        except JobNotFound:
+            reason = "over"
+        except RedisError as error:
+            logger.error("job %s is not watched any more: %s: %s", self._job_id, type(error).__name__, error)
+            reason = "broken"
+        finally:
+            for watcher in self.watchers:
+                watcher.tell([end_of(reason), None])
+
+    async def start(self) -> None:
+        """Stand at the newest event and the first iteration that is not committed. Raises JobNotFound."""
+        fields = await self._ledger.job_fields(self._job_id)
+        newest = await inspection.newest_events(self._ledger, self._job_id, count=1)
+        self.cursor = newest[0].id if newest else "0"
+        self.first_open = int(fields["next_iteration"])
+
+    async def _tick(self) -> bool:
+        """Tell what is new. True when the job is over."""
+        fields, events = await inspection.look(self._ledger, self._job_id, self.cursor)
+        fields = {name: value for name, value in fields.items() if name not in HEARTBEATS}
+        messages: list[Message] = []
+        is_due = time.monotonic() >= self._explain_at
+        if events or fields != self._fields or is_due:
+            messages += self._news("job", encode("job", await read_record(self._ledger, fields)))
+            messages += await self._iterations(fields)
+            self._fields = fields
+        messages += [encode_event(event) for event in events]
+        self._tell(messages)
+        if events:
+            self.cursor = events[-1].id
+        is_over = JobState(fields["state"]).is_final and len(events) < EVENTS_AT_ONCE
+        if is_due or is_over:
+            self._explain_at = time.monotonic() + EXPLAIN_S
+            self._tell(await self._explanation())
+        return is_over
+
+    def _tell(self, messages: list[Message]) -> None:
+        for watcher in self.watchers:
+            watcher.tell(messages)
+
+    def _news(self, what: str, message: Message) -> list[Message]:
+        """Nothing when it was the last that was told of it."""
+        if self._told.get(what) == message.body:
+            return []
+        self._told[what] = message.body
+        return [message]
+
+    async def _iterations(self, fields: Fields) -> list[Message]:
+        """Those that have changed. One that is committed does not change any more."""
+        messages: list[Message] = []
+        if int(fields["num_opened"]) > self.first_open:
+            for update in await read_updates(self._ledger, self._job_id, self.first_open):
+                name = f"iteration {update.record.iteration}"
+                messages += self._news(name, encode("iteration", update))
+                if update.record.state is IterationState.COMMITTED:
+                    del self._told[name]
+                    self.first_open = update.record.iteration + 1
+        return messages
+
+    async def _explanation(self) -> list[Message]:
+        """While something waits; and once more when nothing does."""
+        found: Diagnosis = diagnosis(await explain_job(self._ledger, self._job_id))
+        is_waiting = any(finding.waits_for or finding.is_problem for finding in found.findings)
+        message, before = encode("explain", found), self.explained
+        self.explained = message if is_waiting else None
+        return [message] if is_waiting or before is not None else []
+
+
+async def read_record(ledger: Ledger, fields: Fields) -> JobRecord:
+    """With its place in the queue."""
+    record = job_record(fields)
+    if record.state is JobState.PENDING and record.id in (queue := await ledger.pending_jobs(record.pool)):
+        record.queue_position = queue.index(record.id) + 1
+    return record
+
+
+async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[IterationUpdate]:
+    """From iteration `first` on, MAX_ITERATIONS at most."""
+    records = await read_iterations(ledger, job_id, first - 1, MAX_ITERATIONS)
+    is_done = (record.state is IterationState.COMMITTED for record in records)
+    points = (metrics_point(record) if done else {} for record, done in zip(records, is_done, strict=True))
+    return [IterationUpdate(record=record, point=point) for record, point in zip(records, points, strict=True)]
+
+
+class JobStreams:
+    """The watches of one broker, each as long as somebody watches."""
+
+    def __init__(self, ledger: Ledger, is_stopping: Callable[[], bool], max_watchers: int) -> None:
+        self._ledger, self._is_stopping, self._max_watchers = ledger, is_stopping, max_watchers
+        self._watches: dict[str, JobWatch] = {}
+        self._num_watchers = 0
+        self._arriving = asyncio.Semaphore(MAX_ARRIVING)
+
+    async def check(self, job_id: str) -> None:
+        """Raises JobNotFound, or TooManyWatchers: other requests need connections as well."""
+        async with self._arriving:
+            await self._ledger.job_state(job_id)
+        if self._num_watchers >= self._max_watchers:
+            raise TooManyWatchers(f"{self._max_watchers} streams are open, as many as this broker takes")
+
+    async def stream(self, job_id: str, after: str) -> AsyncGenerator[bytes]:
+        """What is so, what has happened after the event `after`, and what happens. Ends with the job, with the broker,
+        after MAX_STREAM_S, and when the watcher is too slow."""
+        watcher = Watcher()
+        self._num_watchers += 1
+        try:
+            async with self._arriving:
+                watch = await self._join(job_id, watcher)
+                past = await missed(self._ledger, job_id, after, watch.cursor, watch.first_open)
+            async with aclosing(told(past, watch, watcher, after)) as messages:
+                async for message in messages:
+                    yield message.body
+        except JobNotFound:  # deleted meanwhile
+            yield end_of("over").body
+        except RedisError as error:
+            logger.error("a stream of job %s ends: %s: %s", job_id, type(error).__name__, error)
+            yield end_of("broken").body
+        finally:
+            self._num_watchers -= 1
+            self._leave(job_id, watcher)
+
+    async def _join(self, job_id: str, watcher: Watcher) -> JobWatch:
+        """Raises JobNotFound."""
+        watch = self._watches.get(job_id)
+        if watch is None:
+            begun = JobWatch(self._ledger, job_id, self._is_stopping)
+            await begun.start()
+            watch = self._watches.setdefault(job_id, begun)  # another watcher may have been faster
+        watch.watchers.add(watcher)
+        if watch.task is None:
+            watch.task = asyncio.create_task(self._run(job_id, watch), name=f"watch {job_id}")
+        return watch
+
+    async def _run(self, job_id: str, watch: JobWatch) -> None:
+        try:
+            await watch.run()
+        finally:  # in one go with the last message: nobody joins what is over
+            self._forget(job_id, watch)
+
+    def _leave(self, job_id: str, watcher: Watcher) -> None:
+        watch = self._watches.get(job_id)
+        if watch is not None:
+            watch.watchers.discard(watcher)
+            if not watch.watchers and watch.task is not None:
+                watch.task.cancel()
+                self._forget(job_id, watch)
+
+    def _forget(self, job_id: str, watch: JobWatch) -> None:
+        if self._watches.get(job_id) is watch:
+            del self._watches[job_id]
+
+    async def close(self) -> None:
+        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: str) -> AsyncGenerator[Message]:
+    """To one watcher: what it has missed until it joined, and then what its queue holds."""
+    deadline = time.monotonic() + MAX_STREAM_S
+    last = after
+    for each in past:
+        yield each
+        last = each.event_id or last
+    if watch.explained is not None:
+        yield watch.explained
+    while not watcher.is_dropped:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            yield end_of("renew")
+            return
+        try:
+            async with asyncio.timeout(min(HEARTBEAT_S, left_s)):
+                message = await watcher.queue.get()
+        except TimeoutError:
+            yield Message(b": heartbeat\n\n")
+            continue
+        if message is None:
+            return
+        if message.event_id:
+            if order(message.event_id) <= order(last):  # seen by way of another broker, which was ahead of this one
+                continue
+            last = message.event_id
+        yield message
+    yield end_of("slow")
+
+
+async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open: int) -> list[Message]:
+    """The states as they are, the iterations that the events tell of among them, and then the events."""
+    events = [event async for event in events_between(ledger, job_id, after, until)]
+    told_of = [event.data["iteration"] for event in events if "iteration" in event.data]
+    record = await read_record(ledger, await ledger.job_fields(job_id))
+    updates = await read_updates(ledger, job_id, min([max(0, first_open - 1), *told_of]))
+    states = [encode("job", record), *(encode("iteration", update) for update in updates)]
+    return states + [encode_event(event) for event in events]
+
+
+async def events_between(ledger: Ledger, job_id: str, after: str, until: str) -> AsyncIterator[Event]:
+    while order(after) < order(until):
+        events = await ledger.events(job_id, after, count=EVENTS_AT_ONCE)
+        for event in events:
+            if order(event.id) > order(until):
+                return
+            yield event
+        if not events:
+            return
+        after = events[-1].id

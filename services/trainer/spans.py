@@ -1,0 +1,44 @@
+"""What the trainer's main thread did when, for a timeline. Waiting is what lies between the spans."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+MAX_SPANS = 500  # of one iteration, in Redis
+
+
+@dataclass(frozen=True)
+class Span:
+    """`start` and `end` by time.monotonic()."""
+
+    kind: str  # "micro_batch" | "optimizer" | "publish" | "checkpoint"
+    start: float
+    end: float
+
+
+def merged(spans: Sequence[Span], limit: int = MAX_SPANS) -> list[Span]:
+    """At most `limit` spans in order: neighbours of one kind become one, those with the smallest gaps between them
+    first. Where that is not enough, the oldest are left out.
+
+    0-1, 1.1-2 and 5-6 of one kind, limit 2: 0-2 and 5-6.
+    """
+    ordered = sorted(spans, key=lambda span: span.start)
+    num_excess = max(0, len(ordered) - limit)
+    gaps = sorted(
+        (after.start - before.end, index)
+        for index, (before, after) in enumerate(pairwise(ordered), start=1)
+        if before.kind == after.kind
+    )
+    joined = {index for _, index in gaps[:num_excess]}
+    result: list[Span] = []
+    for index, span in enumerate(ordered):
+        if index in joined:
+            result[-1] = replace(result[-1], end=span.end)
+        else:
+            result.append(span)
+    return result[-limit:]
+
+
+def to_record(spans: Sequence[Span], clock_offset_s: float) -> list[tuple[str, float, float]]:
+    """(kind, start, seconds) as they go with a commit; `clock_offset_s`: Unix time of Redis minus time.monotonic()."""
+    return [(s.kind, round(s.start + clock_offset_s, 4), round(s.end - s.start, 4)) for s in merged(spans)]

@@ -1,0 +1,211 @@
+"""Trackers that keep up with a job, each in a thread of its own.
+
+    ledger --read_points--> Follower (cursor) --log--> tracker
+                               |
+                               +-- jobs/JOB/trackers/NAME.json: the cursor, so that nobody logs a point twice
+
+There is no queue that could fill up: what a slow or unreachable tracker has not taken yet stays in the ledger.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from redis.exceptions import RedisError
+
+from onbeat.config import JobConfig, TrackerConfig
+from onbeat.errors import OnbeatError
+from services.trainer.link import JobLink
+from services.trainer.trackers.points import Cursor, Point, read_points
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+RETRY_S = 60.0  # after an error of a tracker
+MAX_MESSAGE_CHARS = 300
+CLOSE_S = 10.0  # all trackers together, at the end of the job
+
+
+class Tracker(Protocol):
+    """Any method may raise anything, or take long: libraries of others are behind it."""
+
+    def log(self, point: Point) -> None: ...
+    def flush(self) -> None: ...
+    def finish(self, has_succeeded: bool) -> None: ...
+
+
+class Job(Protocol):
+    """What a follower needs of its job."""
+
+    def read(self, cursor: Cursor) -> list[Point]: ...
+    def warn(self, message: str) -> None: ...
+
+
+class LinkedJob:
+    def __init__(self, link: JobLink) -> None:
+        self._link = link
+
+    def read(self, cursor: Cursor) -> list[Point]:
+        """Empty while Redis is away: the training decides how long that may last."""
+        try:
+            return self._link.ask(lambda ledger: read_points(ledger, self._link.job_id, cursor))
+        except (RedisError, TimeoutError, OnbeatError) as error:
+            logger.info("job %s: trackers get nothing new: %s", self._link.job_id, error)
+            return []
+
+    def warn(self, message: str) -> None:
+        logger.warning("job %s: %s", self._link.job_id, message)
+        try:
+            self._link.ask(lambda ledger: ledger.emit(self._link.job_id, "tracker.failed", message))
+        except (RedisError, TimeoutError) as error:
+            logger.warning("job %s: the event could not be stored: %s", self._link.job_id, error)
+
+
+class Follower:
+    """Opens its tracker, gives it what is new, and opens it again after an error. `path`: of the cursor, if kept."""
+
+    def __init__(
+        self, name: str, open_tracker: Callable[[], Tracker], job: Job, path: Path | None, look_s: float, retry_s: float
+    ) -> None:
+        self.name = name
+        self._open_tracker, self._job, self._path = open_tracker, job, path
+        self._look_s, self._retry_s = look_s, retry_s
+        self._tracker: Tracker | None = None
+        self._cursor = Cursor()
+        self._has_warned = self._has_succeeded = False
+        self._stop, self._is_abandoned = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def close(self, has_succeeded: bool) -> None:
+        """No more points come: ask it to finish."""
+        self._has_succeeded = has_succeeded
+        self._stop.set()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """False: it is stuck, and left behind. It logs nothing more, even when it wakes up."""
+        self._thread.join(max(0.0, timeout_s))
+        self._is_abandoned.set()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._stop.is_set()  # read before the look: what is in the ledger by then is found
+            try:
+                self._keep_up()
+                if is_last and self._tracker is not None and not self._is_abandoned.is_set():
+                    self._tracker.finish(self._has_succeeded)
+                pause_s = self._look_s
+            except ImportError as error:
+                self._warn(f"{error}; install it where the trainer runs; the job goes on without this tracker")
+                return
+            except Exception as error:  # a library of others: whatever it raises, the training goes on
+                logger.info("tracker %s", self.name, exc_info=True)
+                self._warn(f"{first_line(error)}; tried again every {self._retry_s:.0f} s")
+                self._tracker = None
+                pause_s = self._retry_s
+            self._stop.wait(pause_s)
+
+    def _keep_up(self) -> None:
+        if self._tracker is None:
+            self._tracker = self._open_tracker()
+            self._cursor = self._load_cursor()
+        while points := self._job.read(self._cursor):
+            for point in points:
+                if self._is_abandoned.is_set():
+                    return
+                if point.values:
+                    self._tracker.log(point)
+                self._cursor = self._cursor.after(point)
+            self._tracker.flush()
+            self._save_cursor()
+
+    def _load_cursor(self) -> Cursor:
+        if self._path is None or not self._path.is_file():
+            return Cursor()
+        return Cursor(**json.loads(self._path.read_text()))
+
+    def _save_cursor(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(asdict(self._cursor)))
+        os.replace(new, self._path)
+
+    def _warn(self, message: str) -> None:
+        """Once for a job."""
+        if not self._has_warned:
+            self._job.warn(f"tracker {self.name}: {message}")
+        self._has_warned = True
+
+
+def first_line(error: Exception) -> str:
+    """Of what may be a page of advice."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:MAX_MESSAGE_CHARS]}"
+
+
+class Tracking:
+    """All trackers of a job, from here to the end of the `with` block."""
+
+    def __init__(self, job: Job, job_id: str, config: JobConfig, folder: Path, look_s: float = LOOK_S) -> None:
+        """`folder`: the job's own."""
+        self._job = job
+        self._followers = [
+            Follower("tensorboard", lambda: open_tensorboard(folder / "tensorboard"), job, None, look_s, RETRY_S)
+        ]
+        for tracker in config.tracking:
+            path = folder / "trackers" / f"{tracker.type}.json"
+            opens = opener(tracker, config, job_id)
+            self._followers.append(Follower(tracker.type, opens, job, path, look_s, RETRY_S))
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        deadline = time.monotonic() + CLOSE_S
+        for follower in self._followers:
+            follower.close(has_succeeded=error is None)
+        for follower in self._followers:
+            if not follower.wait_closed(deadline - time.monotonic()):
+                self._job.warn(
+                    f"tracker {follower.name}: not finished within {CLOSE_S:.0f} s; its curves may end early"
+                )
+
+
+def open_tensorboard(folder: Path) -> Tracker:
+    from services.trainer.trackers.tensorboard import TensorBoard
+
+    return TensorBoard(folder)
+
+
+def opener(tracker: TrackerConfig, config: JobConfig, job_id: str) -> Callable[[], Tracker]:
+    """Imports the tracker's library when it is called, and raises ImportError then."""
+
+    def open_tracker() -> Tracker:
+        match tracker.type:
+            case "wandb":
+                from services.trainer.trackers.wandb import Wandb
+
+                return Wandb(tracker, config, job_id)
+            case "mlflow":
+                from services.trainer.trackers.mlflow import Mlflow
+
+                return Mlflow(tracker, config, job_id)
+            case "trackio":
+                from services.trainer.trackers.trackio import Trackio
+
+                return Trackio(tracker, config, job_id)
+
+    return open_tracker

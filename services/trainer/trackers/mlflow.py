@@ -1,0 +1,53 @@
+"""MLflow: a run of the experiment `project`. Server and credentials come from the environment (MLFLOW_TRACKING_*)."""
+
+from collections.abc import Iterator
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from onbeat.config import JobConfig, MlflowTracker
+from services.trainer.trackers.points import Point
+
+JOB_TAG = "onbeat.job_id"
+MAX_PARAMS = 100  # of one request
+MAX_PARAM_CHARS = 500
+
+
+class Mlflow:
+    def __init__(self, tracker: MlflowTracker, config: JobConfig, job_id: str) -> None:
+        self._client = MlflowClient()
+        experiment = self._client.get_experiment_by_name(tracker.project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(tracker.project)
+        found = self._client.search_runs([experiment_id], f"tags.`{JOB_TAG}` = '{job_id}'", max_results=1)
+        if found:
+            self._run_id = found[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        run = self._client.create_run(experiment_id, run_name=job_id, tags={JOB_TAG: job_id})
+        self._run_id = run.info.run_id
+        params = [Param(name, value[:MAX_PARAM_CHARS]) for name, value in flatten(config.model_dump(mode="json"))]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+
+    def log(self, point: Point) -> None:
+        time_ms = int(point.time * 1000)
+        metrics = [Metric(name, value, time_ms, point.step) for name, value in point.values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def flush(self) -> None:
+        """Each request is answered when it is stored."""
+
+    def finish(self, has_succeeded: bool) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED" if has_succeeded else "FAILED")
+
+
+def flatten(section: dict[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """
+    >>> list(flatten({"schedule": {"mode": "sync"}, "seed": 0}))
+    [('schedule.mode', 'sync'), ('seed', '0')]
+    """
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)

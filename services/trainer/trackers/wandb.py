@@ -1,0 +1,43 @@
+"""Weights & Biases: the run has the job's id. Key, host and mode (`offline`) come from the environment (WANDB_*)."""
+
+import wandb
+
+from onbeat.config import JobConfig, WandbTracker
+from services.trainer.trackers.points import Point
+
+INIT_TIMEOUT_S = 30.0
+
+
+class Wandb:
+    """W&B takes steps in ascending order only. An evaluation ends while later iterations are committed, so it goes with
+    the newest step and has an axis of its own."""
+
+    def __init__(self, tracker: WandbTracker, config: JobConfig, job_id: str) -> None:
+        quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
+        self._run = wandb.init(
+            project=tracker.project,
+            entity=tracker.entity,
+            tags=tracker.tags,
+            id=job_id,
+            name=job_id,
+            resume="allow",
+            reinit="create_new",
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, **quiet),
+        )
+        self._run.define_metric("eval/after_iterations", hidden=True)
+        self._run.define_metric("eval/*", step_metric="eval/after_iterations")
+        self._newest = self._run.step  # 0, or where a resumed run goes on
+
+    def log(self, point: Point) -> None:
+        if point.is_evaluation:
+            self._run.log(point.values | {"eval/after_iterations": point.step}, step=self._newest)
+        else:
+            self._newest = point.step
+            self._run.log(point.values, step=point.step)
+
+    def flush(self) -> None:
+        """W&B sends in a process of its own."""
+
+    def finish(self, has_succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if has_succeeded else 1)

@@ -1,0 +1,75 @@
+"""The timeline and the stream of a real local stack: lanes of several processes on one clock."""
+
+import pytest
+
+from onbeat.types import Event, IterationState, IterationUpdate, JobState
+from tests.e2e.stack import running, tiny_job
+
+NUM_ITERATIONS = 4
+SLACK_S = 0.05  # clocks, and what a process does between measuring and telling
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("timeline")
+    with running(tmp_path) as stack:
+        job = tiny_job(tmp_path, schedule={"num_iterations": NUM_ITERATIONS}, checkpoint={"every_iterations": 1})
+        job_id = stack.client.jobs.create(job).id
+        updates = list(stack.client.jobs.stream(job_id))
+        assert stack.job(job_id).state is JobState.SUCCEEDED
+        yield stack, job_id, updates
+
+
+@pytest.fixture(scope="module")
+def timeline(finished):
+    stack, job_id, _ = finished
+    return stack.client.jobs.timeline(job_id, iterations=NUM_ITERATIONS)
+
+
+def test_stream_told_every_event_and_every_iteration(finished):
+    stack, job_id, updates = finished
+    ids = [update.id for update in updates if isinstance(update, Event)]
+    assert ids == [event.id for event in stack.client.jobs.events(job_id)][: len(ids)]  # some come after the end
+    done = [u.record for u in updates if isinstance(u, IterationUpdate) and u.record.state is IterationState.COMMITTED]
+    assert {record.iteration: record for record in done} == {
+        record.iteration: record for record in stack.client.jobs.iterations(job_id)
+    }
+
+
+def test_trainer_works_between_the_commits_on_groups_that_are_there(finished, timeline):
+    stack, job_id, _ = finished
+    records = stack.client.jobs.iterations(job_id)
+    assert timeline.iterations == list(range(NUM_ITERATIONS))
+    for record in records:
+        own = [s for s in timeline.spans if s.lane == "trainer" and s.iteration == record.iteration]
+        before = record.committed_at - record.wall_s
+        assert all(before - SLACK_S <= s.start <= s.end <= record.committed_at + SLACK_S for s in own)
+        assert {s.kind for s in own} >= {"wait", "micro_batch", "optimizer", "publish"}
+        assert ("checkpoint" in {s.kind for s in own}) is (record.iteration > 0)
+        first_trained = min(s.start for s in own if s.kind == "micro_batch")
+        assert first_trained >= record.first_accepted_at - SLACK_S
+        trained_s = sum(s.end - s.start for s in own if s.kind in ("micro_batch", "optimizer"))
+        assert trained_s == pytest.approx(
+            record.metrics["train/micro_batches_s"] + record.metrics["train/step_s"], abs=0.01
+        )
+
+
+def test_rollout_generates_between_the_hand_overs_of_weights(finished, timeline):
+    stack, job_id, _ = finished
+    (worker,) = [lane.id for lane in timeline.lanes if lane.id != "trainer"]
+    spans = [s for s in timeline.spans if s.lane == worker]
+    loads = {s.iteration: s for s in spans if s.kind == "load"}
+    pulls = {s.iteration: s for s in spans if s.kind == "pull"}
+    for record in stack.client.jobs.iterations(job_id):
+        generated = [s for s in spans if s.kind == "generate" and s.iteration == record.iteration]
+        assert {s.group_id for s in generated} == {f"{record.iteration}-{i}" for i in range(record.num_groups)}
+        if record.policy_version in loads:
+            assert min(s.start for s in generated) >= loads[record.policy_version].end - SLACK_S
+    assert loads.keys() >= set(range(1, NUM_ITERATIONS))
+    for version, load in loads.items():
+        if version > 0:  # the first one was pulled before the timeline begins
+            assert pulls[version].start <= pulls[version].end <= load.end + SLACK_S
+    idle = {lane.id: lane.idle_frac for lane in timeline.lanes}
+    busy_s = (1 - idle[worker]) * (timeline.end - timeline.start)
+    told_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(job_id))
+    assert busy_s == pytest.approx(told_s, rel=0.1)  # as the rollout has measured it

@@ -1,0 +1,610 @@
+"""A job as it runs, over real sockets to a whole broker: what its stream tells, and its timeline."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+
+from onbeat.api_keys import Role
+from onbeat.client import AsyncClient, BrokerUnreachable, Client
+from onbeat.errors import ApiError
+from onbeat.streams import inspection
+from onbeat.streams.ledger import Ledger
+from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, WeightUpdate
+from services.broker import live
+from services.broker.app import create_app
+from services.broker.connection import connection_class
+from services.broker.live import JobStreams
+from services.broker.settings import Settings
+from tests.conftest import free_port
+from tests.integration.broker_fixtures import (
+    commit,
+    create_job,
+    drain,
+    eventually,
+    make_group,
+    start_training,
+    wait_open,
+    write_prompts,
+)
+from tests.integration.test_broker_security import Keys
+
+LIMIT_S = 20.0
+
+
+class Server(uvicorn.Server):
+    """In this process, so that a test can look into it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class Broker:
+    url: str
+    streams: JobStreams
+    server: Server
+
+    @property
+    def num_watchers(self) -> int:
+        return self.streams._num_watchers
+
+
+@asynccontextmanager
+async def serving(
+    ledger: Ledger, folder: Path, stall_s: float = 30.0, port: int = 0, **more: Any
+) -> AsyncIterator[Broker]:
+    write_prompts(folder)
+    port = port or free_port()
+    settings = Settings(data_dir=folder, port=port, **more)
+    app = create_app(settings, ledger, is_stopping=lambda: server.should_exit)
+    server = Server(
+        uvicorn.Config(
+            app, port=port, log_config=None, http=connection_class(stall_s), ws="none", timeout_graceful_shutdown=5
+        )
+    )
+    serving = asyncio.create_task(server.serve())
+
+    async def has_started() -> bool:
+        return server.started
+
+    await eventually("the broker serves", has_started)
+    try:
+        yield Broker(f"http://127.0.0.1:{port}", app.state.context.streams, server)
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(serving, LIMIT_S)
+
+
+@pytest_asyncio.fixture
+async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[Broker]:
+    async with serving(ledger, tmp_path) as broker:
+        yield broker
+
+
+@dataclass(frozen=True)
+class Told:
+    kind: str  # "" of a comment
+    data: Any
+    id: str
+
+
+async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Told]:
+    """By the rules of the format alone, without our client."""
+    path = f"{url}/v1/jobs/{job_id}/stream"
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=LIMIT_S))
+        response = await stack.enter_async_context(client.stream("GET", path, headers=headers))
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-store"
+        fields: dict[str, str] = {}
+        async for line in response.aiter_lines():
+            if line:
+                name, _, value = line.partition(": ")
+                fields[name or "comment"] = value
+                continue
+            yield Told(fields.get("event", ""), json.loads(fields.get("data", "null")), fields.get("id", ""))
+            fields = {}
+
+
+async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Told]:
+    async with asyncio.timeout(LIMIT_S):
+        return [told async for told in listen(url, job_id, **headers)]
+
+
+async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Told]]:
+    """Returns when the broker hears of it."""
+    before = broker.num_watchers
+    listening = asyncio.create_task(listen_to_end(broker.url, job_id, **headers))
+
+    async def is_heard() -> bool:
+        return broker.num_watchers > before
+
+    await eventually("it listens", is_heard)
+    return listening
+
+
+async def train(ledger: Ledger, job_id: str, epoch: str, iterations: range, rollout_s: float = 0.0) -> None:
+    for iteration in iterations:
+        await wait_open(ledger, job_id, iteration)
+        await asyncio.sleep(rollout_s)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration, reward_mean=0.5, **{"train/loss": 1.0 + iteration})
+
+
+async def ledger_events(ledger: Ledger, job_id: str) -> list[str]:
+    return [event.id for event in await ledger.events(job_id)]
+
+
+def events_of(told: list[Told]) -> list[str]:
+    return [message.id for message in told if message.kind == "event"]
+
+
+def committed_of(told: list[Told]) -> dict[int, dict[str, float]]:
+    """Iteration -> its point."""
+    updates = [message.data for message in told if message.kind == "iteration"]
+    done = [update for update in updates if update["record"]["state"] == "COMMITTED"]
+    return {update["record"]["iteration"]: update["point"] for update in done}
+
+
+# ---- the stream --------------------------------------------------------------------------------------------------
+
+
+async def test_stream_tells_each_state_and_each_event_once_until_the_job_is_over(
+    broker: Broker, ledger: Ledger
+) -> None:
+    job_id = await create_job(ledger)
+    listening = await begin_to_listen(broker, job_id)
+    epoch = await start_training(ledger, job_id)
+    await train(ledger, job_id, epoch, range(3))
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    told = await listening
+    assert events_of(told) == await ledger_events(ledger, job_id)
+    points = committed_of(told)
+    assert [points[i]["train/loss"] for i in range(3)] == [1.0, 2.0, 3.0]
+    assert [points[i]["iteration/reward_mean"] for i in range(3)] == [0.5] * 3
+    states = [message.data["state"] for message in told if message.kind == "job"]
+    assert (states[0], states[-1]) == ("PENDING", "SUCCEEDED")
+    assert (told[-1].kind, told[-1].data) == ("end", {"reason": "over"})
+    assert [message.id for message in told if message.kind != "event"] == [""] * (len(told) - len(events_of(told)))
+    assert broker.num_watchers == 0
+
+
+async def test_whoever_has_seen_an_event_has_seen_the_states_behind_it(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    listening = await begin_to_listen(broker, job_id)
+    epoch = await start_training(ledger, job_id)
+    await train(ledger, job_id, epoch, range(3))
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    told = await listening
+    for place, message in enumerate(told):
+        if message.kind == "event" and message.data["kind"] == "iteration.committed":
+            assert message.data["data"]["iteration"] in committed_of(told[:place])
+
+
+async def test_stream_goes_on_after_the_last_event_without_loss_or_doubles(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 6})
+    epoch = await start_training(ledger, job_id)
+    first: list[Told] = []
+    async with contextlib.aclosing(listen(broker.url, job_id)) as messages:
+        training = asyncio.create_task(train(ledger, job_id, epoch, range(2)))
+        async for message in messages:
+            first.append(message)
+            if len(events_of(first)) == 5:  # in the middle of it all
+                break
+    await training
+    await train(ledger, job_id, epoch, range(2, 6))  # nobody listens
+    listening = await begin_to_listen(broker, job_id, **{"Last-Event-ID": events_of(first)[-1]})
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    second = await listening
+    assert events_of(first) + events_of(second) == await ledger_events(ledger, job_id)
+    assert committed_of(first).keys() | committed_of(second).keys() == set(range(6))
+
+
+async def test_event_that_was_seen_by_way_of_another_broker_is_not_told_again(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "TICK_S", 1.5)
+    job_id = await create_job(ledger)
+    first = await begin_to_listen(broker, job_id)
+    await asyncio.sleep(0.3)
+    await ledger.emit(job_id, "test.seen", "the reader has not looked yet")
+    (seen,) = await inspection.newest_events(ledger, job_id, count=1)
+    second = await begin_to_listen(broker, job_id, **{"Last-Event-ID": seen.id})
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    expected = await ledger_events(ledger, job_id)
+    assert events_of(await first) == expected
+    assert events_of(await second) == expected[expected.index(seen.id) + 1 :]
+
+
+async def test_stream_of_a_job_that_is_over_tells_it_and_ends(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    await train(ledger, job_id, epoch, range(2))
+    await ledger.move_job(job_id, JobState.FAILED, "out of memory")
+    told = await listen_to_end(broker.url, job_id)
+    assert events_of(told) == await ledger_events(ledger, job_id)
+    assert committed_of(told).keys() == {0, 1}
+    assert told[0].data["error"] == "out of memory"
+    assert [message.kind for message in told[-2:]] == ["explain", "end"]
+    (newest,) = (await inspection.newest_events(ledger, job_id, count=1))[:1]
+    resumed = await listen_to_end(broker.url, job_id, **{"Last-Event-ID": newest.id})
+    assert events_of(resumed) == []
+    assert resumed[-1].data == {"reason": "over"}
+
+
+async def test_watchers_of_a_job_share_one_reader(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = inspection.look
+
+    async def counting(*args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await look(*args)
+
+    monkeypatch.setattr(inspection, "look", counting)
+    job_id = await create_job(ledger)
+    listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(20)]
+
+    async def all_are_here() -> bool:
+        return broker.num_watchers == 20
+
+    await eventually("all listen", all_are_here)
+    before = looks
+    await asyncio.sleep(4 * live.TICK_S)
+    assert 2 <= looks - before <= 5
+    await ledger.emit(job_id, "test.hello", "hello")
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    expected = await ledger_events(ledger, job_id)
+    for told in await asyncio.gather(*listening):
+        assert events_of(told) == expected
+
+
+async def test_many_watchers_may_come_at_once(broker: Broker, ledger: Ledger) -> None:
+    """More than the connections to Redis that a process has at most."""
+    job_id = await create_job(ledger)
+    listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(150)]
+
+    async def all_are_here() -> bool:
+        return broker.num_watchers == 150
+
+    await eventually("all listen", all_are_here)
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    expected = await ledger_events(ledger, job_id)
+    assert all(events_of(told) == expected for told in await asyncio.gather(*listening))
+
+
+async def test_waiting_job_is_explained_now_and_then(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "EXPLAIN_S", 1.0)
+    job_id = await create_job(ledger, pool="nobody-there")
+    explained: list[float] = []
+    clock = asyncio.get_running_loop()
+    async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
+        async for message in messages:
+            if message.kind == "explain":
+                assert "trainer of pool nobody-there" in message.data["findings"][0]["waits_for"]
+                explained.append(clock.time())
+            if len(explained) == 3:
+                break
+    assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(explained))
+
+
+async def test_silent_stream_has_a_heart(broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "HEARTBEAT_S", 0.1)
+    job_id = await create_job(ledger)
+    async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
+        async for message in messages:
+            if message.kind == "":  # a comment
+                return
+    raise AssertionError("it ended without")
+
+
+async def test_long_stream_is_to_be_asked_for_again(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_STREAM_S", 0.5)
+    told = await listen_to_end(broker.url, await create_job(ledger))
+    assert told[-1].data == {"reason": "renew"}
+
+
+async def test_stopping_broker_ends_its_streams(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await create_job(ledger)
+    async with serving(ledger, tmp_path) as broker:
+        listening = await begin_to_listen(broker, job_id)
+        broker.server.should_exit = True
+        async with asyncio.timeout(4.0):  # below the server's own deadline
+            assert (await listening)[-1].data == {"reason": "stopping"}
+
+
+async def test_deleted_job_ends_its_stream(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    listening = await begin_to_listen(broker, job_id)
+    await ledger.redis.delete(inspection.JobKeys(job_id).job)
+    assert (await listening)[-1].data == {"reason": "over"}
+
+
+# ---- who may, and how many ---------------------------------------------------------------------------------------
+
+
+async def test_stream_asks_for_a_key_that_may_read(ledger: Ledger, tmp_path: Path) -> None:
+    keys, job_id = Keys(tmp_path / "keys.json"), await create_job(ledger)
+    async with serving(ledger, tmp_path, api_keys_file=keys.path) as broker:
+        async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+            for part in ("stream", "timeline"):
+                assert (await client.get(f"/v1/jobs/{job_id}/{part}")).status_code == 401
+        await ledger.move_job(job_id, JobState.CANCELLED)
+        assert (await listen_to_end(broker.url, job_id, **keys.header(Role.READ)))[0].data["id"] == job_id
+        async with AsyncClient(broker.url, "onbeat_0_wrong") as stranger:
+            with pytest.raises(ApiError, match="401"):
+                await anext(stranger.jobs.stream(job_id))
+
+
+async def test_impossible_streams_are_refused_before_they_begin(broker: Broker, ledger: Ledger) -> None:
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+        assert (await client.get("/v1/jobs/nobody/stream")).status_code == 404
+        job_id = await create_job(ledger)
+        assert (await client.get(f"/v1/jobs/{job_id}/stream?after=now")).status_code == 422
+        headers = {"Last-Event-ID": "yesterday"}
+        assert (await client.get(f"/v1/jobs/{job_id}/stream", headers=headers)).status_code == 422
+    assert broker.num_watchers == 0
+
+
+async def test_streams_leave_room_for_other_requests(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await create_job(ledger)
+    async with serving(ledger, tmp_path, max_connections=4) as broker:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                messages = await stack.enter_async_context(contextlib.aclosing(listen(broker.url, job_id)))
+                await anext(messages)
+            async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+                refused = await client.get(f"/v1/jobs/{job_id}/stream")
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+                assert (await client.get(f"/v1/jobs/{job_id}")).status_code == 200
+
+        async def are_gone() -> bool:
+            return broker.num_watchers == 0
+
+        await eventually("those who left are forgotten", are_gone)
+        assert not broker.streams._watches
+
+
+async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await create_job(ledger)
+    async with serving(ledger, tmp_path, stall_s=1.0) as broker:
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", int(broker.url.rsplit(":")[-1])))
+            reader.sendall(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            listening = asyncio.create_task(listen_to_end(broker.url, job_id))  # one that is quick
+
+            async def both_are_here() -> bool:
+                return broker.num_watchers == 2
+
+            await eventually("both listen", both_are_here)
+            for _ in range(40):
+                for _ in range(10):
+                    await ledger.emit(job_id, "test.long", "x" * 20_000)
+                await asyncio.sleep(0.02)
+
+            async def one_is_left() -> bool:
+                return broker.num_watchers == 1 and len(broker.server.server_state.connections) == 1
+
+            await eventually("the slow one is gone", one_is_left)
+            await ledger.move_job(job_id, JobState.CANCELLED)
+            assert events_of(await listening) == await ledger_events(ledger, job_id)
+
+
+async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "TICK_S", 0.01)
+    job_id = await create_job(ledger)
+    streams = JobStreams(ledger, lambda: False, max_watchers=5)
+    stream = streams.stream(job_id, "0")
+    await anext(stream)
+    for _ in range(3):
+        for _ in range(live.MAX_WAITING // 2):
+            await ledger.emit(job_id, "test.quick", "")
+        await asyncio.sleep(0.2)
+    (watcher,) = streams._watches[job_id].watchers
+    assert watcher.queue.qsize() <= live.MAX_WAITING
+    rest = [body async for body in stream]
+    assert b'"slow"' in rest[-1]
+    await streams.close()
+
+
+# ---- the client --------------------------------------------------------------------------------------------------
+
+
+async def test_client_streams_typed_records_until_the_job_is_over(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+
+    async def collect() -> list[Any]:
+        async with AsyncClient(broker.url) as client:
+            return [update async for update in client.jobs.stream(job_id)]
+
+    collecting = asyncio.create_task(collect())
+    await train(ledger, job_id, await start_training(ledger, job_id), range(3))
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    updates = await asyncio.wait_for(collecting, LIMIT_S)
+    assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
+    assert [u for u in updates if isinstance(u, JobRecord)][-1].state is JobState.SUCCEEDED
+    last = [u for u in updates if isinstance(u, IterationUpdate)][-1]
+    assert (last.record.state, last.point["train/loss"]) == (IterationState.COMMITTED, 3.0)
+    assert {type(u) for u in updates} <= {Event, JobRecord, IterationUpdate, Diagnosis}
+
+
+async def test_client_goes_on_when_the_broker_comes_back(ledger: Ledger, tmp_path: Path) -> None:
+    job_id, port = await create_job(ledger), free_port()
+    updates: list[Any] = []
+
+    async def collect() -> None:
+        async with AsyncClient(f"http://127.0.0.1:{port}") as client:
+            async for update in client.jobs.stream(job_id):
+                updates.append(update)
+
+    async with serving(ledger, tmp_path, port=port):
+        collecting = asyncio.create_task(collect())
+        epoch = await start_training(ledger, job_id)
+        await train(ledger, job_id, epoch, range(1))
+
+        async def has_begun() -> bool:
+            return any(isinstance(update, Event) for update in updates)
+
+        await eventually("it hears", has_begun)
+    await ledger.emit(job_id, "test.unheard", "nobody is there")
+    async with serving(ledger, tmp_path, port=port):
+        await train(ledger, job_id, epoch, range(1, 3))
+        await ledger.move_job(job_id, JobState.SUCCEEDED)
+        await asyncio.wait_for(collecting, LIMIT_S)
+    assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
+
+
+async def test_client_gives_up_on_a_broker_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.client.STREAM_DELAYS_S", (0.01, 0.01))
+    async with AsyncClient(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(BrokerUnreachable):
+            await anext(client.jobs.stream("job"))
+
+
+async def test_blocking_client_streams_and_may_leave(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+
+    def look() -> tuple[str, str]:
+        with Client(broker.url) as client:
+            (first,) = [update for update, _ in zip(client.jobs.stream(job_id), range(1), strict=False)]
+            for update in client.jobs.stream(job_id):
+                if isinstance(update, Event):
+                    break
+            has_left.set()
+            return first.id, update.kind
+
+    has_left = threading.Event()
+    looking = asyncio.create_task(asyncio.to_thread(look))
+    assert await asyncio.wait_for(looking, LIMIT_S) == (job_id, "job.state")
+    assert has_left.is_set()
+
+
+# ---- the timeline ------------------------------------------------------------------------------------------------
+
+
+async def get_timeline(broker: Broker, job_id: str, iterations: int = 5) -> Any:
+    async with AsyncClient(broker.url) as client:
+        return await client.jobs.timeline(job_id, iterations)
+
+
+async def test_timeline_places_groups_weights_and_training_on_one_clock(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    nothing = await get_timeline(broker, job_id)
+    assert (nothing.iterations, nothing.lanes, nothing.spans) == ([], [], [])
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    opened_at = float((await ledger.iteration_fields(job_id, 0))["opened_at"])
+    update = WeightUpdate(received_bytes=9, pull_s=0.04, apply_s=0.01, load_s=0.03, held_s=0.02)
+    await asyncio.sleep(0.1)
+    await ledger.engine_ready(job_id, 0, "w1", update)
+    ready_at = next(e.time for e in await ledger.events(job_id) if e.kind == "worker.updated")
+    await asyncio.sleep(0.5)
+    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
+    group = make_group(first.task)
+    group.timings.generate_s, group.timings.score_s = 0.3, 0.1
+    await ledger.submit_group(job_id, first.entry_id, group)
+    accepted_at = int((await ledger.groups(job_id, 0))["0-0"].removeprefix("accepted:").split("-")[0]) / 1000
+    open_one = await get_timeline(broker, job_id)  # what is accepted shows before the rest
+    assert {(s.lane, s.kind, s.group_id) for s in open_one.spans if s.group_id} == {
+        ("w1", "generate", "0-0"),
+        ("w1", "score", "0-0"),
+    }
+    failed = make_group(second.task)
+    failed.timings.generate_s, failed.timings.score_s = 0.0, 0.0
+    await ledger.submit_group(job_id, second.entry_id, failed)
+    begin = opened_at + 0.1
+    told = [("micro_batch", begin, 0.1), ("micro_batch", begin + 0.102, 0.1), ("optimizer", begin + 0.3, 0.05)]
+    await commit(ledger, job_id, epoch, 0, spans=told, reward_mean=0.5)
+    committed_at = float((await ledger.iteration_fields(job_id, 0))["committed_at"])
+    timeline = await get_timeline(broker, job_id, 1)
+    if timeline.iterations == [1]:  # the next one is open already
+        timeline = await get_timeline(broker, job_id, 2)
+    spans = {(s.lane, s.kind, s.group_id or round(s.start - begin, 3)): s for s in timeline.spans}
+    generate, score = spans["w1", "generate", "0-0"], spans["w1", "score", "0-0"]
+    assert (generate.start, generate.end) == pytest.approx((accepted_at - 0.4, accepted_at - 0.1))
+    assert (score.start, score.end) == pytest.approx((accepted_at - 0.1, accepted_at))
+    (load,) = [s for s in timeline.spans if s.kind == "load"]
+    (pull,) = [s for s in timeline.spans if s.kind == "pull"]
+    assert (load.lane, load.start, load.end) == ("w1", pytest.approx(ready_at - 0.03), pytest.approx(ready_at))
+    assert (pull.start, pull.end) == pytest.approx((ready_at - 0.06, ready_at - 0.02))
+    trainer = [(s.kind, s.start - begin, s.end - begin) for s in timeline.spans if s.lane == "trainer"]
+    assert trainer == [  # the 2 ms between the micro-batches are not waiting
+        ("wait", pytest.approx(-0.1, abs=1e-3), pytest.approx(0.0, abs=1e-3)),
+        ("micro_batch", pytest.approx(0.0, abs=1e-3), pytest.approx(0.1, abs=1e-3)),
+        ("micro_batch", pytest.approx(0.102, abs=1e-3), pytest.approx(0.202, abs=1e-3)),
+        ("wait", pytest.approx(0.202, abs=1e-3), pytest.approx(0.3, abs=1e-3)),
+        ("optimizer", pytest.approx(0.3, abs=1e-3), pytest.approx(0.35, abs=1e-3)),
+    ]
+    idle = {lane.id: lane.idle_frac for lane in timeline.lanes}
+    assert list(idle) == ["trainer", "w1"]
+    assert idle["trainer"] == pytest.approx(1 - 0.25 / (committed_at - opened_at), abs=1e-3)
+    assert idle["w1"] == pytest.approx(1 - 0.3 / (timeline.end - timeline.start), abs=1e-3)
+    (record,) = [r for r in (await records(broker, job_id)) if r["iteration"] == 0]
+    assert record["metrics"] == {}  # spans are no metric
+    assert (record["reward_mean"], record["state"]) == (0.5, "COMMITTED")
+
+
+async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+        return list((await client.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"])
+
+
+async def test_timeline_of_a_job_that_tells_less(broker: Broker, ledger: Ledger) -> None:
+    """Of an older trainer and older rollouts: groups have their place all the same."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await ledger.engine_ready(job_id, 0, "w1", WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1))
+    await train(ledger, job_id, epoch, range(3), rollout_s=0.25)
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    timeline = await get_timeline(broker, job_id, 2)
+    assert timeline.iterations == [1, 2]
+    assert {s.kind for s in timeline.spans if s.iteration > 0} == {"generate", "score"}
+    assert timeline.lanes[0].idle_frac is None
+    assert timeline.spans == (await get_timeline(broker, job_id, 2)).spans  # read once, told twice
+
+
+async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = await create_job(ledger)
+    await train(ledger, job_id, await start_training(ledger, job_id), range(3), rollout_s=0.25)
+    first = await get_timeline(broker, job_id)
+
+    async def never(*_: Any) -> Any:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(Ledger, "rollouts", never)
+    assert (await get_timeline(broker, job_id)).spans == first.spans
+    assert len([s for s in first.spans if s.kind == "generate"]) == 6
+
+
+async def test_pages_of_samples_and_metrics_after_an_iteration(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await train(ledger, job_id, await start_training(ledger, job_id), range(2))
+    async with AsyncClient(broker.url) as client:
+        whole = await client.jobs.samples(job_id, iteration=1)
+        pages = [await client.jobs.samples(job_id, iteration=1, limit=3, offset=offset) for offset in (0, 3, 6)]
+        assert [sample for page in pages for sample in page] == whole
+        assert [len(page) for page in pages] == [3, 1, 0]
+        assert (await client.jobs.metrics(job_id, after=0))["train/loss"] == [(1, 2.0)]
