@@ -1,0 +1,95 @@
+# The rollout of Onbeat. The context is the top of the repository; `make images` builds all three.
+# Down to "rollout alone" this is trainer.Dockerfile line by line: both images share those layers.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG PLATFORM=cpu
+
+FROM ${BASE_IMAGE} AS base
+# A base image that has Python keeps it; a bare Debian gets its own.
+RUN set -eu; \
+    packages="ca-certificates tini"; \
+    command -v python3 >/dev/null || packages="$packages python3"; \
+    apt-get update; \
+    apt-get install -y --no-install-recommends $packages; \
+    rm -rf /var/lib/apt/lists/*; \
+    groupadd --gid 10001 onbeat; \
+    useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin onbeat; \
+    install -d -o 10001 -g 10001 /data /cache
+
+FROM base AS tools
+RUN set -eu; \
+    packages="gcc libc6-dev"; \
+    python3 -c 'import ensurepip' 2>/dev/null || packages="$packages python3-venv python3-dev"; \
+    apt-get update; \
+    apt-get install -y --no-install-recommends $packages; \
+    rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+COPY requirements/image.lock requirements/
+RUN python3 -m venv /tools && /tools/bin/pip install --quiet --no-deps -r requirements/image.lock
+COPY deploy/docker/install-packages.sh deploy/docker/install-code.sh deploy/docker/
+
+FROM tools AS packages
+ARG PLATFORM
+COPY requirements/runtime.in requirements/${PLATFORM}.* requirements/
+COPY deploy/docker/wheels wheels
+RUN sh deploy/docker/install-packages.sh "$PLATFORM"
+
+FROM packages AS code
+COPY LICENSE README.md pyproject.toml ./
+COPY onbeat onbeat
+COPY services services
+RUN sh deploy/docker/install-code.sh
+
+# What the platforms need at run time. Triton compiles its launchers when a kernel is first used.
+FROM base AS on-cpu
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+ENV TORCH_COMPILE_DISABLE=1
+
+FROM base AS on-cuda
+ARG PLATFORM
+RUN set -eu; \
+    [ "$PLATFORM" = cuda ] || exit 0; \
+    packages="libnuma1 gcc libc6-dev"; \
+    [ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || packages="$packages python3-dev"; \
+    apt-get update; \
+    apt-get install -y --no-install-recommends $packages; \
+    rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM base AS on-npu
+
+FROM on-${PLATFORM}
+COPY --from=packages /opt/onbeat /opt/onbeat
+COPY --from=code /code /opt/onbeat
+USER 10001:10001
+WORKDIR /data
+ENV PATH=/opt/onbeat/bin:$PATH \
+    HOME=/tmp \
+    TMPDIR=/tmp \
+    PYTHONUNBUFFERED=1 \
+    ONBEAT_LOG_FORMAT=json \
+    ONBEAT_DATA_DIR=/data \
+    ONBEAT_CACHE_DIR=/cache \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface
+
+# ---- rollout alone ----
+EXPOSE 8801 8802
+ENV ONBEAT_WEIGHTS_HOST=0.0.0.0 \
+    ONBEAT_WEIGHTS_PORT=8801 \
+    ONBEAT_METRICS_HOST=0.0.0.0 \
+    ONBEAT_METRICS_PORT=8802
+HEALTHCHECK --interval=5s --timeout=5s --start-period=180s --retries=6 CMD ["python", "-I", "-c", \
+    "import os, urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{os.environ[\"ONBEAT_METRICS_PORT\"]}/readyz', timeout=4)"]
+ENTRYPOINT ["tini", "--", "/opt/onbeat/bin/python", "-P", "-m", "services.rollout"]
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG SOURCE=unknown
+LABEL org.opencontainers.image.title="onbeat rollout" \
+      org.opencontainers.image.description="Generates and scores responses with the newest weights" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION" \
+      org.opencontainers.image.source="$SOURCE" \
+      org.opencontainers.image.licenses="Apache-2.0"

@@ -1,0 +1,93 @@
+"""A container engine and the project's images. Where neither is there nor can be made, these tests are skipped, but
+never in CI."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from onbeat.client import BrokerUnreachable
+from onbeat.errors import ApiError
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "deploy" / "docker"
+PUBLIC_REDIS = "redis:7.2-bookworm"
+OWN_REDIS = "onbeat-test-redis:bookworm"
+ENGINE_S, BUILD_S, PULL_S = 600.0, 1500.0, 60.0
+
+# The library's own reaper is an image that would have to be pulled; fixtures here end what they start.
+os.environ["TESTCONTAINERS_RYUK_DISABLED"] = "true"
+
+
+@dataclass(frozen=True)
+class Images:
+    redis: str
+    tag: str
+
+    def of(self, service: str) -> str:
+        return self.redis if service == "redis" else f"onbeat/{service}:{self.tag}"
+
+
+@pytest.fixture(scope="session")
+def engine() -> None:
+    started = run([str(SCRIPTS / "engine.sh"), "start"], timeout_s=ENGINE_S)
+    if started.returncode == 0:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"CI needs a container engine:\n{started.stderr}")
+    pytest.skip(f"no container engine: {started.stderr.strip().splitlines()[-1]}")
+
+
+@pytest.fixture(scope="session")
+def images(engine: None) -> Images:
+    checked("building the images", run([str(SCRIPTS / "build-images.sh"), "cpu"], timeout_s=BUILD_S))
+    version = checked("the version", run([str(ROOT / ".venv/bin/onbeat"), "--version"])).split()[-1]
+    return Images(redis_image(), f"{version}-cpu")
+
+
+def redis_image() -> str:
+    """The public one if it is here or can be pulled, else one of Debian's package."""
+    if has_image(PUBLIC_REDIS):
+        return PUBLIC_REDIS
+    base = checked("the base image", run([str(SCRIPTS / "base-image.sh")], timeout_s=BUILD_S)).strip()
+    if not base.startswith("onbeat-base") and run(["docker", "pull", "-q", PUBLIC_REDIS], PULL_S).returncode == 0:
+        return PUBLIC_REDIS
+    dockerfile = str(Path(__file__).parent / "redis.Dockerfile")
+    build = ["docker", "build", "-q", "-t", OWN_REDIS, "--build-arg", f"BASE_IMAGE={base}", "-f", dockerfile]
+    checked("building Redis", run([*build, str(Path(__file__).parent)], timeout_s=BUILD_S))
+    return OWN_REDIS
+
+
+def has_image(name: str) -> bool:
+    return run(["docker", "image", "inspect", name]).returncode == 0
+
+
+def run(
+    command: list[str], timeout_s: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    given = os.environ | (env or {})
+    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def checked(what: str, done: subprocess.CompletedProcess[str]) -> str:
+    """Its output. Fails the test with its errors if it failed."""
+    if done.returncode != 0:
+        pytest.fail(f"{what} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return done.stdout
+
+
+def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
+    """A broker that is just being replaced, or killed, answers later."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if is_true():
+                return
+        except (BrokerUnreachable, ApiError) as error:
+            what = f"{what} ({error})" if time.monotonic() > deadline else what
+        assert time.monotonic() < deadline, f"after {timeout_s:.0f} s still not: {what}"
+        time.sleep(0.5)

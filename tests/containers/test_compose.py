@@ -1,0 +1,140 @@
+"""`docker compose up`, then a job, as docs/deploy.md tells it, with real vLLM: scaled and upgraded while it runs."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from onbeat.client import Client
+from onbeat.errors import ApiError
+from onbeat.types import IterationState, JobState, WorkerRecord
+from tests.conftest import free_port
+from tests.containers.conftest import ROOT, Images, checked, run, wait_until
+
+UP_S, DOWN_S = 300.0, 180.0
+NUM_ITERATIONS = 60
+SMALL_JOB = {
+    "schedule.num_iterations": NUM_ITERATIONS,
+    "rollout.num_prompts_per_iteration": 4,
+    "rollout.num_samples_per_prompt": 4,
+    "rollout.max_response_tokens": 24,
+    "checkpoint.every_iterations": 20,
+}
+
+
+@dataclass
+class Compose:
+    project: str
+    env: dict[str, str]
+
+    def __call__(self, *arguments: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> str:
+        command = ["docker", "compose", "--project-name", self.project, *arguments]
+        return checked(f"docker compose {arguments[0]}", run(command, timeout_s, self.env | (env or {})))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.env['ONBEAT_PUBLISHED_PORT']}"
+
+    @property
+    def admin_key(self) -> str:
+        """As docs/deploy.md tells the user."""
+        return self("run", "--rm", "init", "show", "admin-key").strip()
+
+
+pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
+
+
+@pytest.fixture(scope="module")
+def compose(images: Images) -> Iterator[Compose]:
+    """The stack with one rollout, everything healthy; afterwards containers, networks and volumes are gone."""
+    cores = sorted(os.sched_getaffinity(0))
+    compose = Compose(
+        project=f"onbeat-test-{secrets.token_hex(3)}",
+        env={
+            "COMPOSE_PROFILES": "cpu",
+            "ONBEAT_TAG": images.tag,
+            "ONBEAT_REDIS_IMAGE": images.redis,
+            "ONBEAT_PUBLISHED_PORT": str(free_port()),
+            "ONBEAT_ROLLOUT_CORES": str(cores[0]),
+            "ONBEAT_TRAINER_CORES": str(cores[-1]),
+        },
+    )
+    try:
+        compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
+        yield compose
+    finally:
+        sys.stdout.write(compose("logs", "--no-color")[-20_000:])  # shown when a test failed
+        compose("down", "--volumes", "--timeout", "30", timeout_s=DOWN_S)
+        run(["docker", "image", "rm", f"onbeat/broker:{compose.project}"])
+
+
+@pytest.fixture
+def client(compose: Compose) -> Iterator[Client]:
+    with Client(compose.url, api_key=compose.admin_key) as client:
+        yield client
+
+
+def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Client, images: Images) -> None:
+    """1 -> 3 -> 1 rollouts and another broker image: the job succeeds, every group once, the audit clean."""
+    job_id = create_job(compose)
+
+    def is_committed(iteration: int) -> bool:
+        assert client.jobs.get(job_id).state in (JobState.PENDING, JobState.RUNNING), client.jobs.get(job_id).error
+        return any(i.iteration >= iteration and i.committed_at for i in client.jobs.iterations(job_id))
+
+    wait_until(lambda: is_committed(0), "the first iteration is committed")
+    compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=3", timeout_s=UP_S)
+    wait_until(lambda: len(serving(client, job_id)) == 3, "three rollouts serve the job")
+    assert client.jobs.get(job_id).state is JobState.RUNNING, "the job ended before it could be scaled"
+
+    scaled_to_one = ["up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=1"]
+    compose(*scaled_to_one, timeout_s=UP_S)
+    # They drained and said farewell; nobody has to be declared dead.
+    assert len(client.workers()) == 1
+
+    upgrade_broker(compose, images)
+    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends")
+    assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
+    iterations = client.jobs.iterations(job_id)
+    assert [iteration.iteration for iteration in iterations] == list(range(NUM_ITERATIONS))
+    assert {iteration.state for iteration in iterations} == {IterationState.COMMITTED}
+    assert {(iteration.num_accepted, iteration.num_failed_groups) for iteration in iterations} == {(4, 0)}
+    report = client.jobs.audit(job_id)
+    assert report.is_clean, report.violation
+    assert (report.num_groups, report.num_commits) == (4 * NUM_ITERATIONS, NUM_ITERATIONS)
+    joined = [event for event in client.jobs.events(job_id) if event.kind == "worker.joined"]
+    assert len({event.data["worker_id"] for event in joined}) == 3
+
+
+def create_job(compose: Compose) -> str:
+    """With the command line, as a user does."""
+    overrides = [part for key, value in SMALL_JOB.items() for part in ("--set", f"{key}={value}")]
+    command = [str(ROOT / ".venv/bin/onbeat"), "jobs", "create", "examples/quickstart.toml", *overrides]
+    env = {"ONBEAT_URL": compose.url, "ONBEAT_API_KEY": compose.admin_key}
+    return checked("onbeat jobs create", run(command, env=env)).split()[0]
+
+
+def serving(client: Client, job_id: str) -> list[WorkerRecord]:
+    """Rollouts whose engine has a policy version of the job."""
+    return [worker for worker in client.workers() if worker.job_id == job_id and worker.policy_version is not None]
+
+
+def upgrade_broker(compose: Compose, images: Images) -> None:
+    """An image that differs, under a tag of its own, as a new release would."""
+    before = compose("ps", "--quiet", "broker").strip()
+    dockerfile = f"FROM {images.of('broker')}\nLABEL org.opencontainers.image.version=next\n"
+    upgraded = f"onbeat/broker:{compose.project}"
+    built = subprocess.run(["docker", "build", "-q", "-t", upgraded, "-"], input=dockerfile, text=True, timeout=120)
+    assert built.returncode == 0
+    tag = {"ONBEAT_TAG": compose.project}
+    compose("up", "--detach", "--no-build", "--no-deps", "--wait", "broker", timeout_s=UP_S, env=tag)
+    assert compose("ps", "--quiet", "broker").strip() != before
+
+
+def test_nobody_without_a_key_is_answered(compose: Compose) -> None:
+    with Client(compose.url) as stranger, pytest.raises(ApiError, match="401"):
+        stranger.jobs.list()

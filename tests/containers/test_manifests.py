@@ -1,0 +1,418 @@
+"""The Kubernetes manifests, without a cluster: they build, fit the schemas and hang together."""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import kubernetes_validate
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.containers.kustomize import (
+    KUBERNETES,
+    Manifests,
+    Object,
+    Pod,
+    build,
+    build_variant,
+    selects,
+    write_kustomization,
+)
+
+# Each overlay as it is, and each component on an overlay that it is made for.
+VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir())] + [
+    ("cpu", ("external-redis",)),
+    ("cpu", ("datasets",)),
+    ("nvidia", ("model-hub", "datasets", "autoscale-keda")),
+    ("ascend", ("multi-node",)),
+    ("nvidia", ("multi-node", "autoscale-hpa")),
+]
+API_VERSIONS = ["1.28", "1.32", kubernetes_validate.latest_version()]  # the label pod-index came with 1.28
+FIELDS = {"status.podIP": "192.0.2.7", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}
+CLIENTS = {"broker", "trainer", "rollout"}
+
+
+@pytest.fixture(scope="session", params=VARIANTS, ids=lambda variant: "+".join((variant[0], *variant[1])))
+def manifests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Manifests:
+    return build_variant(*request.param, tmp_path_factory.mktemp("variant"))
+
+
+def test_every_component_is_in_a_variant():
+    components = {path.name for path in (KUBERNETES / "components").iterdir()}
+    used = {name for _, names in VARIANTS for name in names}
+    assert components == used
+
+
+def test_all_lies_in_one_namespace_of_restricted_pods(manifests: Manifests):
+    (namespace,) = manifests.of("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    assert {item["metadata"].get("namespace") for item in manifests.objects if item["kind"] != "Namespace"} == {
+        namespace["metadata"]["name"]
+    }
+
+
+@pytest.mark.parametrize("version", API_VERSIONS)
+def test_objects_fit_the_schemas_of_the_api(manifests: Manifests, version: str):
+    own = [item for item in manifests.objects if not item["apiVersion"].startswith("keda.sh/")]
+    assert len(own) >= 25
+    for item in own:
+        check_schema(json.dumps(item), version)
+
+
+@functools.cache
+def check_schema(item: str, version: str) -> None:
+    """Most objects are the same in many variants."""
+    kubernetes_validate.validate(json.loads(item), version, strict=True)
+
+
+# ---- KEDA: its resources are no part of the API's schemas; these are the fields of keda.sh/v1alpha1 in use -----------
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class MetricsApi(Strict):
+    """Of https://keda.sh/docs/latest/scalers/metrics-api/; all values are strings."""
+
+    url: str = Field(pattern=r"^https?://")
+    valueLocation: str
+    targetValue: str = Field(pattern=r"^[1-9][0-9]*$")
+    authMode: Literal["bearer"]
+
+
+class Reference(Strict):
+    name: str
+
+
+class Trigger(Strict):
+    type: Literal["metrics-api"]
+    metadata: MetricsApi
+    authenticationRef: Reference
+
+
+class HpaConfig(Strict):
+    behavior: dict[Literal["scaleDown", "scaleUp"], dict[str, Any]]
+
+
+class Advanced(Strict):
+    horizontalPodAutoscalerConfig: HpaConfig
+
+
+class ScaledObjectSpec(Strict):
+    scaleTargetRef: Reference
+    minReplicaCount: int = Field(ge=0)
+    maxReplicaCount: int = Field(ge=1)
+    pollingInterval: int = Field(ge=1)
+    cooldownPeriod: int = Field(ge=0)
+    advanced: Advanced
+    triggers: list[Trigger] = Field(min_length=1)
+
+
+class SecretTarget(Strict):
+    parameter: Literal["token"]
+    name: str
+    key: str
+
+
+class TriggerAuthenticationSpec(Strict):
+    secretTargetRef: list[SecretTarget] = Field(min_length=1)
+
+
+def test_scaled_objects_fit_what_keda_documents(manifests: Manifests):
+    for item in manifests.of("ScaledObject"):
+        spec = ScaledObjectSpec.model_validate(item["spec"])
+        assert (spec.scaleTargetRef.name, spec.minReplicaCount) == ("onbeat-rollout", 0)
+        for trigger in spec.triggers:
+            manifests.get("TriggerAuthentication", trigger.authenticationRef.name)
+        hpa = {"scaleTargetRef": {"kind": "Deployment", "name": "x"}, "maxReplicas": 1}
+        behavior = spec.advanced.horizontalPodAutoscalerConfig.behavior
+        autoscaler = {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "spec": hpa | {"behavior": behavior},
+        }
+        kubernetes_validate.validate(autoscaler, "1.32", strict=True)
+    for item in manifests.of("TriggerAuthentication"):
+        for target in TriggerAuthenticationSpec.model_validate(item["spec"]).secretTargetRef:
+            assert target.key in manifests.secrets()[target.name]
+
+
+def test_what_is_scaled_has_no_number_of_its_own(manifests: Manifests):
+    """`kubectl apply` would set it back."""
+    targets = [
+        o["spec"]["scaleTargetRef"] for o in manifests.of("ScaledObject") + manifests.of("HorizontalPodAutoscaler")
+    ]
+    assert len(targets) <= 1, "two scalers would fight"
+    for deployment in manifests.of("Deployment"):
+        is_scaled = deployment["metadata"]["name"] in {target["name"] for target in targets}
+        assert ("replicas" in deployment["spec"]) != is_scaled
+    assert all(
+        target["name"] in {item["metadata"]["name"] for item in manifests.of("Deployment")} for target in targets
+    )
+
+
+# ---- pod security ----------------------------------------------------------------------------------------------------
+
+
+def violations(pod: Pod) -> Iterator[str]:
+    """Of the pod security standard `restricted`, and of what is promised beyond it."""
+    spec, security = pod.spec, pod.spec.get("securityContext", {})
+    for name in ("hostNetwork", "hostPID", "hostIPC"):
+        if spec.get(name):
+            yield name
+    if spec.get("automountServiceAccountToken") is not False:
+        yield "automountServiceAccountToken"
+    if spec.get("enableServiceLinks") is not False:
+        yield "enableServiceLinks"
+    if security.get("runAsNonRoot") is not True or not security.get("runAsUser") or not security.get("runAsGroup"):
+        yield "runAsNonRoot"
+    if security.get("seccompProfile") != {"type": "RuntimeDefault"}:
+        yield "seccompProfile"
+    if security.get("sysctls") or security.get("seLinuxOptions") or security.get("appArmorProfile"):
+        yield "sysctls, seLinuxOptions, appArmorProfile"
+    for volume in spec.get("volumes", []):
+        kinds = volume.keys() - {"name"}
+        if not kinds <= {"configMap", "emptyDir", "projected", "secret", "persistentVolumeClaim"}:
+            yield f"volume {volume['name']}"
+        if "emptyDir" in kinds and "sizeLimit" not in volume["emptyDir"]:
+            yield f"emptyDir without sizeLimit: {volume['name']}"
+    for container in spec["containers"] + spec.get("initContainers", []) + spec.get("ephemeralContainers", []):
+        yield from container_violations(container)
+
+
+def container_violations(container: Object) -> Iterator[str]:
+    security = container.get("securityContext", {})
+    allowed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    if security != allowed:
+        yield f"securityContext of {container['name']}"
+    if any("hostPort" in port for port in container.get("ports", [])):
+        yield "hostPort"
+    for kind in ("requests", "limits"):
+        if not {"cpu", "memory"} <= container.get("resources", {}).get(kind, {}).keys():
+            yield f"resources.{kind}"
+
+
+def test_pods_are_restricted(manifests: Manifests):
+    assert {pod.name: list(violations(pod)) for pod in manifests.pods()} == {pod.name: [] for pod in manifests.pods()}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("hostNetwork",), True),
+        (("automountServiceAccountToken",), None),
+        (("enableServiceLinks",), True),
+        (("securityContext", "runAsNonRoot"), False),
+        (("securityContext", "runAsUser"), 0),
+        (("securityContext", "seccompProfile"), {"type": "Unconfined"}),
+        (("volumes", 0, "hostPath"), {"path": "/"}),
+        (("containers", 0, "securityContext", "allowPrivilegeEscalation"), True),
+        (("containers", 0, "securityContext", "readOnlyRootFilesystem"), False),
+        (("containers", 0, "securityContext", "capabilities"), {"drop": []}),
+        (("containers", 0, "securityContext", "privileged"), True),
+        (("containers", 0, "ports", 0, "hostPort"), 80),
+        (("containers", 0, "resources", "limits"), {"cpu": 1}),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_each_weakness_of_a_pod_is_found(path: tuple[str | int, ...], value: Any):
+    pod = next(build(KUBERNETES / "base").pods())
+    place: Any = pod.spec
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    assert len(list(violations(pod))) == 1
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+def references(pod: Pod) -> Iterator[tuple[str, str]]:
+    """Kind and name of what a pod needs, but what is optional."""
+    yield "ServiceAccount", pod.spec["serviceAccountName"]
+    kinds = {"configMap": "ConfigMap", "secret": "Secret", "persistentVolumeClaim": "PersistentVolumeClaim"}
+    for volume in pod.spec.get("volumes", []):
+        for source in volume.get("projected", {}).get("sources", [volume]):
+            for kind in kinds.keys() & source.keys():
+                target = source[kind]
+                yield kinds[kind], target.get("name") or target.get("secretName") or target["claimName"]
+    for source in pod.container.get("envFrom", []):
+        for kind, reference in source.items():
+            yield {"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], reference["name"]
+    for entry in pod.container.get("env", []):
+        for kind, reference in entry.get("valueFrom", {}).items():
+            if kind != "fieldRef" and not reference.get("optional"):
+                yield {"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], reference["name"]
+
+
+def test_what_pods_refer_to_exists(manifests: Manifests):
+    for pod in manifests.pods():
+        for kind, name in references(pod):
+            assert name in {item["metadata"]["name"] for item in manifests.of(kind)}, (pod.name, kind, name)
+        volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | pod.claims
+        mounted = {mount["name"] for mount in pod.container["volumeMounts"]}
+        assert volumes == mounted, pod.name
+
+
+def test_nothing_is_there_for_nobody(manifests: Manifests):
+    needed = {reference for pod in manifests.pods() for reference in references(pod)}
+    for kind in ("ServiceAccount", "ConfigMap", "Secret", "PersistentVolumeClaim"):
+        assert {name for found, name in needed if found == kind} == {o["metadata"]["name"] for o in manifests.of(kind)}
+    for account in manifests.of("ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_selectors_match_their_pods(manifests: Manifests):
+    pods = {pod.name: pod.labels for pod in manifests.pods()}
+    for item in manifests.of("Deployment") + manifests.of("StatefulSet"):
+        name, spec = item["metadata"]["name"], item["spec"]
+        assert [pod for pod, labels in pods.items() if selects(spec["selector"], labels)] == [name]
+        for spread in spec["template"]["spec"].get("topologySpreadConstraints", []):
+            assert [pod for pod, labels in pods.items() if selects(spread["labelSelector"], labels)] == [name]
+    for kind in ("Service", "PodDisruptionBudget"):
+        assert {item["metadata"]["name"] for item in manifests.of(kind)} == pods.keys(), kind
+        for item in manifests.of(kind):
+            selector = item["spec"]["selector"]
+            selector = selector if kind == "PodDisruptionBudget" else {"matchLabels": selector}
+            assert [pod for pod, labels in pods.items() if selects(selector, labels)] == [item["metadata"]["name"]]
+    for item in manifests.of("StatefulSet"):
+        manifests.get("Service", item["spec"]["serviceName"])
+
+
+def test_services_lead_to_ports_of_their_pods(manifests: Manifests):
+    for pod in manifests.pods():
+        ports = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
+        assert len(ports) == len(pod.container["ports"]), f"{pod.name}: two ports of one name"
+        for port in manifests.get("Service", pod.name)["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"], pod.name
+
+
+def test_more_than_one_pod_is_spread(manifests: Manifests):
+    for pod in manifests.pods():
+        assert (pod.service == "redis") != ("topologySpreadConstraints" in pod.spec), pod.name
+
+
+# ---- network ---------------------------------------------------------------------------------------------------------
+
+Flow = tuple[str, str, int]
+
+
+def allowed(manifests: Manifests, direction: Literal["ingress", "egress"]) -> set[Flow]:
+    """(from, to, port) between our pods, as one direction's policies allow it; 0 stands for every port."""
+    pods = list(manifests.pods())
+    found = set()
+    for policy in manifests.of("NetworkPolicy"):
+        own = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
+        for rule in policy["spec"].get(direction, []):
+            peers = rule["from" if direction == "ingress" else "to"]
+            ours = [peer["podSelector"] for peer in peers if peer.keys() == {"podSelector"}]
+            others = [pod for pod in pods if any(selects(selector, pod.labels) for selector in ours)]
+            numbers = [port["port"] for port in rule.get("ports", [{"port": 0}])]
+            for a, b, port in itertools.product(own, others, numbers):
+                ends = (b, a) if direction == "ingress" else (a, b)
+                found.add((ends[0].service, ends[1].service, port))
+    return found
+
+
+def test_only_those_talk_who_must(manifests: Manifests):
+    services = {pod.service for pod in manifests.pods()}
+    expected = {("rollout", "trainer", 8801), ("rollout", "rollout", 8801)}
+    if "redis" in services:
+        expected |= {(client, "redis", 6379) for client in CLIENTS}
+    if len(manifests.of("PersistentVolumeClaim")) and manifests.pod("trainer").container.get("command"):
+        expected |= {("trainer", "trainer", 0), ("rollout", "trainer", 8900)}
+    assert allowed(manifests, "ingress") & allowed(manifests, "egress") == expected
+    assert allowed(manifests, "ingress") == expected, "a way in without a way out"
+    assert allowed(manifests, "egress") == expected, "a way out without a way in"
+
+
+def test_all_else_is_denied(manifests: Manifests):
+    deny = manifests.get("NetworkPolicy", "onbeat-default-deny")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for policy in manifests.of("NetworkPolicy"):
+        spec = policy["spec"]
+        own = [pod for pod in manifests.pods() if selects(spec["podSelector"], pod.labels)]
+        assert own, f"{policy['metadata']['name']} is for no pod"
+        for direction, peers in (("ingress", "from"), ("egress", "to")):
+            assert (direction in spec) <= (direction.title() in spec["policyTypes"])
+            for rule in spec.get(direction, []):
+                assert rule.get(peers), f"{policy['metadata']['name']}: a rule without {peers} is for everybody"
+
+
+def test_whoever_comes_from_outside_reaches_the_published_ports_only(manifests: Manifests):
+    for policy in manifests.of("NetworkPolicy"):
+        for rule in policy["spec"].get("ingress", []):
+            if any("namespaceSelector" in peer or "ipBlock" in peer for peer in rule["from"]):
+                ports = {port["port"] for port in rule["ports"]}
+                assert ports in ({8800}, {8802}), policy["metadata"]["name"]
+
+
+# ---- several nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_several_nodes_find_each_other(manifests: Manifests):
+    pod, workload = manifests.pod("trainer"), manifests.get("StatefulSet", "onbeat-trainer")["spec"]
+    if "command" not in pod.container:
+        assert workload["replicas"] == 1
+        return
+    environment = manifests.environment("trainer", FIELDS)
+    arguments = " ".join(pod.container["command"] + pod.container["args"])
+    assert environment["NUM_NODES"] == str(workload["replicas"])
+    assert "--nnodes=$(NUM_NODES) " in arguments
+    assert "--node-rank=$(NODE_RANK) " in arguments
+    assert f"--master-addr={workload['serviceName']}-0.{workload['serviceName']} " in arguments
+    assert arguments.endswith("-m services.trainer")
+    service = manifests.get("Service", workload["serviceName"])["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert workload["podManagementPolicy"] == "Parallel"
+    assert workload["updateStrategy"] == {"type": "OnDelete"}
+    claim = manifests.get("PersistentVolumeClaim", "onbeat-trainer-data")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+# ---- the runbook -----------------------------------------------------------------------------------------------------
+
+
+def yaml_blocks(text: str) -> list[str]:
+    return [block.split("\n```", 1)[0] for block in text.split("```yaml\n")[1:]]
+
+
+def test_the_runbook_s_kustomizations_build(tmp_path: Path):
+    text = (KUBERNETES.parents[1] / "docs" / "kubernetes.md").read_text()
+    blocks = yaml_blocks(text)
+    assert len(blocks) >= 2
+    for number, block in enumerate(blocks):
+        content = yaml.safe_load(block)
+        components = tuple(Path(path).name for path in content.pop("components", []))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        build(write_kustomization(folder, "nvidia", components, yaml.safe_dump(content)))
+
+
+def test_the_pod_of_the_runbook_reaches_the_volumes_of_a_backup():
+    item = yaml.safe_load((KUBERNETES / "restore-pod.yaml").read_text())
+    kubernetes_validate.validate(item, "1.32", strict=True)
+    pod, base = Pod("Pod", item["metadata"]["name"], {}, item["spec"]), build(KUBERNETES / "base")
+    assert list(violations(pod)) == []
+    assert item["metadata"]["namespace"] == base.of("Namespace")[0]["metadata"]["name"]
+    (claim,) = base.pod("redis").claims
+    assert {volume["persistentVolumeClaim"]["claimName"] for volume in pod.spec["volumes"]} == {
+        f"{claim}-onbeat-redis-0",
+        base.get("PersistentVolumeClaim", "onbeat-trainer-data")["metadata"]["name"],
+    }
+    for service in ("redis", "trainer"):
+        assert base.pod(service).spec["securityContext"]["runAsUser"] == pod.spec["securityContext"]["runAsUser"]
+
+
+def test_paths_in_the_runbook_exist():
+    root = KUBERNETES.parents[1]
+    text = (root / "docs" / "kubernetes.md").read_text()
+    words = {word.strip("`,.:;()") for word in text.split()}
+    paths = {word for word in words if word.startswith(("deploy/", "docs/")) and "clusters/" not in word}
+    assert paths
+    assert [path for path in paths if not (root / path).exists()] == []

