@@ -139,10 +139,13 @@ class Session:
         description, pull = await self._fetch_model(puller)
         model_dir = staging_dir / "model"
         write_model_files(model_dir, description.files)
-        encoder = await asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
+        loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
+        encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
+        cleanup.callback(encoding.cancel)
         engine = self._create_engine(self._config)
         cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
+        encoder = await encoding
         settings = self._settings
         gate = VersionGate(engine, puller, self._record_ready, await pull.known(), settings.engine_load_s)
         cleanup.push_async_callback(gate.close)

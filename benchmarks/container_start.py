@@ -1,0 +1,349 @@
+"""Sizes of the CPU images, and how long the compose stack takes to start, to serve a first job, to take in another
+rollout in mid-run and to replace its broker. Real vLLM, the quick start with small batches, on volumes of its own.
+
+Goal: a rollout that joins late generates within the start of its engine + 5 s. A late join is measured from the start
+of its container; all that is not the start of the engine is `late_join_overhead_s`. Needs `make engine images`; starts
+a compose project of its own and removes it with its volumes.
+"""
+
+import argparse
+import os
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+from harness import ROOT, save
+
+from onbeat.client import Client
+from onbeat.config import read_job_file
+from onbeat.types import Event, WorkerRecord
+
+REPEATS = 3
+POLL_S = 0.1
+GENERATING_S, LEAVING_S, UP_S, DOWN_S = 240.0, 90.0, 300.0, 180.0  # deadlines
+SERVICES = ("broker", "trainer", "rollout")
+TAG = f"{version('onbeat')}-cpu"
+REDIS_IMAGES = ("redis:7.2-bookworm", "onbeat-test-redis:bookworm")  # the second is made by tests/containers
+JOB = {
+    "schedule.num_iterations": 10_000,  # it ends with the stack
+    "rollout.num_prompts_per_iteration": 4,
+    "rollout.num_samples_per_prompt": 4,
+    "rollout.max_response_tokens": 24,
+}
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------
+
+
+def docker(*arguments: str, env: dict[str, str] | None = None, timeout_s: float = 120.0) -> str:
+    """Its output. Raises RuntimeError with its errors."""
+    command = ["docker", *arguments]
+    given = os.environ | (env or {})
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout.strip()
+
+
+def has_image(name: str) -> bool:
+    return subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
+
+
+def redis_image() -> str:
+    """Of the environment, or one that is here. Raises RuntimeError where none is."""
+    candidates = [os.environ["ONBEAT_REDIS_IMAGE"]] if "ONBEAT_REDIS_IMAGE" in os.environ else REDIS_IMAGES
+    for name in candidates:
+        if has_image(name):
+            return name
+    raise RuntimeError(f"none of {', '.join(candidates)} is here; pull one, or name one with ONBEAT_REDIS_IMAGE")
+
+
+def image_of(service: str) -> str:
+    return f"onbeat/{service}:{TAG}"
+
+
+def image_sizes() -> dict[str, int]:
+    """Bytes. What trainer and rollout share is the layers that both begin with; on disk it is there once."""
+    sizes = {
+        f"{name}_bytes": int(docker("image", "inspect", "--format", "{{.Size}}", image_of(name))) for name in SERVICES
+    }
+    trainer, rollout = (layers(image_of(name)) for name in ("trainer", "rollout"))
+    shared = 0
+    for ours, theirs in zip(trainer, rollout, strict=False):
+        if ours != theirs:
+            break
+        shared += int(ours.split("|")[0])
+    return sizes | {"shared_by_trainer_and_rollout_bytes": shared}
+
+
+def layers(image: str) -> list[str]:
+    """SIZE|TIME|COMMAND of each, the lowest first."""
+    row = "{{.Size}}|{{.CreatedAt}}|{{.CreatedBy}}"
+    return docker("history", "--no-trunc", "--human=false", "--format", row, image).splitlines()[::-1]
+
+
+class Compose:
+    def __init__(self) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.project = f"onbeat-bench-{secrets.token_hex(3)}"
+        self.url = f"http://127.0.0.1:{port}"
+        self.env = {
+            "COMPOSE_PROFILES": "cpu",
+            "ONBEAT_TAG": TAG,
+            "ONBEAT_REDIS_IMAGE": redis_image(),
+            "ONBEAT_PUBLISHED_PORT": str(port),
+            "ONBEAT_ROLLOUT_CORES": str(cores[0]),
+            "ONBEAT_TRAINER_CORES": str(cores[-1]),
+        }
+
+    def __call__(self, *arguments: str, timeout_s: float = 120.0) -> str:
+        return docker("compose", "--project-name", self.project, *arguments, env=self.env, timeout_s=timeout_s)
+
+    def scale(self, num_rollouts: int) -> None:
+        self("up", "--detach", "--no-build", "--no-recreate", "--scale", f"rollout={num_rollouts}", timeout_s=UP_S)
+
+    def rollouts(self) -> set[str]:
+        """Ids of their containers."""
+        return set(self("ps", "--quiet", "rollout").split())
+
+
+@contextmanager
+def stack() -> Iterator[tuple[Compose, float]]:
+    """The stack with one rollout, and the seconds until all of it was healthy. Nothing of it is left afterwards."""
+    compose = Compose()
+    try:
+        started = time.monotonic()
+        compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
+        yield compose, time.monotonic() - started
+    finally:
+        compose("down", "--volumes", "--timeout", "10", timeout_s=DOWN_S)
+
+
+# ---- one rollout comes to serve a job ------------------------------------------------------------------------------
+
+
+def find_worker(client: Client, container: str) -> WorkerRecord | None:
+    """A rollout's id begins with the name of its host: here the short id of its container."""
+    return next((w for w in client.workers() if w.id.startswith(f"rollout-{container[:12]}-")), None)
+
+
+def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, float, float]:
+    """(worker's id, Unix times at which it was first listed and first seen generating)."""
+    deadline = time.monotonic() + GENERATING_S
+    registered_at = 0.0
+    while time.monotonic() < deadline:
+        worker = find_worker(client, container)
+        if worker is not None:
+            registered_at = registered_at or time.time()
+            if worker.job_id == job_id and worker.state == "generating":
+                return worker.id, registered_at, time.time()
+        time.sleep(POLL_S)
+    raise RuntimeError(
+        f"no prompt for {container[:12]} within {GENERATING_S:.0f} s; the job: {client.jobs.get(job_id)}"
+    )
+
+
+def events_since(client: Client, job_id: str, after: str) -> list[Event]:
+    """All pages."""
+    found: list[Event] = []
+    while page := client.jobs.events(job_id, after=found[-1].id if found else after):
+        found += page
+    return found
+
+
+def measure_start(client: Client, job_id: str, container: str, started_at: float, after: str = "0") -> dict[str, float]:
+    """Seconds from `started_at` (Unix time) on; the engine's own start is what the rollout measured itself."""
+    worker_id, registered_at, generating_at = wait_generating(client, job_id, container)
+    events = [e for e in events_since(client, job_id, after) if e.data.get("worker_id") == worker_id]
+    joined = next(event for event in events if event.kind == "worker.joined")
+    serving = next(event for event in events if event.kind == "worker.updated")
+    engine_start_s = float(serving.data["load_s"])  # of its first version, that is the start of the engine with it
+    return {
+        "registered_s": registered_at - started_at,
+        "joined_s": joined.time - started_at,
+        "engine_start_s": engine_start_s,
+        "serving_s": serving.time - started_at,
+        "generating_s": generating_at - started_at,
+        "overhead_s": generating_at - started_at - engine_start_s,
+    }
+
+
+def measure_first_job(compose: Compose, client: Client) -> tuple[str, dict[str, float]]:
+    """From the creation of the job, on volumes that hold no model yet."""
+    (container,) = compose.rollouts()
+    overrides = [f"{key}={value}" for key, value in JOB.items()]
+    created_at = time.time()
+    job = client.jobs.create(read_job_file(ROOT / "examples" / "quickstart.toml", overrides))
+    measured = measure_start(client, job.id, container, created_at)
+    del measured["registered_s"]  # it was there before the job
+    return job.id, measured
+
+
+def measure_late_join(compose: Compose, client: Client, job_id: str) -> dict[str, float]:
+    """From the start of the second rollout's container; afterwards there is one rollout again."""
+    before, after = compose.rollouts(), events_since(client, job_id, "0")[-1].id
+    compose.scale(2)
+    (container,) = compose.rollouts() - before
+    started = docker("inspect", "--format", "{{.State.StartedAt}}", container)
+    measured = measure_start(client, job_id, container, datetime.fromisoformat(started).timestamp(), after)
+    measured["late_join_overhead_s"] = measured.pop("overhead_s")
+    compose.scale(1)
+    (left,) = (before | {container}) - compose.rollouts()
+    deadline = time.monotonic() + LEAVING_S
+    while find_worker(client, left) is not None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{left[:12]} did not leave within {LEAVING_S:.0f} s")
+        time.sleep(POLL_S)
+    print(f"a late join: {rounded(measured)}", file=sys.stderr)
+    return measured
+
+
+# ---- the broker's container is replaced ----------------------------------------------------------------------------
+
+
+def is_ready(compose: Compose) -> bool:
+    try:
+        return httpx.get(f"{compose.url}/readyz", timeout=1, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def measure_broker(compose: Compose) -> dict[str, float]:
+    """Seconds from the command to the new one's readiness, and without an answer in between."""
+    before = compose("ps", "--quiet", "broker")
+    command = ["docker", "compose", "--project-name", compose.project, "up", "--detach", "--no-build"]
+    command += ["--no-deps", "--force-recreate", "broker"]
+    started, silent_since, ready_at = time.monotonic(), 0.0, 0.0
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | compose.env, stderr=subprocess.DEVNULL) as replacing:
+        while not ready_at and time.monotonic() - started < UP_S:
+            ready = is_ready(compose)
+            if not ready:
+                silent_since = silent_since or time.monotonic()
+            elif silent_since:
+                ready_at = time.monotonic()
+            time.sleep(POLL_S / 4)
+        if not ready_at:
+            replacing.kill()
+    if not ready_at or replacing.returncode != 0 or compose("ps", "--quiet", "broker") == before:
+        raise RuntimeError("the broker was not replaced")
+    return {"replaced_s": ready_at - started, "unanswered_s": ready_at - silent_since}
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------------
+
+
+def measure_build() -> float:
+    """Seconds of `make images` when nothing has changed since the last one."""
+    for _ in range(2):
+        started = time.monotonic()
+        subprocess.run(["make", "images"], cwd=ROOT, check=True, stdout=sys.stderr)
+    return time.monotonic() - started
+
+
+def medians(measured: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return round(value, 2) if isinstance(value, float) else value
+
+
+def measure() -> dict[str, Any]:
+    images = image_sizes()
+    with stack() as (compose, healthy_s):
+        admin_key = compose("run", "--rm", "init", "show", "admin-key")
+        with Client(compose.url, api_key=admin_key) as client:
+            job_id, first_job = measure_first_job(compose, client)
+            print(f"healthy after {healthy_s:.1f} s; the first job: {rounded(first_job)}", file=sys.stderr)
+            late = [measure_late_join(compose, client, job_id) for _ in range(REPEATS)]
+            broker = measure_broker(compose)
+            num_iterations = client.jobs.get(job_id).next_iteration
+        cores = {name: compose.env[f"ONBEAT_{name.upper()}_CORES"] for name in ("trainer", "rollout")}
+    return {
+        "goal": "late_join_overhead_s <= 5",
+        "cores": cores,
+        "job": JOB,
+        "iterations_meanwhile": num_iterations,
+        "images": images,
+        "healthy_s": healthy_s,
+        "first_job": first_job,
+        "late_join": {"median": medians(late), "repeats": late},
+        "broker": broker,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """For docs/deploy.md."""
+    images, first, late, broker = (result[name] for name in ("images", "first_job", "late_join", "broker"))
+    repeats, late = late["repeats"], late["median"]
+    before_engine = [one["serving_s"] - one["engine_start_s"] - one["joined_s"] for one in repeats]
+    after_engine = [one["generating_s"] - one["serving_s"] for one in repeats]
+    both = images["trainer_bytes"] + images["rollout_bytes"] - images["shared_by_trainer_and_rollout_bytes"]
+    rows = [
+        ("broker image", f"{images['broker_bytes'] / 1e9:.2f} GB"),
+        ("trainer image", f"{images['trainer_bytes'] / 1e9:.2f} GB"),
+        ("rollout image", f"{images['rollout_bytes'] / 1e9:.2f} GB"),
+        ("trainer and rollout image together, on disk", f"{both / 1e9:.2f} GB"),
+        ("`docker compose up -d --wait` on new volumes, until all is healthy", f"{result['healthy_s']:.1f} s"),
+        ("first job on new volumes, from its creation until the rollout joins it", f"{first['joined_s']:.1f} s"),
+        ("the same, until the rollout generates", f"{first['generating_s']:.1f} s"),
+        ("of it the start of the engine", f"{first['engine_start_s']:.1f} s"),
+        (
+            "rollout added in mid-run, from the start of its container until it generates",
+            f"{late['generating_s']:.1f} s",
+        ),
+        ("of it until it joins the job", f"{late['joined_s']:.1f} s"),
+        (
+            "of it from there to the start of the engine: weights, tokenizer",
+            f"{statistics.median(before_engine):.1f} s",
+        ),
+        ("of it the start of the engine", f"{late['engine_start_s']:.1f} s"),
+        ("of it from there to the first prompt", f"{statistics.median(after_engine):.1f} s"),
+        ("of it all but the start of the engine", f"{late['late_join_overhead_s']:.1f} s"),
+        (
+            "broker's container replaced, from the command until the new one is ready",
+            f"{broker['replaced_s']:.1f} s, of it {broker['unanswered_s']:.1f} s without an answer",
+        ),
+    ]
+    if "cached_build_s" in result:
+        rows.append(("`make images`, nothing changed", f"{result['cached_build_s']:.1f} s"))
+    return "\n".join(["| what | figure |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--build", action="store_true", help="build the images first, and measure a build without changes"
+    )
+    arguments = parser.parse_args()
+    cached = {"cached_build_s": measure_build()} if arguments.build else {}
+    if shutil.which("docker") is None:
+        sys.exit("container_start: no container engine; run `make engine images` first")
+    if missing := [image_of(service) for service in SERVICES if not has_image(image_of(service))]:
+        sys.exit(
+            f"container_start: no engine answers, or it has no {', '.join(missing)}; run `make engine images` first"
+        )
+    result = rounded(measure() | cached)
+    save("container_start", result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
