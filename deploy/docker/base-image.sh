@@ -60,7 +60,7 @@ copy_authorities() {
 write_sources() {
     debian_targets | awk '$2 ~ /^bookworm/ {print "deb", $1, $2, $3}' >"$tree/etc/apt/sources.list"
     local proxies
-    proxies=$(apt-config dump --format '%F "%v";%n' Acquire::http::Proxy Acquire::https::Proxy)
+    proxies=$(apt-config dump --format '%F "%v";%n' Acquire::http::Proxy Acquire::https::Proxy | grep -v @ || true)
     if [ -n "$proxies" ]; then echo "$proxies" >"$tree/etc/apt/apt.conf.d/80host-proxy"; fi
 }
 
@@ -73,14 +73,15 @@ Dir::Cache::srcpkgcache "";
 END
 }
 
-# Only what can be reached from a container: indexes in this host's folders are left out.
+# Only what can be reached from a container, and no secret, as layers are pushed: indexes in this host's folders and URLs
+# with a user are left out.
 write_pip_conf() {
     local option value
     {
         echo "[global]"
         echo "cert = /etc/ssl/certs/ca-certificates.crt"
         for option in index-url extra-index-url proxy; do
-            value=$(python3 -m pip config get "global.$option" 2>/dev/null | tr ' ' '\n' | grep -E '^https?://' | tr '\n' ' ' || true)
+            value=$(python3 -m pip config get "global.$option" 2>/dev/null | tr ' ' '\n' | grep -E '^https?://[^/@]+(/|$)' | tr '\n' ' ' || true)
             if [ -n "$value" ]; then echo "$option = $value"; fi
         done
     } >"$tree/etc/pip.conf"

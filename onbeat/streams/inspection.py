@@ -1,6 +1,6 @@
 """What people want to know of the processes and the streams behind a job: heartbeats, leases, lengths.
 
-Nothing here decides anything, and it only reads, but for the heartbeat of trainers.
+Nothing here decides anything, and it only reads, but for the heartbeat of trainers and the lists of who is there.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
 EVENTS_AT_ONCE = 500
 ITERATIONS_AT_ONCE = 100
-FORGET_S = 86_400.0  # a trainer without a heartbeat for so long is dropped by the next one that starts
+FORGET_S = 86_400.0  # whoever sent no heartbeat for so long is dropped by the next one of its kind that starts
 
 
 @dataclass(frozen=True)
@@ -141,3 +141,11 @@ async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
     oldest = await ledger.now() - FORGET_S
     if gone := [trainer.id for trainer in await trainers(ledger, pool) if trainer.last_seen_at < oldest]:
         await ledger.redis.hdel(keys.trainers(pool), *gone)
+
+
+async def forget_old_rollouts(ledger: Ledger, pool: str) -> None:
+    """Those that were killed: one that stops takes itself off the list."""
+    oldest = await ledger.now() - FORGET_S
+    for worker in await ledger.workers(pool):
+        if worker.last_seen_at < oldest:
+            await ledger.remove_worker(pool, worker.id)

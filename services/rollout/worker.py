@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
+from onbeat.streams.inspection import forget_old_rollouts
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
 from services.rollout.choice import Candidate, choose_job, find_move, live_workers
@@ -38,6 +39,7 @@ class Worker:
         """Until `stop` is called. Raises what this process cannot cure: redis' errors, EngineBroken, ..."""
         try:
             await self._ledger.heartbeat(self._settings.pool, self._record())  # before others choose their jobs
+            await forget_old_rollouts(self._ledger, self._settings.pool)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work) for work in (self._send_heartbeats(), self._move_if_needed())]
                 await self._serve_jobs()

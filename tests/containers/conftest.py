@@ -4,13 +4,13 @@ never in CI."""
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from onbeat.client import BrokerUnreachable
+from onbeat.client import BrokerUnreachable, Client
 from onbeat.errors import ApiError
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +33,17 @@ class Images:
 
 
 @pytest.fixture(scope="session")
-def engine() -> None:
+def engine() -> Iterator[None]:
+    """The one that runs, or one that runs as long as the tests do."""
+    was_running = run(["docker", "info"]).returncode == 0
     started = run([str(SCRIPTS / "engine.sh"), "start"], timeout_s=ENGINE_S)
-    if started.returncode == 0:
-        return
-    if os.environ.get("CI"):
+    if started.returncode != 0 and os.environ.get("CI"):
         pytest.fail(f"CI needs a container engine:\n{started.stderr}")
-    pytest.skip(f"no container engine: {started.stderr.strip().splitlines()[-1]}")
+    if started.returncode != 0:
+        pytest.skip(f"no container engine: {started.stderr.strip().splitlines()[-1]}")
+    yield
+    if not was_running:
+        checked("stopping the engine", run([str(SCRIPTS / "engine.sh"), "stop"]))
 
 
 @pytest.fixture(scope="session")
@@ -69,8 +73,12 @@ def has_image(name: str) -> bool:
 def run(
     command: list[str], timeout_s: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """A command that is not there, or takes too long, has failed as well."""
     given = os.environ | (env or {})
-    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
+    try:
+        return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout_s)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
 def checked(what: str, done: subprocess.CompletedProcess[str]) -> str:
@@ -91,3 +99,18 @@ def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0)
             what = f"{what} ({error})" if time.monotonic() > deadline else what
         assert time.monotonic() < deadline, f"after {timeout_s:.0f} s still not: {what}"
         time.sleep(0.5)
+
+
+def wait_until_served(client: Client, job_id: str, num_rollouts: int) -> None:
+    """Until so many rollouts have a policy version of the job, paused meanwhile: it must not be over before."""
+
+    def serving() -> int:
+        return sum(worker.job_id == job_id and worker.policy_version is not None for worker in client.workers())
+
+    def joined() -> int:
+        return sum(worker.job_id == job_id for worker in client.workers())
+
+    wait_until(lambda: joined() == num_rollouts, f"{num_rollouts} rollouts join {job_id}")
+    client.jobs.pause(job_id)
+    wait_until(lambda: serving() == num_rollouts, f"{num_rollouts} rollouts serve {job_id}")
+    client.jobs.resume(job_id)

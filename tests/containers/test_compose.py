@@ -11,12 +11,12 @@ import pytest
 
 from onbeat.client import Client
 from onbeat.errors import ApiError
-from onbeat.types import IterationState, JobState, WorkerRecord
+from onbeat.types import IterationState, JobState
 from tests.conftest import free_port
-from tests.containers.conftest import ROOT, Images, checked, run, wait_until
+from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wait_until_served
 
 UP_S, DOWN_S = 300.0, 180.0
-NUM_ITERATIONS = 60
+NUM_ITERATIONS = 40
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
     "rollout.num_prompts_per_iteration": 4,
@@ -88,13 +88,14 @@ def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Cl
 
     wait_until(lambda: is_committed(0), "the first iteration is committed")
     compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=3", timeout_s=UP_S)
-    wait_until(lambda: len(serving(client, job_id)) == 3, "three rollouts serve the job")
+    wait_until_served(client, job_id, 3)
+    wait_until(lambda: len(generated(client, job_id)) == 3, "all three have generated a group")
     assert client.jobs.get(job_id).state is JobState.RUNNING, "the job ended before it could be scaled"
 
     scaled_to_one = ["up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=1"]
     compose(*scaled_to_one, timeout_s=UP_S)
     # They drained and said farewell; nobody has to be declared dead.
-    assert len(client.workers()) == 1
+    wait_until(lambda: len(client.workers()) == 1, "one rollout is left")
 
     upgrade_broker(compose, images)
     wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends")
@@ -118,9 +119,9 @@ def create_job(compose: Compose) -> str:
     return checked("onbeat jobs create", run(command, env=env)).split()[0]
 
 
-def serving(client: Client, job_id: str) -> list[WorkerRecord]:
-    """Rollouts whose engine has a policy version of the job."""
-    return [worker for worker in client.workers() if worker.job_id == job_id and worker.policy_version is not None]
+def generated(client: Client, job_id: str) -> set[str]:
+    """Rollouts that have generated groups of the last iterations."""
+    return {span.lane for span in client.jobs.timeline(job_id, iterations=20).spans if span.kind == "generate"}
 
 
 def upgrade_broker(compose: Compose, images: Images) -> None:

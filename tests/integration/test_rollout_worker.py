@@ -14,7 +14,7 @@ from onbeat.streams.codec import Message
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState
+from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.rollout import claim_loop, puller, session
@@ -99,6 +99,18 @@ async def test_new_version_is_pulled_but_not_loaded_while_groups_are_in_flight(r
     engine.may_finish.set()
     (group,) = await rig.drained(0)
     assert [list(response.token_ids) for response in group.responses] == [[0] * 3] * G
+
+
+async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
+    now = await rig.ledger.now()
+    for name, age_s in {"long-dead": 2 * 86_400, "just-dead": 600}.items():
+        await rig.ledger.heartbeat(rig.pool, WorkerRecord(id=name, state="idle", last_seen_at=now - age_s))
+    rig.start_worker()
+
+    async def is_clean():
+        return {worker.id for worker in await rig.ledger.workers(rig.pool)} == {"just-dead", "w0"}
+
+    await rig.until(is_clean)
 
 
 async def test_heartbeat_tells_job_state_and_version(rig):
