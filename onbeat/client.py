@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -273,7 +273,7 @@ class AsyncClient:
                     await response.aread()
                     parse_answer(response)
                 fields: dict[str, str] = {}
-                async for line in response.aiter_lines():
+                async for line in lines_of(response.aiter_text()):
                     name, _, value = line.partition(": ")
                     if name:
                         fields[name] = value
@@ -298,6 +298,15 @@ class AsyncClient:
                     return parse_answer(response)
             await asyncio.sleep(delay_s or 0)
         raise AssertionError("the last try returns or raises")
+
+
+async def lines_of(chunks: AsyncIterator[str]) -> AsyncGenerator[str]:
+    r"""Those that end with \n or \r\n. To `aiter_lines` of httpx a line also ends at U+2028 and the like."""
+    rest = ""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
 
 
 def host_of(base_url: str) -> str:

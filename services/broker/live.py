@@ -10,7 +10,7 @@ the queue. States are told whole, and telling one twice does no harm; an event i
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -33,11 +33,13 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5
 EXPLAIN_S = 5.0
 HEARTBEAT_S = 15.0
-MAX_WAITING = 256  # messages of a watcher that does not take them; then it is dropped
+MAX_WAITING = 256  # messages that a watcher has not taken when the next ones come; then it is dropped
 MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
-MAX_ITERATIONS = 1000  # that a watcher is told of at once
+ITERATIONS_AT_ONCE = 1000  # that are read at a time
 MAX_ARRIVING = 16  # watchers that read from Redis at a time, as they come
 HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
+# Ends of lines to Python, text to JSON.
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"})
 
 
 class TooManyWatchers(Exception):
@@ -51,8 +53,9 @@ class Message:
 
 
 def encode(kind: str, data: BaseModel | str, event_id: str = "") -> Message:
+    """`data`: JSON. It stays on one line, also for readers who take U+2028 and the like for the end of one."""
     text = data if isinstance(data, str) else data.model_dump_json()
-    return Message(format_sse_event(event=kind, data_str=text, id=event_id or None), event_id)
+    return Message(format_sse_event(event=kind, data_str=text.translate(LINE_ENDS), id=event_id or None), event_id)
 
 
 def end_of(reason: str) -> Message:
@@ -76,12 +79,18 @@ class Watcher:
         self.queue: asyncio.Queue[Message | None] = asyncio.Queue()  # None: the end
         self.is_dropped = False
 
-    def tell(self, messages: Iterable[Message | None]) -> None:
-        for message in messages:
-            if self.queue.qsize() >= MAX_WAITING and message is not None:
-                self.is_dropped = True
-            if not self.is_dropped:
+    def tell(self, messages: Sequence[Message]) -> None:
+        """All of a tick. Whoever has taken what came before is not slow, however much comes at once."""
+        if messages and self.queue.qsize() >= MAX_WAITING:
+            self.is_dropped = True
+        if not self.is_dropped:
+            for message in messages:
                 self.queue.put_nowait(message)
+
+    def tell_end(self, reason: str) -> None:
+        if not self.is_dropped:
+            self.queue.put_nowait(end_of(reason))
+            self.queue.put_nowait(None)
 
 
 class JobWatch:
@@ -99,21 +108,25 @@ class JobWatch:
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        reason = "stopping"
+        reason = "broken"  # by whatever is not foreseen here
         try:
             while not self._is_stopping():
                 if await self._tick():
                     reason = "over"
                     break
                 await asyncio.sleep(TICK_S)
+            else:
+                reason = "stopping"
         except JobNotFound:
             reason = "over"
         except RedisError as error:
             logger.error("job %s is not watched any more: %s: %s", self._job_id, type(error).__name__, error)
-            reason = "broken"
+        except asyncio.CancelledError:
+            reason = "stopping"
+            raise
         finally:
             for watcher in self.watchers:
-                watcher.tell([end_of(reason), None])
+                watcher.tell_end(reason)
 
     async def start(self) -> None:
         """Stand at the newest event and the first iteration that is not committed. Raises JobNotFound."""
@@ -133,18 +146,15 @@ class JobWatch:
             messages += await self._iterations(fields)
             self._fields = fields
         messages += [encode_event(event) for event in events]
-        self._tell(messages)
-        if events:
-            self.cursor = events[-1].id
         is_over = JobState(fields["state"]).is_final and len(events) < EVENTS_AT_ONCE
         if is_due or is_over:
             self._explain_at = time.monotonic() + EXPLAIN_S
-            self._tell(await self._explanation())
-        return is_over
-
-    def _tell(self, messages: list[Message]) -> None:
+            messages += await self._explanation()
         for watcher in self.watchers:
             watcher.tell(messages)
+        if events:  # in one go with telling them: a watcher that joins counts from here
+            self.cursor = events[-1].id
+        return is_over
 
     def _news(self, what: str, message: Message) -> list[Message]:
         """Nothing when it was the last that was told of it."""
@@ -183,11 +193,16 @@ async def read_record(ledger: Ledger, fields: Fields) -> JobRecord:
 
 
 async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[IterationUpdate]:
-    """From iteration `first` on, MAX_ITERATIONS at most."""
-    records = await read_iterations(ledger, job_id, first - 1, MAX_ITERATIONS)
-    is_done = (record.state is IterationState.COMMITTED for record in records)
-    points = (metrics_point(record) if done else {} for record, done in zip(records, is_done, strict=True))
-    return [IterationUpdate(record=record, point=point) for record, point in zip(records, points, strict=True)]
+    """From iteration `first` to the newest."""
+    updates: list[IterationUpdate] = []
+    while True:
+        records = await read_iterations(ledger, job_id, first - 1, ITERATIONS_AT_ONCE)
+        for record in records:
+            is_done = record.state is IterationState.COMMITTED
+            updates.append(IterationUpdate(record=record, point=metrics_point(record) if is_done else {}))
+        if len(records) < ITERATIONS_AT_ONCE:
+            return updates
+        first += ITERATIONS_AT_ONCE
 
 
 class JobStreams:
@@ -237,6 +252,7 @@ class JobStreams:
         watch.watchers.add(watcher)
         if watch.task is None:
             watch.task = asyncio.create_task(self._run(job_id, watch), name=f"watch {job_id}")
+            watch.task.add_done_callback(log_crash)
         return watch
 
     async def _run(self, job_id: str, watch: JobWatch) -> None:
@@ -262,6 +278,11 @@ class JobStreams:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def log_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s: crashed", task.get_name(), exc_info=error)
 
 
 async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: str) -> AsyncGenerator[Message]:

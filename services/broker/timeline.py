@@ -87,6 +87,7 @@ class Timelines:
         states = (await self._ledger.groups(job_id, iteration)).values()
         accepted = {state.removeprefix("accepted:") for state in states if state.startswith("accepted:")}
         wanted = {entry for entry in accepted if order(entry) > order(groups.cursor)}
+        newest = max(accepted, key=order, default="-")
         while wanted and groups.num_groups < MAX_GROUPS:
             first = min(wanted, key=order)
             found = await self._ledger.rollouts(job_id, before(first))
@@ -96,7 +97,8 @@ class Timelines:
                     groups.spans += group_spans(decode_group(payload), accepted_at=order(entry)[0] / 1000)
             read_to = found[-1][0] if found else max(wanted, key=order)  # they are no longer kept
             wanted = {entry for entry in wanted if order(entry) > order(read_to)}
-            groups.cursor = max(groups.cursor, read_to, key=order)
+            # Not beyond `newest`: what was accepted between the two reads is the next call's.
+            groups.cursor = max(groups.cursor, min(read_to, newest, key=order), key=order)
         return groups.spans
 
 

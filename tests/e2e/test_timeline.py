@@ -1,19 +1,27 @@
 """The timeline and the stream of a real local stack: lanes of several processes on one clock."""
 
+from itertools import groupby, pairwise
+
 import pytest
 
 from onbeat.types import Event, IterationState, IterationUpdate, JobState
 from tests.e2e.stack import running, tiny_job
 
 NUM_ITERATIONS = 4
-SLACK_S = 0.05  # clocks, and what a process does between measuring and telling
+SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
+ROUNDING_S = 0.01  # of the trainer's spans
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("timeline")
     with running(tmp_path) as stack:
-        job = tiny_job(tmp_path, schedule={"num_iterations": NUM_ITERATIONS}, checkpoint={"every_iterations": 1})
+        job = tiny_job(
+            tmp_path,
+            rollout={"num_prompts_per_iteration": 8, "num_samples_per_prompt": 4, "max_response_tokens": 96},
+            schedule={"num_iterations": NUM_ITERATIONS},
+            checkpoint={"every_iterations": 1},
+        )
         job_id = stack.client.jobs.create(job).id
         updates = list(stack.client.jobs.stream(job_id))
         assert stack.job(job_id).state is JobState.SUCCEEDED
@@ -44,14 +52,15 @@ def test_trainer_works_between_the_commits_on_groups_that_are_there(finished, ti
         own = [s for s in timeline.spans if s.lane == "trainer" and s.iteration == record.iteration]
         before = record.committed_at - record.wall_s
         assert all(before - SLACK_S <= s.start <= s.end <= record.committed_at + SLACK_S for s in own)
-        assert {s.kind for s in own} >= {"wait", "micro_batch", "optimizer", "publish"}
-        assert ("checkpoint" in {s.kind for s in own}) is (record.iteration > 0)
+        assert all(earlier.end <= later.start + ROUNDING_S for earlier, later in pairwise(own))
+        steps = [kind for kind, _ in groupby(s.kind for s in own if s.kind != "wait")]
+        assert steps == ["checkpoint"] * (record.iteration > 0) + ["micro_batch", "optimizer", "publish"]
+        assert "wait" in {s.kind for s in own}
         first_trained = min(s.start for s in own if s.kind == "micro_batch")
         assert first_trained >= record.first_accepted_at - SLACK_S
         trained_s = sum(s.end - s.start for s in own if s.kind in ("micro_batch", "optimizer"))
-        assert trained_s == pytest.approx(
-            record.metrics["train/micro_batches_s"] + record.metrics["train/step_s"], abs=0.01
-        )
+        measured_s = record.metrics["train/micro_batches_s"] + record.metrics["train/step_s"]  # around the spans
+        assert measured_s - 0.2 <= trained_s <= measured_s + ROUNDING_S
 
 
 def test_rollout_generates_between_the_hand_overs_of_weights(finished, timeline):
@@ -68,8 +77,8 @@ def test_rollout_generates_between_the_hand_overs_of_weights(finished, timeline)
     assert loads.keys() >= set(range(1, NUM_ITERATIONS))
     for version, load in loads.items():
         if version > 0:  # the first one was pulled before the timeline begins
-            assert pulls[version].start <= pulls[version].end <= load.end + SLACK_S
+            assert pulls[version].start <= pulls[version].end <= load.end
     idle = {lane.id: lane.idle_frac for lane in timeline.lanes}
     busy_s = (1 - idle[worker]) * (timeline.end - timeline.start)
     told_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(job_id))
-    assert busy_s == pytest.approx(told_s, rel=0.1)  # as the rollout has measured it
+    assert busy_s == pytest.approx(told_s, rel=0.1, abs=SLACK_S)  # as the rollout has measured it

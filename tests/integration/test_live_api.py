@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,13 +22,14 @@ from onbeat.api_keys import Role
 from onbeat.client import AsyncClient, BrokerUnreachable, Client
 from onbeat.errors import ApiError
 from onbeat.streams import inspection
-from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, WeightUpdate
 from services.broker import live
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.live import JobStreams
 from services.broker.settings import Settings
+from services.broker.timeline import Timelines
 from tests.conftest import free_port
 from tests.integration.broker_fixtures import (
     commit,
@@ -41,7 +43,8 @@ from tests.integration.broker_fixtures import (
 )
 from tests.integration.test_broker_security import Keys
 
-LIMIT_S = 20.0
+LIMIT_S = 30.0
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read the authorities for each client takes its time
 
 
 class Server(uvicorn.Server):
@@ -106,7 +109,7 @@ async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Told]:
     """By the rules of the format alone, without our client."""
     path = f"{url}/v1/jobs/{job_id}/stream"
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=LIMIT_S))
+        client = await stack.enter_async_context(httpx.AsyncClient(verify=NO_TLS, trust_env=False, timeout=LIMIT_S))
         response = await stack.enter_async_context(client.stream("GET", path, headers=headers))
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -121,20 +124,27 @@ async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Told]:
             fields = {}
 
 
-async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Told]:
+async def take(told: list[Told], url: str, job_id: str, **headers: str) -> list[Told]:
+    """All messages, into `told`."""
     async with asyncio.timeout(LIMIT_S):
-        return [told async for told in listen(url, job_id, **headers)]
+        async for message in listen(url, job_id, **headers):
+            told.append(message)
+    return told
+
+
+async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Told]:
+    return await take([], url, job_id, **headers)
 
 
 async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Told]]:
-    """Returns when the broker hears of it."""
-    before = broker.num_watchers
-    listening = asyncio.create_task(listen_to_end(broker.url, job_id, **headers))
+    """Returns when it has heard something."""
+    told: list[Told] = []
+    listening = asyncio.create_task(take(told, broker.url, job_id, **headers))
 
-    async def is_heard() -> bool:
-        return broker.num_watchers > before
+    async def has_heard() -> bool:
+        return bool(told) or listening.done()
 
-    await eventually("it listens", is_heard)
+    await eventually("it listens", has_heard)
     return listening
 
 
@@ -247,6 +257,31 @@ async def test_stream_of_a_job_that_is_over_tells_it_and_ends(broker: Broker, le
     assert resumed[-1].data == {"reason": "over"}
 
 
+async def test_stream_tells_all_iterations_however_many_they_are(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 6})
+    await train(ledger, job_id, await start_training(ledger, job_id), range(5))
+    await ledger.move_job(job_id, JobState.FAILED)
+    for at_once in (2, 5):  # the last read is full, or not
+        monkeypatch.setattr(live, "ITERATIONS_AT_ONCE", at_once)
+        assert committed_of(await listen_to_end(broker.url, job_id)).keys() == set(range(5))
+
+
+async def test_crash_of_a_reader_is_logged_and_told(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def crash(*_: Any) -> Any:
+        raise ValueError("a record that nobody has foreseen")
+
+    monkeypatch.setattr(inspection, "look", crash)
+    job_id = await create_job(ledger)
+    assert (await listen_to_end(broker.url, job_id))[-1].data == {"reason": "broken"}
+    crashes = [record for record in caplog.records if record.name == live.__name__ and record.exc_info]
+    assert [record.getMessage() for record in crashes] == [f"watch {job_id}: crashed"]
+    assert not broker.streams._watches
+
+
 async def test_watchers_of_a_job_share_one_reader(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,9 +301,14 @@ async def test_watchers_of_a_job_share_one_reader(
         return broker.num_watchers == 20
 
     await eventually("all listen", all_are_here)
-    before = looks
-    await asyncio.sleep(4 * live.TICK_S)
-    assert 2 <= looks - before <= 5
+    clock = asyncio.get_running_loop()
+    before, since = looks, clock.time()
+
+    async def has_looked() -> bool:
+        return looks - before >= 4
+
+    await eventually("it looks", has_looked)
+    assert looks - before <= (clock.time() - since) / live.TICK_S + 1
     await ledger.emit(job_id, "test.hello", "hello")
     await ledger.move_job(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
@@ -284,7 +324,7 @@ async def test_many_watchers_may_come_at_once(broker: Broker, ledger: Ledger) ->
     async def all_are_here() -> bool:
         return broker.num_watchers == 150
 
-    await eventually("all listen", all_are_here)
+    await eventually("all listen", all_are_here, LIMIT_S)
     await ledger.move_job(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
     assert all(events_of(told) == expected for told in await asyncio.gather(*listening))
@@ -294,15 +334,21 @@ async def test_waiting_job_is_explained_now_and_then(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "EXPLAIN_S", 1.0)
-    job_id = await create_job(ledger, pool="nobody-there")
     explained: list[float] = []
-    clock = asyncio.get_running_loop()
+    explain_job = live.explain_job
+
+    async def noting(*args: Any) -> Any:
+        explained.append(asyncio.get_running_loop().time())
+        return await explain_job(*args)
+
+    monkeypatch.setattr(live, "explain_job", noting)
+    job_id, num_told = await create_job(ledger, pool="nobody-there"), 0
     async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
         async for message in messages:
             if message.kind == "explain":
                 assert "trainer of pool nobody-there" in message.data["findings"][0]["waits_for"]
-                explained.append(clock.time())
-            if len(explained) == 3:
+                num_told += 1
+            if num_told == 3:
                 break
     assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(explained))
 
@@ -386,30 +432,39 @@ async def test_streams_leave_room_for_other_requests(ledger: Ledger, tmp_path: P
         assert not broker.streams._watches
 
 
-async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(ledger: Ledger, tmp_path: Path) -> None:
+async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "TICK_S", 0.05)
     job_id = await create_job(ledger)
     async with serving(ledger, tmp_path, stall_s=1.0) as broker:
         with socket.socket() as reader:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", int(broker.url.rsplit(":")[-1])))
             reader.sendall(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            listening = asyncio.create_task(listen_to_end(broker.url, job_id))  # one that is quick
+            told: list[Told] = []  # to one that is quick
+            listening = asyncio.create_task(take(told, broker.url, job_id))
 
             async def both_are_here() -> bool:
                 return broker.num_watchers == 2
 
             await eventually("both listen", both_are_here)
-            for _ in range(40):
-                for _ in range(10):
-                    await ledger.emit(job_id, "test.long", "x" * 20_000)
-                await asyncio.sleep(0.02)
 
             async def one_is_left() -> bool:
                 return broker.num_watchers == 1 and len(broker.server.server_state.connections) == 1
 
-            await eventually("the slow one is gone", one_is_left)
+            async def has_taken_all() -> bool:
+                return events_of(told)[-1:] == [newest.id]
+
+            async with asyncio.timeout(LIMIT_S):
+                while not await one_is_left():
+                    for _ in range(50):
+                        await ledger.emit(job_id, "test.long", "x" * 20_000)
+                    (newest,) = await inspection.newest_events(ledger, job_id, count=1)
+                    await eventually("the quick one has taken all", has_taken_all)
             await ledger.move_job(job_id, JobState.CANCELLED)
-            assert events_of(await listening) == await ledger_events(ledger, job_id)
+            await asyncio.wait_for(listening, LIMIT_S)
+            assert told[-1].data == {"reason": "over"}
 
 
 async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,14 +473,51 @@ async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, mo
     streams = JobStreams(ledger, lambda: False, max_watchers=5)
     stream = streams.stream(job_id, "0")
     await anext(stream)
-    for _ in range(3):
-        for _ in range(live.MAX_WAITING // 2):
+    watch = streams._watches[job_id]
+    (watcher,) = watch.watchers
+    async with asyncio.timeout(LIMIT_S):
+        while not watcher.is_dropped:
             await ledger.emit(job_id, "test.quick", "")
-        await asyncio.sleep(0.2)
-    (watcher,) = streams._watches[job_id].watchers
-    assert watcher.queue.qsize() <= live.MAX_WAITING
+    num_waiting = watcher.queue.qsize()
+    assert live.MAX_WAITING <= num_waiting <= live.MAX_WAITING + live.EVENTS_AT_ONCE + 10  # one tick beyond, and states
+    await ledger.emit(job_id, "test.quick", "")
+    newest = (await inspection.newest_events(ledger, job_id, count=1))[0].id
+
+    async def has_looked() -> bool:
+        return watch.cursor == newest
+
+    await eventually("it is told to whoever listens", has_looked)
+    assert watcher.queue.qsize() == num_waiting
     rest = [body async for body in stream]
     assert b'"slow"' in rest[-1]
+    await streams.close()
+
+
+async def test_watcher_that_has_taken_everything_is_not_slow_however_much_comes_at_once(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, may_look = inspection.look, asyncio.Event()
+
+    async def look_later(*args: Any) -> Any:
+        await may_look.wait()
+        return await look(*args)
+
+    monkeypatch.setattr(inspection, "look", look_later)
+    job_id = await create_job(ledger, pool="nobody-there")  # which is explained
+    streams = JobStreams(ledger, is_stopping=may_look.is_set, max_watchers=5)  # after the first look
+    stream = streams.stream(job_id, "0")
+    bodies = [await anext(stream)]
+    for _ in range(live.MAX_WAITING + 50):
+        await ledger.emit(job_id, "test.quick", "")
+    may_look.set()
+    watching = streams._watches[job_id].task
+    assert watching is not None
+    async with asyncio.timeout(LIMIT_S):
+        await watching  # all is told before the watcher takes the first of it
+        bodies += [body async for body in stream]
+    assert b'"stopping"' in bodies[-1]
+    assert any(b"event: explain" in body for body in bodies)
+    assert sum(b"event: event" in body for body in bodies) == len(await ledger_events(ledger, job_id))
     await streams.close()
 
 
@@ -448,6 +540,48 @@ async def test_client_streams_typed_records_until_the_job_is_over(broker: Broker
     last = [u for u in updates if isinstance(u, IterationUpdate)][-1]
     assert (last.record.state, last.point["train/loss"]) == (IterationState.COMMITTED, 3.0)
     assert {type(u) for u in updates} <= {Event, JobRecord, IterationUpdate, Diagnosis}
+
+
+ODD_TEXT = "a\u2028b\x85c\u2029d\x0be\rf"  # ends of lines to str.splitlines(), and to nobody else
+
+
+async def test_odd_ends_of_lines_are_text_to_the_client(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await ledger.emit(job_id, "test.odd", ODD_TEXT)
+    await ledger.move_job(job_id, JobState.CANCELLED)
+    async with AsyncClient(broker.url) as client:
+        updates = [update async for update in client.jobs.stream(job_id)]
+    assert [u.message for u in updates if isinstance(u, Event) and u.kind == "test.odd"] == [ODD_TEXT]
+    told = await listen_to_end(broker.url, job_id)  # a reader that takes them for ends of lines
+    assert [m.data["message"] for m in told if m.kind == "event" and m.data["kind"] == "test.odd"] == [ODD_TEXT]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+async def test_client_takes_lines_by_the_rules_of_the_format(end: str) -> None:
+    """Of any broker, and in whatever pieces they come."""
+    event = Event(id="1-0", time=1.0, kind="test.odd", message=ODD_TEXT, data={})
+    lines = [
+        "event: event",
+        f"data: {event.model_dump_json()}",
+        "id: 1-0",
+        "",
+        "event: end",
+        'data: {"reason":"over"}',
+        "",
+    ]
+    head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head.encode())
+        for byte in "".join(line + end for line in lines).encode():
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", port := free_port())
+    async with server, asyncio.timeout(LIMIT_S), AsyncClient(f"http://127.0.0.1:{port}") as client:
+        assert [update async for update in client.jobs.stream("job")] == [event]
 
 
 async def test_client_goes_on_when_the_broker_comes_back(ledger: Ledger, tmp_path: Path) -> None:
@@ -597,6 +731,34 @@ async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, mo
     monkeypatch.setattr(Ledger, "rollouts", never)
     assert (await get_timeline(broker, job_id)).spans == first.spans
     assert len([s for s in first.spans if s.kind == "generate"]) == 6
+
+
+class SlowLedger(Ledger):
+    """Another group is accepted after the groups have been listed, and before they are read."""
+
+    def __init__(self, ledger: Ledger, late: list[Claim]) -> None:
+        super().__init__(ledger.redis)
+        self._late = late
+
+    async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
+        listed = await super().groups(job_id, iteration)
+        while self._late:
+            claim = self._late.pop()
+            await self.submit_group(job_id, claim.entry_id, make_group(claim.task))
+        return listed
+
+
+async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await asyncio.sleep(0.3)  # then the groups' spans lie within the window
+    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
+    await ledger.submit_group(job_id, first.entry_id, make_group(first.task))
+    timelines = Timelines(SlowLedger(ledger, late=[second]))
+    await timelines.read(job_id, 1)
+    shown = (await timelines.read(job_id, 1)).spans
+    assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # each once
 
 
 async def test_pages_of_samples_and_metrics_after_an_iteration(broker: Broker, ledger: Ledger) -> None:
