@@ -18,6 +18,7 @@ import services.trainer.session as session
 
 def stuck_step(settings, link, config, world):
     link.doing = "at the barrier"
+    link._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
     ctypes.{library}(None).sleep(600)
 
 session.run_job = stuck_step
@@ -37,8 +38,8 @@ async def test_stuck_trainer_ends_and_another_one_gets_its_job(
         "ONBEAT_POOL": pool,
         "ONBEAT_DATA_DIR": str(tmp_path),
         "ONBEAT_DEVICE": "cpu",
-        "ONBEAT_LEASE_S": "2",
-        "ONBEAT_STALL_S": "5",
+        "ONBEAT_LEASE_S": "5",
+        "ONBEAT_STALL_S": "10",
     }
     command = [sys.executable, "-c", SCRIPT.format(library=library)]
     options = {"env": os.environ | settings, "capture_output": True, "text": True, "timeout": 90, "check": False}

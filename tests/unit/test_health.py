@@ -34,7 +34,7 @@ def port() -> int:
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"TURN_S": 0.01, "PING_S": 0.2, "READY_S": 0.3, "LIVE_S": 0.5}.items():
+    for name, seconds in {"TURN_S": 0.01, "PING_S": 0.2, "READY_S": 0.3, "LIVE_S": 5.0}.items():
         monkeypatch.setattr(health_module, name, seconds)
 
 
@@ -64,7 +64,8 @@ async def test_ready_follows_redis_and_live_does_not(port: int) -> None:
         watching.cancel()
 
 
-async def test_a_loop_that_stands_still_is_not_alive(port: int) -> None:
+async def test_a_loop_that_stands_still_is_not_alive(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "LIVE_S", 0.5)
     health = HealthSettings(metrics_port=port).serve_health()
     watching = asyncio.create_task(health.watch(FakeRedis()))
     await answers(port, "/livez", 200)

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.directory_watcher import DirectoryDele
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from services.trainer.trackers import follow
-from services.trainer.trackers.follow import Tracking, opener
+from services.trainer.trackers.follow import Follower, Tracking, opener
 from services.trainer.trackers.points import Cursor, Point
 from services.trainer.trackers.tensorboard import TensorBoard
 from tests.unit.trainer_fixtures import job_config
@@ -58,7 +58,7 @@ def read_curve(folder, tag):
     return [(event.step, event.value, event.wall_time) for event in events.Scalars(tag)]
 
 
-def wait_until(check, timeout_s=5.0):
+def wait_until(check, timeout_s=20.0):
     deadline = time.monotonic() + timeout_s
     while not check():
         assert time.monotonic() < deadline
@@ -134,6 +134,7 @@ class FakeWandb(ModuleType):
         self.error = None
         self.answers = threading.Event()
         self.answers.set()
+        self.has_been_asked = threading.Event()
 
     def Settings(self, **options):
         return options
@@ -148,7 +149,8 @@ class FakeWandb(ModuleType):
         pass
 
     def log(self, values, step):
-        assert self.answers.wait(30)
+        self.has_been_asked.set()
+        assert self.answers.wait(60)
         if step >= self.step:
             self.rows.append((step, values))
             self.step = step
@@ -226,19 +228,66 @@ def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, tmp_path, monkey
     assert job.warnings == ["tracker wandb: RuntimeError: no route to host; tried again every 0 s"]
 
 
+class Store:
+    """A tracker that takes nothing from iteration `refused` on."""
+
+    def __init__(self):
+        self.steps, self.num_opened, self.refused = [], 0, 1
+
+    def open(self):
+        self.num_opened += 1
+        return self
+
+    def log(self, point):
+        if self.refused is not None and point.step >= self.refused:
+            raise RuntimeError("503")
+        self.steps.append(point.step)
+
+    def flush(self):
+        pass
+
+    def finish(self, has_succeeded):
+        pass
+
+
+def follow_until(check, store, path):
+    follower = Follower("mlflow", store.open, LedgerOf(5), path, look_s=LOOK_S, retry_s=0.02)
+    wait_until(check)
+    follower.close(has_succeeded=True)
+    assert follower.wait_closed(20)
+
+
+def test_point_before_a_refused_one_is_logged_once(tmp_path):
+    """Neither the trainer that tries again nor its successor repeats it."""
+    store = Store()
+    follow_until(lambda: store.num_opened > 2, store, tmp_path / "mlflow.json")
+    assert store.steps == [0]
+    store.refused = None
+    follow_until(lambda: len(store.steps) >= 5, store, tmp_path / "mlflow.json")
+    assert store.steps == list(range(5))
+
+
+def test_tracker_that_keeps_no_cursor_gets_everything_again_when_it_is_opened_again():
+    store = Store()
+    follow_until(lambda: store.num_opened > 2, store, None)
+    assert store.steps == [0] * store.num_opened
+
+
 def test_tracker_that_hangs_ends_with_the_job_and_logs_no_more(wandb, tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "CLOSE_S", 0.3)
+    monkeypatch.setattr(follow, "CLOSE_S", 2.0)
     wandb.answers.clear()
     job = LedgerOf(3)
-    started = time.monotonic()
-    with tracking(job, tmp_path, "wandb"):
-        pass
-    assert time.monotonic() - started < 3
-    assert job.warnings == ["tracker wandb: not finished within 0 s; its curves may end early"]
+    with tracking(job, tmp_path, "wandb") as trackers:
+        assert wandb.has_been_asked.wait(20)
+        wait_until(lambda: len(curve_or_none(tmp_path)) == 3)
+        left_at = time.monotonic()
+    assert time.monotonic() - left_at < 20
+    assert job.warnings == ["tracker wandb: not finished within 2 s; its curves may end early"]
     wandb.answers.set()
-    time.sleep(0.1)
+    assert trackers._followers[-1].wait_closed(20)
     assert [step for step, _ in wandb.rows] == [0], "another trainer may own the job by now"
     assert wandb.exit_codes == []
+    assert not (tmp_path / "trackers" / "wandb.json").exists(), "another trainer may keep its cursor there by now"
     assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 3
 
 

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from services.trainer.watchdog import stall_limit_s
+from services.trainer import watchdog as watchdog_module
+from services.trainer.watchdog import Watchdog, stall_limit_s
+
+LIMIT_S = 3.0  # a pause of this process, or of one that it starts, is shorter
 
 SCRIPT = """
 import ctypes, threading, time
@@ -15,8 +20,8 @@ def stuck_step():
     {stuck}
 
 watchdog = Watchdog(limit_s={limit_s})
-for _ in range(8):
-    time.sleep(0.25)  # twice the shortest limit in all
+for _ in range({num_steps}):
+    time.sleep({limit_s} / 8)
     watchdog.progress()
 {then}
 """
@@ -27,31 +32,41 @@ STUCK = {
 }
 
 
-def run(stuck: str, then: str, limit_s: float = 1.0) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", SCRIPT.format(stuck=stuck, then=then, limit_s=limit_s)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+def run(num_steps: int, then: str, stuck: str = "pass") -> "subprocess.CompletedProcess[str]":
+    script = SCRIPT.format(stuck=stuck, then=then, limit_s=LIMIT_S, num_steps=num_steps)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("where", STUCK)
 def test_stuck_main_thread_ends_the_process_and_shows_where(where: str) -> None:
-    ended = run(STUCK[where], "stuck_step()")
+    started = time.monotonic()
+    ended = run(1, "stuck_step()", STUCK[where])
+    assert time.monotonic() - started > LIMIT_S, "not before its limit"
     assert ended.returncode == 1
     assert "in stuck_step" in ended.stderr
 
 
-def test_closed_watchdog_lets_an_idle_trainer_live() -> None:
-    ended = run("pass", "watchdog.close(); time.sleep(2.0); print('alive')")
+def test_trainer_that_gets_on_lives_and_so_does_an_idle_one_without_a_watchdog() -> None:
+    ended = run(16, f"watchdog.close(); time.sleep({LIMIT_S + 0.5}); print('alive')")  # works for twice the limit
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "alive\n", "")
 
 
-def test_warning_comes_once_for_each_silence_and_before_the_end() -> None:
-    told = "print(watchdog.warning('at the barrier'))"
-    script = f"{told}; time.sleep(2.75); {told}; {told}; watchdog.progress(); {told}; time.sleep(2.75); {told}"
-    ended = run("pass", f"{script}; watchdog.close()", limit_s=3.0)
-    quiet, warned, quiet_too, quiet_again, warned_again = ended.stdout.splitlines()
-    assert (quiet, quiet_too, quiet_again) == ("", "", "")
-    assert warned.startswith("no progress for 3 s while at the barrier: this process ends in 0 s (ONBEAT_STALL_S)")
-    assert warned_again == warned
+def test_warning_comes_once_for_each_silence_and_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    expected = "no progress for 55 s while at the barrier: this process ends in 5 s (ONBEAT_STALL_S)"
+    watchdog = Watchdog(limit_s=60.0)
+    try:
+        for _ in range(2):
+            assert watchdog.warning("at the barrier") == ""
+            now_s += 53.0
+            assert watchdog.warning("at the barrier") == ""
+            now_s += 2.0
+            assert watchdog.warning("at the barrier").startswith(expected)
+            assert watchdog.warning("at the barrier") == ""
+            watchdog.progress()
+    finally:
+        watchdog.close()
 
 
 def test_limit_is_below_the_jobs_deadline_unless_it_is_set() -> None:

@@ -97,7 +97,7 @@ class Follower:
 
     def _run(self) -> None:
         is_last = False
-        while not is_last:
+        while not is_last and not self._is_abandoned.is_set():
             is_last = self._stop.is_set()  # read before the look: what is in the ledger by then is found
             try:
                 self._keep_up()
@@ -119,14 +119,16 @@ class Follower:
             self._tracker = self._open_tracker()
             self._cursor = self._load_cursor()
         while points := self._job.read(self._cursor):
-            for point in points:
-                if self._is_abandoned.is_set():
-                    return
-                if point.values:
-                    self._tracker.log(point)
-                self._cursor = self._cursor.after(point)
-            self._tracker.flush()
-            self._save_cursor()
+            try:
+                for point in points:
+                    if self._is_abandoned.is_set():
+                        return
+                    if point.values:
+                        self._tracker.log(point)
+                    self._cursor = self._cursor.after(point)
+                self._tracker.flush()
+            finally:  # the points before one that failed are not to be logged again
+                self._save_cursor()
 
     def _load_cursor(self) -> Cursor:
         if self._path is None or not self._path.is_file():
@@ -134,7 +136,8 @@ class Follower:
         return Cursor(**json.loads(self._path.read_text()))
 
     def _save_cursor(self) -> None:
-        if self._path is None:
+        """Not once it is left behind: another trainer may keep its own cursor there by now."""
+        if self._path is None or self._is_abandoned.is_set():
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
