@@ -92,7 +92,7 @@ def evaluation_json(evaluation: int, state: str = "DONE") -> dict[str, Any]:
 def weights_json(version: int, open_s: float | None = None) -> dict[str, Any]:
     """1000 bytes, of which two rollouts get 10 as a delta. The first version they get in full."""
     update = {"received_bytes": 10 if version else 1000, "sources": ["h:1"], "pull_s": 0.2, "apply_s": 0.1}
-    update |= {"load_s": 0.3, "open_s": open_s, "num_faults": 0}
+    update |= {"load_s": 0.3, "open_s": open_s, "held_s": None, "num_faults": 0}
     published = {"full_bytes": 1000, "delta_bytes": 10 if version else None, "encode_s": 0.05, "publish_s": 0.4}
     return {"policy_version": version, **published, "rollouts": {"rollout-0": update, "rollout-1": update}}
 
