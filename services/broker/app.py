@@ -82,12 +82,8 @@ def create_app(
     app.add_middleware(Envelope)
     app.add_middleware(RequestTimer, meters=meters)
     problems.install(app)
-    app.include_router(doctor.router)  # before jobs, where JOB:explain would be the id of one
-    app.include_router(jobs.router)
-    app.include_router(stream.router)
-    app.include_router(timeline.router)
-    app.include_router(pools.router)
-    app.include_router(health.router)
+    for api in (doctor, jobs, stream, timeline, pools, health):  # doctor before jobs: else JOB:explain is a job's id
+        app.include_router(api.router)
     return app
 
 
