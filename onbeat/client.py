@@ -27,6 +27,8 @@ from onbeat.types import (
     Diagnosis,
     EvaluationRecord,
     Event,
+    GroupDetail,
+    GroupSummary,
     IterationRecord,
     IterationUpdate,
     JobRecord,
@@ -56,6 +58,7 @@ Iterations = list[IterationRecord]
 Evaluations = list[EvaluationRecord]
 Weights = list[WeightsRecord]
 Samples = list[Sample]
+Groups = list[GroupSummary]
 Events = list[Event]
 Series = dict[str, list[tuple[int, float]]]
 Update = JobRecord | IterationUpdate | Event | Diagnosis  # what a stream tells of a job
@@ -157,11 +160,29 @@ class AsyncJobs:
         return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
 
     async def samples(
-        self, job_id: str, iteration: int | None = None, limit: int | None = None, offset: int | None = None
+        self,
+        job_id: str,
+        iteration: int | None = None,
+        limit: int | None = None,
+        offset: int | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
     ) -> Samples:
-        """Responses of an iteration (default: the newest that has any), after the first `offset` ones."""
-        answer = await self._client.get(f"{job_path(job_id)}/samples", iteration=iteration, limit=limit, offset=offset)
+        """Responses of an iteration (default: the newest that has any), after the first `offset` ones; with rewards
+        from `min_reward` to `max_reward`."""
+        page = {"iteration": iteration, "limit": limit, "offset": offset}
+        answer = await self._client.get(
+            f"{job_path(job_id)}/samples", **page, min_reward=min_reward, max_reward=max_reward
+        )
         return parse_list(Sample, "samples", answer)
+
+    async def group(self, job_id: str, group_id: str) -> GroupDetail:
+        """A prompt with all its responses, token by token."""
+        return GroupDetail.model_validate(await self._client.get(group_path(job_id, group_id)))
+
+    async def alike(self, job_id: str, group_id: str) -> Groups:
+        """The groups of all iterations that have this one's prompt, itself included, in order."""
+        return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
 
     async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Events:
         """Events after the cursor (the last event's id), waiting up to `wait_s` (at most 30) for the first one."""
@@ -341,6 +362,12 @@ def job_path(job_id: str) -> str:
     return f"/v1/jobs/{job_id}"
 
 
+def group_path(job_id: str, group_id: str) -> str:
+    if not group_id or not all(character.isalnum() or character == "-" for character in group_id):
+        raise ValueError(f"{group_id!r} is not a group id; samples have them")
+    return f"{job_path(job_id)}/groups/{group_id}"
+
+
 def pool_path(pool: str) -> str:
     if not pool or not all(character.isalnum() or character == "-" for character in pool):
         raise ValueError(f"{pool!r} is not the name of a pool; `pool` of a job names it")
@@ -438,6 +465,8 @@ class Jobs:
     explain = jobs_face(AsyncJobs.explain)
     metrics = jobs_face(AsyncJobs.metrics)
     samples = jobs_face(AsyncJobs.samples)
+    group = jobs_face(AsyncJobs.group)
+    alike = jobs_face(AsyncJobs.alike)
     events = jobs_face(AsyncJobs.events)
     timeline = jobs_face(AsyncJobs.timeline)
     wait = jobs_face(AsyncJobs.wait)

@@ -202,13 +202,49 @@ class Sample(Record):
 
     iteration: int
     group_id: str
+    index: int = 0  # in its group
     policy_version: int
     prompt: str
     response: str
     reward: float
     reward_parts: dict[str, float] = {}
+    advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not told
     num_tokens: int
     finish_reason: str
+
+
+class Token(Record):
+    """A sampled token."""
+
+    id: int
+    text: str | None  # its part of the response, "" where it ends within a character; None: not known
+    logprob: float  # rollout's, of the tempered distribution
+
+
+class GroupDetail(Record):
+    """A prompt with all its responses, and what the engine said of every token."""
+
+    iteration: int
+    group_id: str
+    policy_version: int
+    worker_id: str
+    prompt: str
+    num_prompt_tokens: int
+    generate_s: float
+    score_s: float
+    failure: str = ""  # why there are no responses
+    responses: list[Sample]  # [G]
+    tokens: list[list[Token]]  # [G][T]
+
+
+class GroupSummary(Record):
+    """A group with the same prompt as another one."""
+
+    iteration: int
+    group_id: str
+    policy_version: int
+    num_responses: int
+    reward_mean: float | None = None  # None: without responses
 
 
 class Event(Record):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fonbeat/rollout/v1/rollout.proto\x12\x11onbeat.rollout.v1\"\xf1\x02\n\nPromptTask\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12,\n\x08messages\x18\x04 \x03(\x0b\x32\x1a.onbeat.rollout.v1.Message\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x13\n\x0bnum_samples\x18\x06 \x01(\r\x12\x1b\n\x13max_response_tokens\x18\x07 \x01(\r\x12\x13\n\x0btemperature\x18\x08 \x01(\x01\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12)\n\x06reward\x18\x0b \x01(\x0b\x32\x19.onbeat.rollout.v1.Reward\x12\x1b\n\x13reward_context_json\x18\x0c \x01(\t\x12\x15\n\ris_evaluation\x18\r \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0e \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_data_row\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"X\n\x06Reward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x17\n\x0fmemory_limit_mb\x18\x04 \x01(\r\"\xdb\x02\n\x0cRolloutGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x0bprompt_text\x18\x05 \x01(\t\x12.\n\tresponses\x18\x06 \x03(\x0b\x32\x1b.onbeat.rollout.v1.Response\x12\x30\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1f.onbeat.rollout.v1.GroupFailure\x12+\n\x07timings\x18\x08 \x01(\x0b\x32\x1a.onbeat.rollout.v1.Timings\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x15\n\ris_evaluation\x18\n \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_data_row\"\xa3\x02\n\x08Response\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x1c\n\x10rollout_logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x35\n\rversion_spans\x18\x03 \x03(\x0b\x32\x1e.onbeat.rollout.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x42\n\x0creward_parts\x18\x06 \x03(\x0b\x32,.onbeat.rollout.v1.Response.RewardPartsEntry\x12\x0c\n\x04text\x18\x07 \x01(\t\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"-\n\x0cGroupFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"E\n\x07Timings\x12\x12\n\ngenerate_s\x18\x01 \x01(\x01\x12\x0f\n\x07score_s\x18\x02 \x01(\x01\x12\x15\n\rworker_busy_s\x18\x03 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fonbeat/rollout/v1/rollout.proto\x12\x11onbeat.rollout.v1\"\xf1\x02\n\nPromptTask\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12,\n\x08messages\x18\x04 \x03(\x0b\x32\x1a.onbeat.rollout.v1.Message\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x13\n\x0bnum_samples\x18\x06 \x01(\r\x12\x1b\n\x13max_response_tokens\x18\x07 \x01(\r\x12\x13\n\x0btemperature\x18\x08 \x01(\x01\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\ndeadline_s\x18\n \x01(\x01\x12)\n\x06reward\x18\x0b \x01(\x0b\x32\x19.onbeat.rollout.v1.Reward\x12\x1b\n\x13reward_context_json\x18\x0c \x01(\t\x12\x15\n\ris_evaluation\x18\r \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0e \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_data_row\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"X\n\x06Reward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0coptions_json\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x17\n\x0fmemory_limit_mb\x18\x04 \x01(\r\"\xdb\x02\n\x0cRolloutGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\titeration\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x1c\n\x10prompt_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x0bprompt_text\x18\x05 \x01(\t\x12.\n\tresponses\x18\x06 \x03(\x0b\x32\x1b.onbeat.rollout.v1.Response\x12\x30\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x1f.onbeat.rollout.v1.GroupFailure\x12+\n\x07timings\x18\x08 \x01(\x0b\x32\x1a.onbeat.rollout.v1.Timings\x12\x11\n\tworker_id\x18\t \x01(\t\x12\x15\n\ris_evaluation\x18\n \x01(\x08\x12\x15\n\x08\x64\x61ta_row\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_data_row\"\xbe\x02\n\x08Response\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x1c\n\x10rollout_logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x35\n\rversion_spans\x18\x03 \x03(\x0b\x32\x1e.onbeat.rollout.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x42\n\x0creward_parts\x18\x06 \x03(\x0b\x32,.onbeat.rollout.v1.Response.RewardPartsEntry\x12\x0c\n\x04text\x18\x07 \x01(\t\x12\x19\n\rtoken_lengths\x18\x08 \x03(\rB\x02\x10\x01\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"-\n\x0cGroupFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"E\n\x07Timings\x12\x12\n\ngenerate_s\x18\x01 \x01(\x01\x12\x0f\n\x07score_s\x18\x02 \x01(\x01\x12\x15\n\rworker_busy_s\x18\x03 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_RESPONSE'].fields_by_name['rollout_logprobs']._loaded_options = None
   _globals['_RESPONSE'].fields_by_name['rollout_logprobs']._serialized_options = b'\020\001'
+  _globals['_RESPONSE'].fields_by_name['token_lengths']._loaded_options = None
+  _globals['_RESPONSE'].fields_by_name['token_lengths']._serialized_options = b'\020\001'
   _globals['_PROMPTTASK']._serialized_start=55
   _globals['_PROMPTTASK']._serialized_end=424
   _globals['_MESSAGE']._serialized_start=426
@@ -48,13 +50,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTGROUP']._serialized_start=559
   _globals['_ROLLOUTGROUP']._serialized_end=906
   _globals['_RESPONSE']._serialized_start=909
-  _globals['_RESPONSE']._serialized_end=1200
-  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_start=1150
-  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_end=1200
-  _globals['_VERSIONSPAN']._serialized_start=1202
-  _globals['_VERSIONSPAN']._serialized_end=1267
-  _globals['_GROUPFAILURE']._serialized_start=1269
-  _globals['_GROUPFAILURE']._serialized_end=1314
-  _globals['_TIMINGS']._serialized_start=1316
-  _globals['_TIMINGS']._serialized_end=1385
+  _globals['_RESPONSE']._serialized_end=1227
+  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_start=1177
+  _globals['_RESPONSE_REWARDPARTSENTRY']._serialized_end=1227
+  _globals['_VERSIONSPAN']._serialized_start=1229
+  _globals['_VERSIONSPAN']._serialized_end=1294
+  _globals['_GROUPFAILURE']._serialized_start=1296
+  _globals['_GROUPFAILURE']._serialized_end=1341
+  _globals['_TIMINGS']._serialized_start=1343
+  _globals['_TIMINGS']._serialized_end=1412
 # @@protoc_insertion_point(module_scope)

@@ -242,6 +242,7 @@ class Response(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_LENGTHS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"stop" | "length" """
     reward: _builtins.float
@@ -261,6 +262,10 @@ class Response(_message.Message):
 
     @_builtins.property
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def token_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[T], characters of `text` that each token gave; empty: not known"""
+
     def __init__(
         self,
         *,
@@ -271,10 +276,11 @@ class Response(_message.Message):
         reward: _builtins.float = ...,
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         text: _builtins.str = ...,
+        token_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
