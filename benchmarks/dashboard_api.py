@@ -36,6 +36,7 @@ REDIS_PORT, PORT = 7393, 7394
 URL = f"http://127.0.0.1:{PORT}"
 NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 1000, 10, 10, 200
 NUM_LARGE_GROUPS = 1000
+NUM_EPOCH = 10  # iterations
 NUM_MICRO_BATCHES = 20
 NUM_METRICS = 20  # besides those that a record names
 NUM_WATCHERS = 100
@@ -62,11 +63,14 @@ def make_group(task: PromptTask, worker: str, dice: random.Random) -> RolloutGro
         iteration=task.iteration,
         policy_version=task.policy_version,
         prompt_token_ids=[dice.randrange(49152) for _ in range(64)],
-        prompt_text="a prompt " * 20,
+        prompt_text="a prompt " * 20 + str(prompt_number(task)),
         worker_id=worker,
         timings=Timings(generate_s=0.004, score_s=0.001, worker_busy_s=0.004),
     )
     tokens = [dice.randrange(49152) for _ in range(NUM_TOKENS)]
+    text = "some words " * (NUM_TOKENS // 3)
+    lengths = [len(text) // NUM_TOKENS] * NUM_TOKENS
+    lengths[-1] += len(text) - sum(lengths)
     logprobs = [-dice.random() for _ in range(NUM_TOKENS)]
     for _ in range(NUM_RESPONSES):
         group.responses.append(
@@ -77,10 +81,16 @@ def make_group(task: PromptTask, worker: str, dice: random.Random) -> RolloutGro
                 finish_reason="stop",
                 reward=dice.random(),
                 reward_parts={"right": dice.random(), "form": dice.random()},
-                text="some words " * (NUM_TOKENS // 3),
+                text=text,
+                token_lengths=lengths,
             )
         )
     return group
+
+
+def prompt_number(task: PromptTask) -> int:
+    """Every prompt comes again in each tenth iteration."""
+    return int(task.group_id.split("-")[1]) + NUM_LARGE_GROUPS * (task.iteration % NUM_EPOCH)
 
 
 def report(dice: random.Random) -> dict[str, Any]:
@@ -113,7 +123,9 @@ async def make_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int
         )
     digest, published = f"d{iteration + 1}", PublishedWeights(full_bytes=10, encode_s=0.1, publish_s=0.1)
     await ledger.announce_version(job_id, epoch, iteration + 1, "127.0.0.1:1", digest, published)
-    await ledger.commit_iteration(job_id, epoch, iteration, iteration + 1, digest, report(dice), "used")
+    advantages = {task.group_id: [round(dice.random(), 4) for _ in range(NUM_RESPONSES)] for task in tasks}
+    place = (job_id, epoch, iteration, iteration + 1, digest)
+    await ledger.commit_iteration(*place, report(dice), "used", advantages=advantages)
 
 
 async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
@@ -177,6 +189,9 @@ def requests(num_iterations: int) -> dict[str, str]:
         "samples, 100 of an old iteration": "/v1/jobs/long/samples?iteration=3&limit=100",
         "samples, 16 of 10,000": "/v1/jobs/wide/samples?limit=16&offset=5000",
         "samples, 1000 of 10,000": "/v1/jobs/wide/samples?limit=1000",
+        "samples, the best 100 of 10,000": "/v1/jobs/wide/samples?limit=100&min_reward=0.9",
+        "group, 10 responses token by token": f"/v1/jobs/long/groups/{last}-0",
+        "alike, a prompt in all iterations": f"/v1/jobs/long/groups/{last}-0/alike",
         "timeline, 5 iterations": "/v1/jobs/long/timeline?iterations=5",
         "timeline, 20 iterations": "/v1/jobs/long/timeline?iterations=20",
         "timeline, 1 iteration of 1,000 groups": "/v1/jobs/wide/timeline?iterations=1",

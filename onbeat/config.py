@@ -66,7 +66,7 @@ class RewardConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; the reference policy is then the base model."""
 
-    rank: PositiveInt = 16
+    rank: PositiveInt = Field(16, description="of the two factors of an update")
     alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
@@ -77,7 +77,9 @@ class RolloutConfig(Section):
     num_prompts_per_iteration: PositiveInt = Field(description="groups in one iteration")
     num_samples_per_prompt: PositiveInt = Field(description="responses in one group (G)")
     max_response_tokens: PositiveInt = Field(description="a response is cut there")
-    temperature: float = Field(1.0, ge=0.01, le=10)
+    temperature: float = Field(
+        1.0, ge=0.01, le=10, description="of sampling; logprobs are of the tempered distribution"
+    )
     group_deadline_s: float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
     max_group_attempts: PositiveInt = Field(
         3, description="tries of one group (its own errors, deaths of workers) until it counts as failed"
@@ -93,11 +95,15 @@ class RolloutConfig(Section):
 
 
 Normalization = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+NORMALIZATION = (
+    "the loss is summed over tokens and divided by: all tokens; each response's own, then the number of responses; "
+    "the number of responses; that times max_response_tokens"
+)
 
 
 class KlConfig(Section):
     coef: float = Field(0.0, ge=0, description="0 skips the reference model altogether")
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of the divergence, from the sampled tokens")
     placement: Literal["loss", "reward"] = Field(
         "loss", description="a term of the token loss, or subtracted from each response's reward before advantages"
     )
@@ -107,15 +113,15 @@ class TruncatedImportance(Section):
     """Weight min(r, cap) on each token, r = trainer / rollout probability."""
 
     type: Literal["truncated"] = "truncated"
-    cap: float = Field(2.0, gt=0)
+    cap: float = Field(2.0, gt=0, description="largest weight of a token")
 
 
 class BandImportance(Section):
     """Weight r inside the band; tokens outside leave loss and denominator (IcePop)."""
 
     type: Literal["band"] = "band"
-    low: float = Field(0.5, gt=0, le=1)
-    high: float = Field(5.0, ge=1)
+    low: float = Field(0.5, gt=0, le=1, description="smallest weight that stays")
+    high: float = Field(5.0, ge=1, description="largest weight that stays")
 
 
 class Objective(Section):
@@ -134,61 +140,61 @@ class GrpoObjective(Objective):
     """DeepSeekMath (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    normalization: Normalization = "token_mean"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
 
 class DrGrpoObjective(Objective):
     """arXiv 2503.20783: no division by the standard deviation, constant normaliser."""
 
     type: Literal["dr_grpo"]
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    normalization: Normalization = "constant"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("constant", description=NORMALIZATION)
 
 
 class DapoObjective(Objective):
     """arXiv 2503.14476: clip-higher and token mean; its dynamic sampling would change the iteration's fixed set."""
 
     type: Literal["dapo"]
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    normalization: Normalization = "token_mean"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
 
 class RlooObjective(Objective):
     """arXiv 2402.14740: leave-one-out baseline."""
 
     type: Literal["rloo"]
-    normalization: Normalization = "sequence_sum"
+    normalization: Normalization = Field("sequence_sum", description=NORMALIZATION)
 
 
 class GspoObjective(Objective):
     """arXiv 2507.18071: one ratio per response."""
 
     type: Literal["gspo"]
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    clip_high: float = Field(4e-4, gt=0)
-    normalization: Normalization = "sequence_mean"
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(4e-4, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("sequence_mean", description=NORMALIZATION)
 
 
 class CispoObjective(Objective):
     """arXiv 2506.13585: clipped weights instead of clipped updates."""
 
     type: Literal["cispo"]
-    clip_low: float = Field(1.0, gt=0, le=1)
-    clip_high: float = Field(4.0, gt=0)
-    normalization: Normalization = "token_mean"
+    clip_low: float = Field(1.0, gt=0, le=1, description="the weight is clipped at 1 - clip_low")
+    clip_high: float = Field(4.0, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
 
 class ReinforcePpObjective(Objective):
     """arXiv 2501.03262: scaled by the whole iteration, therefore not in `periodic`."""
 
     type: Literal["reinforce_pp"]
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    normalization: Normalization = "token_mean"
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
     @model_validator(mode="after")
     def check_kl_placement(self) -> "ReinforcePpObjective":
@@ -203,7 +209,7 @@ class OnlineDpoObjective(Objective):
     """arXiv 2410.18252: the best and the worst response of a group as a preference pair."""
 
     type: Literal["online_dpo"]
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(0.1, gt=0, description="of the preference loss: larger stays closer to the reference")
 
 
 ObjectiveConfig = Annotated[
@@ -233,11 +239,11 @@ MODES_OF_OBJECTIVE: dict[str, tuple[str, ...]] = {
 
 
 class OptimizerConfig(Section):
-    learning_rate: float = Field(1e-6, gt=0, lt=1)
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, lt=1, description="of AdamW, after the warm-up")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled from the gradient")
+    max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this norm")
     num_warmup_iterations: int = Field(0, ge=0, description="linear learning-rate warm-up")
 
 
@@ -274,7 +280,7 @@ class TrainingConfig(Section):
 
 
 class Schedule(Section):
-    num_iterations: PositiveInt
+    num_iterations: PositiveInt = Field(description="of the whole job")
     iteration_deadline_s: float = Field(
         1800.0, gt=0, description="an iteration that makes no progress for this long fails the job"
     )
@@ -326,8 +332,10 @@ class EvaluationConfig(Section):
     data: DataConfig
     every_iterations: PositiveInt = Field(10, description="before the first iteration, then after every so many")
     num_prompts: PositiveInt = Field(32, description="the first so many of the data, the same ones every time")
-    num_samples_per_prompt: PositiveInt = 1
-    temperature: float = Field(1.0, ge=0.01, le=10)
+    num_samples_per_prompt: PositiveInt = Field(
+        1, description="responses to one prompt; more than one also give pass_at_k"
+    )
+    temperature: float = Field(1.0, ge=0.01, le=10, description="of sampling")
 
 
 class CheckpointConfig(Section):
@@ -378,11 +386,17 @@ TrackerConfig = Annotated[WandbTracker | MlflowTracker | TrackioTracker, Field(d
 class JobConfig(Section):
     """One training job. `JobConfig.from_file` reads TOML or JSON."""
 
-    name: str = Field("job", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        "job",
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="for people; need not be unique",
+    )
     pool: str = Field(
         "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="which trainers and rollouts serve it"
     )
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0, lt=2**32, description="of the data's order and of sampling")
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
     data: DataConfig
@@ -478,9 +492,9 @@ class JobConfig(Section):
         return self
 
     @classmethod
-    def from_file(cls, path: Path, overrides: list[str] | None = None) -> "JobConfig":
+    def from_file(cls, path: str | Path, overrides: list[str] | None = None) -> "JobConfig":
         """Read a TOML or JSON job. Raises ValueError (pydantic's included) naming the file and the remedy."""
-        return cls.model_validate(read_job_file(path, overrides or []))
+        return cls.model_validate(read_job_file(Path(path), overrides or []))
 
 
 def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Job, iteration and group: their states, their legal moves, and the records that cross process boundaries as JSON."""
 
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar, overload
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class JobState(StrEnum):
@@ -73,6 +74,37 @@ class Verdict(StrEnum):
 class Record(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What is known, without what fills pages."""
+        for name, value in super().__repr_args__():
+            if value is not None and value != {}:
+                yield name, value.value if isinstance(value, StrEnum) else value
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from onbeat.display import record_html
+
+        return record_html(self)
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+class Records(list[RecordT]):
+    """A list that notebooks show as a table."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> RecordT: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Records[RecordT]": ...
+    def __getitem__(self, index: SupportsIndex | slice) -> "RecordT | Records[RecordT]":
+        return Records(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def _repr_html_(self) -> str:
+        from onbeat.display import table_html
+
+        return table_html(self)
+
 
 class JobRecord(Record):
     """A job as REST shows it. Times are Unix seconds by the Redis clock."""
@@ -92,7 +124,7 @@ class JobRecord(Record):
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     num_training_devices: int = 1
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
-    config: dict[str, Any]
+    config: dict[str, Any] = Field(repr=False)
 
 
 class IterationRecord(Record):
@@ -128,7 +160,7 @@ class IterationRecord(Record):
     mismatch_mean: float | None = None  # |trainer_logprobs - rollout_logprobs| per token
     mismatch_max: float | None = None
     tpspd: float | None = None  # (prompt + response tokens) / wall_s / (training + inference devices)
-    metrics: dict[str, float] = {}  # everything else, `area/name`
+    metrics: dict[str, float] = Field(default={}, repr=False)  # everything else, `area/name`
 
 
 class PublishedWeights(Record):
@@ -234,7 +266,7 @@ class GroupDetail(Record):
     score_s: float
     failure: str = ""  # why there are no responses
     responses: list[Sample]  # [G]
-    tokens: list[list[Token]]  # [G][T]
+    tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses where that would be too many
 
 
 class GroupSummary(Record):
@@ -326,7 +358,7 @@ class Timeline(Record):
     end: float  # the last of them was committed, or now
     iterations: list[int]
     lanes: list[Lane]  # the trainer first
-    spans: list[Span]  # by start
+    spans: list[Span] = Field(repr=False)  # by start
 
 
 class PoolStatus(Record):

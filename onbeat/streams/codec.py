@@ -1,7 +1,8 @@
 """Messages of the streams: protobuf, checked on the way in. The rest of the house never sees generated modules.
 
 A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
-version spans that cover every response exactly. That logprobs are finite is checked where they are made and used.
+version spans that cover every response exactly, the length of each token's text or none. That logprobs are finite is
+checked where they are made and used, that lengths add up where a group is submitted.
 """
 
 import math
@@ -33,6 +34,7 @@ __all__ = [
     "VersionSpan",
     "check_group",
     "check_logprobs",
+    "check_token_lengths",
     "decode_group",
     "decode_task",
     "encode_group",
@@ -108,6 +110,8 @@ def problem_of(response: Response) -> str:
         return f"{num_tokens} tokens with {num_logprobs} logprobs"
     if not -MAX_REWARD <= response.reward <= MAX_REWARD:
         return f"its reward is {response.reward}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+    if len(response.token_lengths) not in (0, num_tokens):
+        return f"{num_tokens} tokens with the lengths of {len(response.token_lengths)}"
     end = 0
     for span in response.version_spans:
         if span.start != end or span.end <= span.start:
@@ -121,6 +125,15 @@ def check_logprobs(group: RolloutGroup) -> None:
     for index, response in enumerate(group.responses):
         if not math.isfinite(sum(response.rollout_logprobs)):
             raise ValueError(f"group {group.group_id}, response {index}: a logprob is not finite")
+
+
+def check_token_lengths(group: RolloutGroup) -> None:
+    """As `check_logprobs`. Raises ValueError when lengths of tokens do not add up to the text."""
+    for index, response in enumerate(group.responses):
+        num_told, num_characters = sum(response.token_lengths), len(response.text)
+        if response.token_lengths and num_told != num_characters:
+            text = f"its tokens gave {num_told} characters of a text of {num_characters}; leave token_lengths empty"
+            raise ValueError(f"group {group.group_id}, response {index}: {text}")
 
 
 def span_versions(group: RolloutGroup) -> list[int]:

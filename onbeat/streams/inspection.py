@@ -68,6 +68,22 @@ async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evalua
     }
 
 
+async def accepted_entries(ledger: Ledger, job_id: str, groups: Sequence[tuple[int, str]]) -> list[str | None]:
+    """Of each (iteration, group id) its entry of the rollouts stream; None: it is not accepted."""
+    job = JobKeys(job_id)
+    pipeline = ledger.redis.pipeline(transaction=False)
+    for iteration, group_id in groups:
+        pipeline.hget(job.groups(iteration), group_id)
+    states = [(state or b"").decode() for state in await pipeline.execute()] if groups else []
+    return [state.removeprefix("accepted:") if state.startswith("accepted:") else None for state in states]
+
+
+async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
+    """The RolloutGroup at an entry of the rollouts stream; None: it is no longer kept."""
+    found = await ledger.redis.xrange(JobKeys(job_id).rollouts, entry, entry)
+    return found[0][1][b"group"] if found else None
+
+
 async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:
     """Newest first."""
     found = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)

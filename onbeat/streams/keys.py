@@ -112,14 +112,32 @@ class JobKeys:
         return self._key(f"taken:{iteration}")
 
     @property
+    def traces(self) -> str:
+        """Hash: the broker that exports the job's traces, until when it may, and the first iteration left to export."""
+        return self._key("traces")
+
+    @property
+    def chats(self) -> str:
+        """Stream of chat requests that no rollout has taken; gone a minute after the last one."""
+        return self._key("chats")
+
+    def chat(self, chat_id: str) -> str:
+        """Stream of what a rollout answers; there while somebody wants it, gone half a minute later."""
+        return self._key(f"chat:{chat_id}")
+
+    def advantages(self, iteration: int) -> str:
+        """Hash: group id -> the advantage of each response, as JSON; from the commit until its groups are trimmed."""
+        return self._key(f"advantages:{iteration}")
+
+    @property
     def of_job(self) -> list[str]:
         """Every key of the job itself, but its record."""
-        streams = [self.prompts, self.rollouts, self.events, self.audit]
-        return [*streams, self.lengths, self.versions, self.open_evaluations]
+        streams = [self.prompts, self.rollouts, self.events, self.audit, self.chats]
+        return [*streams, self.lengths, self.versions, self.open_evaluations, self.traces]
 
     def numbered(self, number: int) -> list[str]:
         """Every key of the iteration, the evaluation and the policy version of this number."""
         of_iteration = [self.iteration(number), self.groups(number), self.busy(number)]
-        of_training = [self.micro_batches(number), self.taken(number), self.weights(number)]
+        of_training = [self.micro_batches(number), self.taken(number), self.weights(number), self.advantages(number)]
         of_evaluation = [self.evaluation(number), self.evaluation_groups(number), self.evaluation_results(number)]
         return [*of_iteration, *of_training, *of_evaluation]

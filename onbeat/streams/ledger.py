@@ -4,7 +4,7 @@ Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that d
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from statistics import fmean
@@ -28,6 +28,7 @@ from onbeat.streams.codec import (
     PromptTask,
     RolloutGroup,
     check_group,
+    check_token_lengths,
     decode_group,
     decode_task,
     encode_group,
@@ -37,6 +38,7 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.evaluations import Evaluations
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.streams.traces import Traces
 from onbeat.types import (
     JOB_MOVES,
     EvaluationState,
@@ -76,6 +78,7 @@ class Ledger:
         self._scripts: dict[str, Any] = {}
         self._submit: BatchedScript | None = None
         self.evaluations = Evaluations(self.redis, self._run)
+        self.traces = Traces(self.redis, self._run)
 
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         if name not in self._scripts:
@@ -311,6 +314,7 @@ class Ledger:
         metrics: dict[str, float],
         used: str,
         is_published: bool = True,
+        advantages: Mapping[str, Sequence[float | None]] | None = None,
     ) -> bool:
         """Close a drained iteration and publish `version`. False if it was committed before. Raises LeaseLost.
 
@@ -318,10 +322,14 @@ class Ledger:
 
         Not `is_published`: rollouts stay on the version that they have; allowed while the next iteration can be opened
         on that one.
+
+        `advantages`: group id -> that of each of its responses, for people; kept as long as the groups are.
         """
         job = JobKeys(job_id)
         args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
-        outcome = (await self._run("commit_iteration", job, [job.iteration(iteration)], *args)).decode()
+        told = [word for group_id, own in (advantages or {}).items() for word in (group_id, json.dumps(own))]
+        more_keys = [job.iteration(iteration), job.advantages(iteration)]
+        outcome = (await self._run("commit_iteration", job, more_keys, *args, *told)).decode()
         if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
         if outcome == "diverged":
@@ -344,7 +352,8 @@ class Ledger:
         False when it is not its turn.
         """
         job = JobKeys(job_id)
-        more_keys = [job.rollouts, job.groups(iteration), job.micro_batches(iteration), job.taken(iteration)]
+        for_replay = [job.micro_batches(iteration), job.taken(iteration)]
+        more_keys = [job.rollouts, job.groups(iteration), *for_replay, job.advantages(iteration)]
         return bool(await self._run("trim_iteration", job, more_keys, iteration, num_kept))
 
     # ---- groups: the rollout's side ------------------------------------------------------------------------------
@@ -416,6 +425,7 @@ class Ledger:
     async def submit_group(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
         """Submit a finished (or failed) group. Raises ValueError when the group breaks its own promises."""
         check_group(group)
+        check_token_lengths(group)
         job = JobKeys(job_id)
         number = group.iteration
         kind, keys_of_unit = (
@@ -514,6 +524,11 @@ class Ledger:
             if iteration < first_kept:
                 raise GroupsTrimmed(job_id, iteration, first_kept)
         return groups
+
+    async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
+        """Group id -> that of each response, as it was trained; empty before the commit, and where nobody told."""
+        told = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
+        return {group_id.decode(): json.loads(own) for group_id, own in told.items()}
 
     async def lengths(self, job_id: str, rows: Sequence[int]) -> list[int | None]:
         """Mean tokens of a response to each row of the data, when it was last generated."""

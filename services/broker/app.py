@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
-from services.broker.api import doctor, health, jobs, pools, problems, stream, timeline
+from services.broker.alike import Alike
+from services.broker.api import chat, dashboard, doctor, health, jobs, pools, problems, samples, stream, timeline
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
+from services.broker.chats import ChatDesk, ChatLimits
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.broker.live import JobStreams
@@ -20,6 +23,9 @@ from services.broker.middleware import BodyLimit, Envelope, Gate, RequestTimer
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.timeline import Timelines
+
+if TYPE_CHECKING:
+    from services.broker.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +50,8 @@ def create_app(
     conductor = Conductor(ledger, conductor_data, settings.redis_retry_s)
     retention = Retention(ledger, settings.job_retention_days)
     streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
+    meters = Meters()
+    tracer = create_tracer(settings, ledger, meters)
     conducting: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
@@ -53,12 +61,16 @@ def create_app(
         conducting[:] = [task]
         cleaning = asyncio.create_task(retention.run(), name="retention")
         cleaning.add_done_callback(lambda ended: report_end(ended, on_conductor_end))
+        if tracer:
+            tracer.start()
         try:
             yield
         finally:
             task.cancel()
             cleaning.cancel()
             await asyncio.gather(task, cleaning, return_exceptions=True)
+            if tracer:
+                await tracer.close()
             await streams.close()
             await admission_data.close()
             await conductor_data.close()
@@ -67,7 +79,6 @@ def create_app(
     app = FastAPI(
         title="Onbeat broker", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, responses=refusals
     )
-    meters = Meters()
     app.state.context = Context(
         ledger=ledger,
         admission=Admission(admission_data, settings.has_model_folders),
@@ -76,15 +87,30 @@ def create_app(
         is_stopping=is_stopping,
         streams=streams,
         timelines=Timelines(ledger),
+        alike=Alike(ledger),
+        chats=ChatDesk(ledger, chat_limits(settings), is_stopping),
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
     app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
     app.add_middleware(Envelope)
     app.add_middleware(RequestTimer, meters=meters)
     problems.install(app)
-    for api in (doctor, jobs, stream, timeline, pools, health):  # doctor before jobs: else JOB:explain is a job's id
+    # doctor before jobs: else JOB:explain is a job's id
+    for api in (chat, dashboard, doctor, jobs, samples, stream, timeline, pools, health):
         app.include_router(api.router)
     return app
+
+
+def create_tracer(settings: Settings, ledger: Ledger, meters: Meters) -> "Tracer | None":
+    if settings.otlp_endpoint is None:
+        return None
+    from services.broker.tracing import Tracer  # only then: it needs packages of OpenTelemetry
+
+    return Tracer(ledger, settings, meters.traces)
+
+
+def chat_limits(settings: Settings) -> ChatLimits:
+    return ChatLimits(settings.chat_queue, settings.chat_take_s, settings.chat_answer_s, settings.chat_max_tokens)
 
 
 def report_end(task: asyncio.Task[None], on_end: Callable[[], None]) -> None:

@@ -14,8 +14,9 @@ from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they tell no more than whether the broker works
+DASHBOARD = re.compile(r"/|/assets/[^/]+")  # the same files for everybody; what they show they ask for with a key
 READING = frozenset({"GET", "HEAD"})
-SUBMITTING = re.compile(r"/v1/jobs(/[^/]+:(cancel|pause|resume))?")  # with POST
+SUBMITTING = re.compile(r"/v1/(jobs(/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
 
 RELOAD_S = 1.0
 MAX_BUCKETS = 10_000
@@ -25,7 +26,7 @@ NO_DIGEST = "0" * 64
 def required_role(method: str, path: str) -> Role | None:
     """None: anybody. What is listed nowhere, a route of tomorrow included, is for admins."""
     if method in READING:
-        return None if path in OPEN_PATHS else Role.READ
+        return None if path in OPEN_PATHS or DASHBOARD.fullmatch(path) else Role.READ
     if method == "POST" and SUBMITTING.fullmatch(path):
         return Role.SUBMIT
     return Role.ADMIN

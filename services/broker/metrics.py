@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -73,6 +74,18 @@ def known_method(method: str) -> str:
     return method if method in METHODS else "other"
 
 
+class TraceMeters:
+    """Of this broker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.traces = prometheus_client.Counter(
+            "onbeat_traces", "Iterations by what became of their trace.", ["outcome"], registry=registry
+        )
+        self.failures = prometheus_client.Counter(
+            "onbeat_trace_failures", "Tries in which the collector was away.", registry=registry
+        )
+
+
 class Meters:
     def __init__(self) -> None:
         self._requests = CollectorRegistry()
@@ -83,6 +96,7 @@ class Meters:
             registry=self._requests,
             buckets=LATENCY_BUCKETS_S,
         )
+        self.traces = TraceMeters(self._requests)
         self._totals: dict[str, JobTotals] = {}
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:

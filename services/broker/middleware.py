@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.api_keys import ApiKey
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
-from services.broker.auth import READING, KeyRing, RateLimit, required_role
+from services.broker.auth import OPEN_PATHS, READING, KeyRing, RateLimit, required_role
 from services.broker.metrics import Meters, known_method
 from services.broker.settings import is_loopback
 
@@ -50,13 +50,13 @@ class Gate:
         if size_of_headers(scope) > MAX_HEADER_BYTES:
             detail = f"URL and headers together take at most {MAX_HEADER_BYTES} bytes"
             return problem(431, "Request header fields too large", detail)
-        role = required_role(scope["method"], scope["path"])
+        role, headers = required_role(scope["method"], scope["path"]), Headers(scope=scope)
+        is_probe = role is None and scope["path"] in OPEN_PATHS
+        if self._keys is None and self._is_local and not is_probe and not is_from_here(headers):
+            return refuse_page(headers)
         if role is None:
             return None
-        headers = Headers(scope=scope)
         if self._keys is None:
-            if self._is_local and not is_from_here(headers):
-                return refuse_page(headers)
             return self._refuse_haste(address_of(scope))
         sent = bearer_token(headers)
         key = self._keys.find(sent) if sent else None

@@ -5,13 +5,17 @@ Iterations and evaluations: onbeat/streams/records.py.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, zip_longest
+from types import MappingProxyType
 
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
 from onbeat.types import JobRecord, Sample, WeightsRecord
+
+Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
 JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
 JOB_PROGRESS_FIELDS = ("num_opened", "next_iteration", "policy_version", "checkpoint", "num_training_devices")
@@ -34,20 +38,45 @@ async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> l
     return records
 
 
-async def read_samples(ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0) -> list[Sample]:
-    """Responses of an iteration (default: the newest with an accepted group). Raises JobNotFound."""
+@dataclass(frozen=True)
+class RewardRange:
+    """Both ends belong to it."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def __contains__(self, reward: float) -> bool:
+        return self.least <= reward <= self.most
+
+
+ANY_REWARD = RewardRange()
+
+
+async def read_samples(
+    ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, rewards: RewardRange = ANY_REWARD
+) -> list[Sample]:
+    """Responses of an iteration (default: the newest with an accepted group). Raises JobNotFound, GroupsTrimmed."""
     num_opened = int((await ledger.job_fields(job_id))["num_opened"])
     if iteration is None:
         iteration = max(0, num_opened - 1)
         while iteration > 0 and not await has_accepted(ledger, job_id, iteration):
             iteration -= 1
-    return sample_groups(await ledger.iteration_groups(job_id, iteration), limit, offset)
+    groups = await ledger.iteration_groups(job_id, iteration)
+    advantages = await ledger.advantages(job_id, iteration) if groups else {}
+    return sample_groups(groups, limit, offset, rewards, advantages)
 
 
-def sample_groups(groups: Iterable[RolloutGroup], limit: int, offset: int = 0) -> list[Sample]:
-    """Up to `limit` responses of many prompts, after the first `offset` ones."""
+def sample_groups(
+    groups: Iterable[RolloutGroup],
+    limit: int,
+    offset: int = 0,
+    rewards: RewardRange = ANY_REWARD,
+    advantages: Advantages = MappingProxyType({}),
+) -> list[Sample]:
+    """Up to `limit` responses of many prompts, with those rewards, after the first `offset` ones."""
     in_order = sorted(groups, key=lambda group: group_order(group.group_id))
-    return list(islice(interleave([group_samples(group) for group in in_order]), offset, offset + limit))
+    samples = interleave([group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order])
+    return list(islice(samples, offset, offset + limit))
 
 
 async def has_accepted(ledger: Ledger, job_id: str, iteration: int) -> bool:
@@ -58,16 +87,23 @@ def group_order(group_id: str) -> tuple[int, ...]:
     return tuple(int(part) for part in group_id.split("-") if part.isdigit())
 
 
-def group_samples(group: RolloutGroup) -> Iterator[Sample]:
-    for response in group.responses:
+def group_samples(
+    group: RolloutGroup, rewards: RewardRange = ANY_REWARD, advantages: Sequence[float | None] = ()
+) -> Iterator[Sample]:
+    """`advantages`: of each response; empty where they are not told."""
+    for index, response in enumerate(group.responses):
+        if response.reward not in rewards:
+            continue
         yield Sample(
             iteration=group.iteration,
             group_id=group.group_id,
+            index=index,
             policy_version=group.policy_version,
             prompt=group.prompt_text,
             response=response.text,
             reward=response.reward,
             reward_parts={name: value for name, value in response.reward_parts.items() if math.isfinite(value)},
+            advantage=advantages[index] if index < len(advantages) else None,
             num_tokens=len(response.token_ids),
             finish_reason=response.finish_reason,
         )
@@ -77,3 +113,9 @@ def interleave(groups: list[Iterator[Sample]]) -> Iterator[Sample]:
     """The first response of every group, then the second of every group: few samples show many prompts."""
     for round_of_samples in zip_longest(*groups):
         yield from (sample for sample in round_of_samples if sample is not None)
+
+
+async def read_evaluation_samples(ledger: Ledger, job_id: str, evaluation: int) -> list[Sample]:
+    """Those few responses that are kept of an evaluation; none before it is done."""
+    fields = await ledger.evaluations.fields(job_id, evaluation)
+    return [Sample.model_validate(sample) for sample in json.loads(fields.get("samples", "[]"))]

@@ -1,15 +1,20 @@
 """Where this broker runs: read from the environment, prefix ONBEAT_."""
 
+import importlib.util
 import ipaddress
+import re
 import ssl
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from onbeat.api_keys import read_keys
 from onbeat.streams.connection import RedisSettings
+
+HEADER_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 
 
 class Settings(RedisSettings, BaseSettings):
@@ -43,6 +48,21 @@ class Settings(RedisSettings, BaseSettings):
     dataset_memory_mb: int = Field(8192, ge=512, description="address space of the process that produces prompts")
     admission_timeout_s: float = Field(30.0, gt=0, description="for opening a job's data before the job is accepted")
     job_retention_days: float = Field(0.0, ge=0, description="jobs that are over are deleted after so long; 0: never")
+    otlp_endpoint: str | None = Field(
+        None, description="base URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces; not set: no traces"
+    )
+    otlp_headers_file: Path | None = Field(
+        None, description="headers for the collector, such as its key: one `name=value` a line"
+    )
+    otlp_tls_ca: Path | None = Field(
+        None, description="PEM authority of the collector's certificate; default: those of the system"
+    )
+    otlp_timeout_s: float = Field(10.0, gt=0, le=20, description="for one request to the collector")
+    trace_every_iterations: int = Field(1, ge=1, description="every n-th iteration of a job is traced: 0, n, 2n, ...")
+    chat_queue: int = Field(16, ge=1, description="chats of a job that wait for a rollout; more are answered 429")
+    chat_take_s: float = Field(10.0, gt=0, le=50, description="for a rollout to take a chat; then it is answered 503")
+    chat_answer_s: float = Field(300.0, gt=0, description="for the whole answer of a chat")
+    chat_max_tokens: int = Field(4096, ge=1, description="that an answer of a chat may be asked to have")
     log_format: Literal["text", "json"] = Field("text", description="text or json")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
 
@@ -68,6 +88,33 @@ class Settings(RedisSettings, BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def check_tracing(self) -> Self:
+        """At the start, not at the first iteration."""
+        if self.otlp_endpoint is None:
+            return self
+        if not is_base_url(self.otlp_endpoint):
+            raise ValueError(
+                "ONBEAT_OTLP_ENDPOINT is not like http://collector:4318: an address with http or https and nothing "
+                "behind it (/v1/traces is added); keys go into ONBEAT_OTLP_HEADERS_FILE"
+            )
+        if not has_otlp():
+            raise ValueError(
+                "ONBEAT_OTLP_ENDPOINT is set, but opentelemetry-proto is not installed; install "
+                "requirements/broker.lock, or unset it"
+            )
+        self.otlp_headers()
+        if self.otlp_tls_ca is not None:
+            try:
+                ssl.create_default_context(cafile=self.otlp_tls_ca)
+            except OSError as error:
+                raise ValueError(f"ONBEAT_OTLP_TLS_CA={self.otlp_tls_ca} is no PEM certificate: {error}") from error
+        return self
+
+    def otlp_headers(self) -> dict[str, str]:
+        """Raises ValueError for a file that is missing or broken."""
+        return {} if self.otlp_headers_file is None else read_headers(self.otlp_headers_file)
+
+    @model_validator(mode="after")
     def check_openness(self) -> Self:
         if self.api_keys_file is None and not self.allow_anonymous and not is_loopback(self.host):
             raise ValueError(
@@ -76,6 +123,37 @@ class Settings(RedisSettings, BaseSettings):
                 "then whoever reaches the port may do anything"
             )
         return self
+
+
+def read_headers(path: Path) -> dict[str, str]:
+    """One `name=value` a line. Raises ValueError without the values, which are secrets."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"ONBEAT_OTLP_HEADERS_FILE={path} cannot be read: {type(error).__name__}") from error
+    headers = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            name, _, value = (part.strip() for part in line.partition("="))
+            if not re.fullmatch(HEADER_NAME, name) or not value or not (value.isascii() and value.isprintable()):
+                raise ValueError(f"ONBEAT_OTLP_HEADERS_FILE={path}: line {number} is not like name=value")
+            headers[name] = value
+    return headers
+
+
+def is_base_url(text: str) -> bool:
+    """Without user, query and fragment."""
+    try:
+        return re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", text) is not None and urlsplit(text).port != 0
+    except ValueError:  # of the port, or of an IPv6 address
+        return False
+
+
+def has_otlp() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.proto.collector") is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -3,10 +3,10 @@
 An engine holds exactly one policy version at a time and refuses requests that are pinned to another one.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length"]
 
@@ -27,6 +27,20 @@ class Sampling:
     max_response_tokens: int
     temperature: float
     seed: int
+
+
+@dataclass(frozen=True)
+class ChatSampling(Sampling):
+    """For people who talk to the policy. `temperature` 0 takes the likeliest token."""
+
+    top_p: float = 1.0  # draw from the likeliest tokens that together have this probability
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    text: str  # what is new
+    num_tokens: int
+    finish_reason: FinishReason | None  # of the last piece
 
 
 @dataclass(frozen=True)
@@ -85,3 +99,16 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Release processes and memory. Safe to call twice."""
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """What an engine may have besides, for chats. Those of one that has not come in one piece, from `generate`."""
+
+    def stream(
+        self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
+    ) -> AsyncGenerator[TextPiece]:
+        """One response as it is generated, all of it by `expected_version`; raises as `generate` does.
+
+        The last piece has the finish reason. Closing the generator before frees the response's place at once.
+        """

@@ -6,14 +6,18 @@
 
 The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
 of the new: a dead worker's group may ask for a version that everybody else has left.
+
+Visitors (chats) do not stand in the line: they generate on whatever is served, beside the groups. When another version
+is to be loaded they have a short grace, and are cancelled then; until it is loaded no new ones come in.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from onbeat.errors import WeightsError
 from onbeat.weights.framing import Manifest
@@ -27,18 +31,35 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADS = 2  # tries of one version
 CLOSE_DEADLINE_S = 10.0
+LEAVE_DEADLINE_S = 10.0  # for a visitor that is cancelled
+
+T = TypeVar("T")
 
 # Called after each load with the pull and the seconds that the load took.
 LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 
 
+class PolicyMoved(Exception):
+    """A visitor had to leave for another version."""
+
+    def __init__(self, served: int, wanted: int | None) -> None:
+        super().__init__(f"the policy moved on from version {served} to {wanted}")
+
+
 class VersionGate:
     def __init__(
-        self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback, held: Manifest, load_s: float
+        self,
+        engine: Engine,
+        puller: WeightsPuller,
+        on_loaded: LoadedCallback,
+        held: Manifest,
+        load_s: float,
+        grace_s: float = 0.0,
     ) -> None:
-        """`held`: what the engine was started on. `load_s`: for a load, once all of its weights are here."""
+        """`held`: what the engine was started on. `load_s`: for a load, once all of its weights are here. `grace_s`:
+        for visitors, from when a load could begin but for what is in flight."""
         self._engine = engine
-        self._load_s = load_s
+        self._load_s, self._grace_s = load_s, grace_s
         self._held = held
         self._puller = puller
         self._on_loaded = on_loaded
@@ -46,6 +67,10 @@ class VersionGate:
         self._num_inside = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._visits: set[asyncio.Task[Any]] = set()
+        self._is_open = asyncio.Event()  # to visitors
+        self._is_open.set()
+        self._wanted: int | None = None  # the version of the last load
         self._load: asyncio.Task[None] | None = None
         self._failure: tuple[int, float, WeightsError] | None = None  # version, when, why
         self.is_updating = False
@@ -76,6 +101,48 @@ class VersionGate:
             if served is None or served < version:
                 await self._reach(version)
 
+    async def visit(self, work: Callable[[int], Coroutine[Any, Any, T]]) -> T:
+        """The result of the work, which gets the version that is served until it ends.
+
+        Raises PolicyMoved when it was cancelled for a load, WeightsError when no version is served.
+        """
+        version = await self._open_version()
+        visit = asyncio.create_task(work(version), name=f"visit version {version}")
+        self._visits.add(visit)
+        visit.add_done_callback(self._visits.discard)
+        try:
+            await asyncio.wait({visit})
+        finally:  # this may have been cancelled
+            visit.cancel()
+            await asyncio.wait({visit})
+        if visit.cancelled():
+            raise PolicyMoved(version, self._wanted)
+        return visit.result()
+
+    async def _open_version(self) -> int:
+        while True:
+            await self._is_open.wait()
+            if self._load is not None and not self._load.done():  # whoever wanted it may have left
+                await asyncio.wait({self._load})
+                continue
+            version = self._engine.version()
+            if version is None:
+                raise WeightsError("the engine serves no policy version: the last load failed")
+            return version
+
+    async def _empty(self) -> None:
+        """Wait for what is pinned; send visitors away after their grace. Raises EngineBroken when they do not leave."""
+        leave_at = time.monotonic() + self._grace_s
+        await self._is_empty.wait()
+        if self._visits:
+            await asyncio.wait(self._visits, timeout=max(0.0, leave_at - time.monotonic()))
+        if stuck := set(self._visits):
+            for visit in stuck:
+                visit.cancel()
+            _, stuck = await asyncio.wait(stuck, timeout=LEAVE_DEADLINE_S)
+        if stuck:
+            raise EngineBroken(f"{len(stuck)} chats did not end {LEAVE_DEADLINE_S:.0f} s after they were cancelled")
+
     def _repeat_failure(self, version: int, arrived_at: float) -> None:
         """One failed pull answers everybody who was already waiting for it."""
         if self._failure is not None:
@@ -93,7 +160,9 @@ class VersionGate:
         try:
             pull = await self._puller.obtain(version)
             await pull.known()
-            await self._is_empty.wait()
+            self._wanted = version
+            self._is_open.clear()
+            await self._empty()
             self._load = asyncio.create_task(self._replace(pull), name=f"load version {version}")
             await asyncio.shield(self._load)
         except WeightsError as error:
@@ -102,6 +171,7 @@ class VersionGate:
             raise gone from error
         finally:
             self.is_updating = False
+            self._is_open.set()
 
     def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
         """Whoever waited for it may have left before it failed."""

@@ -82,7 +82,8 @@ class GroupProducer:
                 responses = await self._generate(flight, prompt_token_ids, group.timings)
                 request = replace(request, responses=[response.text for response in responses])
                 scores = await self._score(request, deadline, group.timings)
-            group.responses.extend(map(to_response, responses, scores))
+            lengths = await self._token_lengths(responses)
+            group.responses.extend(map(to_response, responses, scores, lengths))
             refuse_broken(group)
         except GroupFailed as failure:
             del group.responses[:]
@@ -154,6 +155,14 @@ class GroupProducer:
             max_attempts=self._reward_attempts,
         )
 
+    async def _token_lengths(self, responses: list[GeneratedResponse]) -> list[list[int]]:
+        """Of each response; between them, it is the turn of others."""
+        lengths = []
+        for response in responses:
+            lengths.append(self._encoder.token_lengths(response.token_ids, response.text))
+            await asyncio.sleep(0)
+        return lengths
+
     async def _score(self, request: RewardRequest, deadline: float, timings: Timings) -> list[Score]:
         started = time.monotonic()
         try:
@@ -166,7 +175,7 @@ class GroupProducer:
         return scores
 
 
-def to_response(generated: GeneratedResponse, score: Score) -> Response:
+def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[int]) -> Response:
     return Response(
         token_ids=generated.token_ids,
         rollout_logprobs=generated.rollout_logprobs,
@@ -178,6 +187,7 @@ def to_response(generated: GeneratedResponse, score: Score) -> Response:
         reward=score.reward,
         reward_parts=score.parts,
         text=generated.text,
+        token_lengths=token_lengths,
     )
 
 

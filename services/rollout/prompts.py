@@ -1,10 +1,12 @@
-"""From a prompt task to token ids, with the tokenizer and chat template that came with the model."""
+"""From a prompt task to token ids, and from tokens to their text, with the tokenizer that came with the model."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from onbeat.streams.codec import PromptTask
+from services.rollout.token_text import TokenText
 
 
 class GroupFailed(Exception):
@@ -20,6 +22,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
         self._tokenizer = tokenizer
+        self._token_text = TokenText(tokenizer)
         self.max_context_tokens = max_context_tokens
 
     @classmethod
@@ -49,6 +52,10 @@ class PromptEncoder:
                 f"the context has {self.max_context_tokens}; shorten the prompt or lower rollout.max_response_tokens",
             )
         return token_ids
+
+    def token_lengths(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """How many characters of a response's text each of its tokens gave; empty where that is not known."""
+        return self._token_text.lengths(token_ids, text)
 
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:

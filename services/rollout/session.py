@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
+from onbeat.streams.chat import Chats
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WeightUpdate
 from onbeat.weights.client import ModelDescription, Peer
@@ -20,6 +21,7 @@ from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
 from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters
+from services.rollout.chat import ChatServer
 from services.rollout.choice import live_workers
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine
@@ -64,6 +66,7 @@ class Session:
         self._gate: VersionGate | None = None
         self._producer: GroupProducer | None = None
         self._loop: ClaimLoop | None = None
+        self._chats: ChatServer | None = None
 
     async def run(self) -> None:
         """Until the job is over or `stop` is called. Raises EngineBroken and what Redis or the engine's start raise."""
@@ -76,6 +79,8 @@ class Session:
                 if loop is not None:
                     steady = (puller.follow(), loop.keep_leases(), self._load_when_idle(puller))
                     background += [tasks.create_task(work) for work in steady]
+                    if self._chats is not None:
+                        background.append(tasks.create_task(self._chats.serve()))
                     await loop.serve()
                     await loop.drain()
                 for task in background:
@@ -147,7 +152,8 @@ class Session:
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
         settings = self._settings
-        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), settings.engine_load_s)
+        deadlines = (settings.engine_load_s, settings.chat_grace_s)
+        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), *deadlines)
         cleanup.push_async_callback(gate.close)
         rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
         cleanup.push_async_callback(rewards.close)
@@ -157,7 +163,22 @@ class Session:
         loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)
         cleanup.push_async_callback(loop.abandon)
         self._engine, self._gate, self._producer, self._loop = engine, gate, producer, loop
+        if settings.chat_slots:
+            self._chats = self._serve_chats(engine, gate, encoder)
         return loop
+
+    def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
+        return ChatServer(
+            Chats(self._ledger.redis),
+            self.job_id,
+            self._settings.worker_id,
+            engine,
+            gate,
+            encoder,
+            num_slots=self._settings.chat_slots,
+            max_tokens=self._config.rollout.max_response_tokens,
+            ending=self._ending,
+        )
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer as long as the job is active: whoever calls this gives up when it is not."""

@@ -76,5 +76,11 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     ] = Field(
         {}, description='of the reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}'
     )
+    chat_slots: int = Field(
+        2, ge=0, description="chats answered at a time, and responses that they may have in the engine; 0: none"
+    )
+    chat_grace_s: float = Field(
+        1.0, ge=0, description="that chats in flight have when another policy version is to be loaded"
+    )
     drain_s: float = Field(60.0, ge=0, description="after SIGTERM: time to finish what is in flight")
     log_format: Literal["text", "json"] = Field("text", description="text or json")

@@ -5,7 +5,8 @@ Slow and simple on purpose. Tests compare vLLM with it, and it serves where vLLM
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,29 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.rollout.arrivals import gathered
-from services.rollout.engine import FinishReason, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.engine import (
+    ChatSampling,
+    FinishReason,
+    GeneratedResponse,
+    Sampling,
+    TextPiece,
+    VersionMismatch,
+    VersionSpan,
+)
 from services.rollout.weight_file import LM_HEAD_WEIGHT, TensorShapes, check_weight_file, read_checkpoint_shapes
+
+GREEDY_BELOW = 1e-5  # a temperature; the likeliest token of a chat is taken
+
+
+@dataclass
+class Draft:
+    """A response of a chat, between two of its tokens."""
+
+    sampling: ChatSampling
+    policy_version: int
+    generator: torch.Generator
+    next_input: list[int]  # the prompt, then the token before
+    cache: Any = None
 
 
 class TransformersEngine:
@@ -96,6 +118,45 @@ class TransformersEngine:
                 logits_GV = output.logits[:, -1]
             return torch.cat(tokens, 1).cpu(), torch.cat(logprobs, 1).cpu()
 
+    async def stream(
+        self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
+    ) -> AsyncGenerator[TextPiece]:
+        """See `StreamingEngine`. The model is taken for one token at a time: a group waits no longer for a chat."""
+        if self._model is None or expected_version != self._version:
+            raise VersionMismatch(expected_version, self._version)
+        generator = torch.Generator(self._device).manual_seed(sampling.seed)
+        draft = Draft(sampling, expected_version, generator, prompt_token_ids)
+        token_ids: list[int] = []
+        finish_reason: FinishReason | None = None
+        shown = ""
+        self._num_in_flight += 1
+        try:
+            while finish_reason is None:
+                token_ids.append(await asyncio.to_thread(self._draw_next, draft))
+                if token_ids[-1] in self._eos_token_ids:
+                    finish_reason = "stop"
+                elif len(token_ids) == sampling.max_response_tokens:
+                    finish_reason = "length"
+                text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                if finish_reason is None:
+                    text = text.rstrip("\ufffd")  # bytes of a character that is not complete
+                yield TextPiece(text[len(shown) :], 1, finish_reason)
+                shown = text
+        finally:
+            self._num_in_flight -= 1
+
+    @torch.inference_mode()
+    def _draw_next(self, draft: Draft) -> int:
+        """Raises VersionMismatch when the weights were replaced meanwhile."""
+        with self._lock:
+            if self._model is None or self._version != draft.policy_version:
+                raise VersionMismatch(draft.policy_version, self._version)
+            inputs = torch.tensor([draft.next_input], device=self._device)
+            output = self._model(inputs, past_key_values=draft.cache, use_cache=True, logits_to_keep=1)
+            token_id = choose_token(output.logits[0, -1].float(), draft.sampling, draft.generator)
+        draft.cache, draft.next_input = output.past_key_values, [token_id]
+        return token_id
+
     def _to_response(self, token_ids: list[int], logprobs: list[float], version: int) -> GeneratedResponse:
         """Cut after the first end-of-sequence token: the batch went on until its longest response."""
         stops = [index for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids]
@@ -140,3 +201,14 @@ class TransformersEngine:
 
     async def stop(self) -> None:
         self._model = self._version = None
+
+
+def choose_token(logits_V: Tensor, sampling: ChatSampling, generator: torch.Generator) -> int:
+    if sampling.temperature < GREEDY_BELOW:
+        return int(logits_V.argmax())
+    probs_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        sorted_V, order_V = probs_V.sort(descending=True)
+        is_beyond_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p  # never of the likeliest one
+        probs_V[order_V[is_beyond_V]] = 0
+    return int(torch.multinomial(probs_V, 1, generator=generator))

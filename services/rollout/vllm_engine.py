@@ -7,7 +7,8 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,14 @@ import torch
 
 from services.device import choose_device
 from services.rollout.arrivals import Arrivals, gathered
-from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.engine import (
+    ChatSampling,
+    GeneratedResponse,
+    Sampling,
+    TextPiece,
+    VersionMismatch,
+    VersionSpan,
+)
 from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment
 from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
@@ -146,6 +154,23 @@ class VllmEngine:
             self._num_in_flight -= num_samples
         raise RuntimeError("vLLM ended a request without finishing it")
 
+    async def stream(
+        self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
+    ) -> AsyncGenerator[TextPiece]:
+        """See `StreamingEngine`. What vLLM generates before it is asked again comes as one piece."""
+        if self._llm is None or expected_version != self._version:
+            raise VersionMismatch(expected_version, self._version)
+        params = _chat_params(sampling)
+        self._num_requests += 1
+        self._num_in_flight += 1
+        prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
+        try:
+            async with aclosing(self._llm.generate(prompt, params, request_id=str(self._num_requests))) as outputs:
+                async for output in outputs:
+                    yield _to_piece(output.outputs[0], expected_version)
+        finally:
+            self._num_in_flight -= 1
+
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
         """See `Engine`. When vLLM itself fails, a load of all tensors repairs it if it can; if that fails too, or if
         this is cancelled, stop and start the engine.
@@ -235,6 +260,30 @@ def _sampling_params(sampling: Sampling, num_samples: int) -> "SamplingParams":
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,  # otherwise n > 1 arrive one by one
     )
+
+
+def _chat_params(sampling: ChatSampling) -> "SamplingParams":
+    """vLLM itself takes a temperature of 0 for the likeliest token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_response_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _to_piece(completion: "CompletionOutput", expected_version: int) -> TextPiece:
+    reason = completion.finish_reason
+    if reason not in (None, "stop", "length"):
+        raise RuntimeError(f"vLLM finished a response with {reason!r}")
+    versions = {span.version for span in completion.weight_versions or ()}  # they come with the last piece
+    if reason is not None and versions != {str(expected_version)}:
+        raise RuntimeError(f"vLLM stamped a response with the versions {versions}, not {expected_version}")
+    return TextPiece(completion.text, len(completion.token_ids), reason)
 
 
 def _to_response(completion: "CompletionOutput") -> GeneratedResponse:

@@ -24,6 +24,7 @@ from services.trainer.meters import CommitMeter
 from services.trainer.settings import Settings
 from services.trainer.sources import Sources
 from services.trainer.spans import Span, to_record
+from services.trainer.stats import Advantages
 from services.trainer.watchdog import Watchdog
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import Snapshot, WeightStore
@@ -66,6 +67,7 @@ class Link(Protocol):
         used: str,
         is_published: bool,
         spans: Sequence[Span],
+        advantages: Advantages,
     ) -> bool: ...
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
     def wait_for_evaluation(self) -> None: ...
@@ -246,12 +248,13 @@ class JobLink:
         used: str,
         is_published: bool,
         spans: Sequence[Span],
+        advantages: Advantages,
     ) -> bool:
         """Close the iteration and count the next version. False when it was committed before a crash."""
         self.doing = f"committing iteration {iteration}"
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         report: dict[str, Any] = metrics | {"spans": to_record(spans, self._clock_offset_s())}
-        arguments = (self.job_id, self._epoch, iteration, version, digest, report, used, is_published)
+        arguments = (self.job_id, self._epoch, iteration, version, digest, report, used, is_published, advantages)
         is_new = self._run(self._ledger.commit_iteration(*arguments))
         self._meter.record(version, self.config.training.num_updates_per_iteration, metrics, spans)
         return is_new

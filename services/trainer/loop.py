@@ -31,7 +31,14 @@ from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import ALONE, World
 from services.trainer.link import Link
 from services.trainer.lockstep import create_feed
-from services.trainer.objective import Loss, compute_loss, has_signal, loss_denominator, needs_whole_iteration
+from services.trainer.objective import (
+    Loss,
+    compute_loss,
+    has_advantages,
+    has_signal,
+    loss_denominator,
+    needs_whole_iteration,
+)
 from services.trainer.policy import Policy, old_version
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats, Tally
@@ -115,6 +122,8 @@ class TrainLoop:
             stats.add_group(group, is_trained)
             if is_trained:
                 trained.append(group)
+            elif group.responses and has_advantages(self._config.objective):
+                stats.advantages[group.group_id] = [0.0] * len(group.responses)
         self._accumulate_rows(rows(trained, self._config), stats, scale)
 
     def _accumulate_rows(self, packed: list[list[Part]], stats: IterationStats, scale: float) -> None:

@@ -50,12 +50,13 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Loss:
-    """An unnormalised sum over a micro-batch, what the band rejected, and token quantities [N] for the report."""
+    """An unnormalised sum over a micro-batch, what the band rejected, and quantities for the report."""
 
     loss_sum: torch.Tensor
     num_rejected_tokens: int
     num_pairs: int
-    token_metrics: dict[str, torch.Tensor]
+    token_metrics: dict[str, torch.Tensor]  # [N] each
+    advantages: torch.Tensor | None = None  # [R]; None: pairs have none
 
 
 def needs_reference(objective: ObjectiveConfig) -> bool:
@@ -79,6 +80,11 @@ def has_signal(objective: ObjectiveConfig, rewards: torch.Tensor) -> bool:
     is_band_in_divisor = isinstance(objective.importance, BandImportance) and objective.normalization == "token_mean"
     has_other_terms = objective.kl.coef > 0 or is_band_in_divisor
     return has_other_terms or bool(group_advantages(objective, rewards, scale=1.0).any())
+
+
+def has_advantages(objective: ObjectiveConfig) -> bool:
+    """Whether each response has one, and not just the two of a pair a preference."""
+    return not isinstance(objective, OnlineDpoObjective)
 
 
 def compute_loss(objective: ObjectiveConfig, batch: "MicroBatch", logprobs: Logprobs, scale: float = 1.0) -> Loss:
@@ -105,7 +111,7 @@ def compute_loss(objective: ObjectiveConfig, batch: "MicroBatch", logprobs: Logp
     metrics |= {"loss": token_loss, "rejected_frac": ~is_kept}
     kept_lengths = batch.response_sum(is_kept.float()).clamp(min=1)
     per_token = token_weights(objective.normalization, batch.response_lengths, kept_lengths)
-    return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics)
+    return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics, advantages)
 
 
 def group_advantages(objective: ObjectiveConfig, rewards: torch.Tensor, scale: float) -> torch.Tensor:

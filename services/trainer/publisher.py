@@ -86,8 +86,9 @@ class Publisher:
                 self._publish(snapshot)
         if self._world.is_main:
             report = stats.report(self._world.size)
-            spans = self._last_checkpoint + stats.spans
-            is_new = self._link.commit(iteration, snapshot, report, used_digest(stats.digests), is_published, spans)
+            used, spans = used_digest(stats.digests), self._last_checkpoint + stats.spans
+            told = (report, used, is_published, spans, stats.told_advantages())
+            is_new = self._link.commit(iteration, snapshot, *told)
             log_iteration(iteration, report, is_new)
         self._tell_durable()
         started = time.monotonic()

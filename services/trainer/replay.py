@@ -31,6 +31,7 @@ from services.trainer.policy import load_policy
 from services.trainer.session import restore
 from services.trainer.settings import Settings
 from services.trainer.spans import Span
+from services.trainer.stats import Advantages
 from services.trainer.weight_store import Snapshot
 
 
@@ -84,6 +85,7 @@ class RecordedLink:
         used: str,
         is_published: bool,
         spans: Sequence[Span],
+        advantages: Advantages,
     ) -> bool:
         self.digests[iteration] = snapshot.manifest.digest.hex()
         self.metrics[iteration] = metrics

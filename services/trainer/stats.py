@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,10 @@ from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.batch import MicroBatch
 from services.trainer.objective import Loss
 from services.trainer.spans import Span
+
+Advantages = dict[str, list[float | None]]  # group id -> [G] as they were trained; None: that response was not
+
+MAX_TOLD = 20_000  # responses of an iteration whose advantages are told
 
 SPAN_KINDS = {
     "train/micro_batches_s": "micro_batch",
@@ -45,6 +49,7 @@ class IterationStats:
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
     tally: Tally = field(default_factory=Tally)  # since the last `start_update`
     spans: list[Span] = field(default_factory=list)  # of this replica alone
+    advantages: Advantages = field(default_factory=dict)
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -114,6 +119,8 @@ class IterationStats:
         same_weights = trainer_logprobs if behaviour_logprobs is None else behaviour_logprobs
         sampled_from = batch.rollout_logprobs if behaviour_logprobs is None else behaviour_logprobs
         gap = (same_weights - batch.rollout_logprobs).abs()
+        if loss.advantages is not None:
+            self._add_advantages(batch, loss.advantages)
         self.tally.num_pairs += loss.num_pairs
         self.tally.num_rejected_tokens += loss.num_rejected_tokens
         self._add("train/trained_tokens", len(gap))
@@ -122,6 +129,14 @@ class IterationStats:
         token_sums = {"mismatch": gap, "divergence": divergence, "entropy": entropy, **loss.token_metrics}
         for name, values in token_sums.items():
             self._add(f"token/{name}", values.detach().sum().item())
+
+    def _add_advantages(self, batch: MicroBatch, advantages: torch.Tensor) -> None:
+        """A group may come in several parts."""
+        values, members = iter(advantages.tolist()), iter(torch.cat(batch.members).tolist())
+        for group_id, rewards, part in zip(batch.group_ids, batch.group_rewards, batch.members, strict=True):
+            told = self.advantages.setdefault(group_id, [None] * len(rewards))
+            for _ in range(len(part)):
+                told[next(members)] = round(next(values), 4) + 0.0  # no -0.0
 
     def add_decision(self, decision: GacDecision) -> None:
         if decision.cosine is not None:
@@ -135,7 +150,7 @@ class IterationStats:
 
         Added up in the same order it has the same bits everywhere: replicas decide by it, each for itself.
         """
-        self.sums, self.maxima, self.first_failure, self.digests = {}, {}, "", {}
+        self.sums, self.maxima, self.first_failure, self.digests, self.advantages = {}, {}, "", {}, {}
         for message in messages:
             replica = json.loads(message)
             for name, value in replica["sums"].items():
@@ -146,16 +161,21 @@ class IterationStats:
             twice = self.digests.keys() & replica["digests"].keys()
             assert not twice, f"groups {', '.join(sorted(twice))} are used by two replicas"
             self.digests |= replica["digests"]
+            self.advantages |= replica["advantages"]
 
     def to_bytes(self) -> bytes:
         return json.dumps(
-            {name: asdict(self)[name] for name in ("sums", "maxima", "first_failure", "digests")}
+            {name: getattr(self, name) for name in ("sums", "maxima", "first_failure", "digests", "advantages")}
         ).encode()
 
     @property
     def divergence(self) -> float:
         """Estimated KL per token (k3) from the policy that generated to the one that trains, before its step."""
         return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("train/trained_tokens", 0.0))
+
+    def told_advantages(self) -> Advantages:
+        """None of an iteration of more than MAX_TOLD responses: they are for people to look at."""
+        return self.advantages if sum(map(len, self.advantages.values())) <= MAX_TOLD else {}
 
     def report(self, num_replicas: int = 1) -> dict[str, float]:
         sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}

@@ -26,6 +26,7 @@ from tests.containers.kustomize import (
 # Each overlay as it is, and each component on an overlay that it is made for.
 VARIANTS = [(path.name, ()) for path in sorted((KUBERNETES / "overlays").iterdir())] + [
     ("cpu", ("external-redis",)),
+    ("cpu", ("tracing",)),
     ("cpu", ("datasets",)),
     ("nvidia", ("model-hub", "datasets", "autoscale-keda")),
     ("ascend", ("multi-node",)),

@@ -191,7 +191,7 @@ def compose() -> dict[str, Any]:
     return services
 
 
-OWN_OF_COMPOSE = {"ONBEAT_CPU_CORES", "HF_TOKEN"}
+OWN_OF_COMPOSE = {"ONBEAT_CPU_CORES", "ONBEAT_OTLP_ENDPOINT", "HF_TOKEN"}  # unset, or a component of Kubernetes
 # Cache and data folders are the image's there; the advertised name is set by the container's command.
 OWN_OF_KUBERNETES = {
     "ONBEAT_CACHE_DIR",

@@ -16,6 +16,8 @@ from services.broker.settings import Settings
 from tests.fuzz import fuzzed
 from tests.fuzz.conftest import JOB_IDS, LiveBroker
 
+GROUP_IDS = ("0-0", "0-1", "1-0", "9-9", "eval-0-0")  # accepted, waiting, of no iteration, of an evaluation
+
 load_all_checks()
 app = create_app(Settings(), Ledger(connect("redis://127.0.0.1:1", retry_s=1)))  # only for its schema
 api = schemathesis.openapi.from_dict(app.openapi())
@@ -26,6 +28,8 @@ def unfit_checks(operation: str) -> list[Any]:
     unfit: list[Any] = []
     if operation == "POST /v1/jobs":
         unfit.append(checks.positive_data_acceptance)  # admission asks more of a job than a schema can say
+    if operation.endswith("{job_id}/samples"):
+        unfit.append(checks.positive_data_acceptance)  # nor can it say that one reward is not above another
     if ":" in operation:  # GET of it is that of a job whose id has a colon: 422
         unfit += [checks.unsupported_method, checks.allow_header_conformance]
     if operation.endswith("/metrics"):
@@ -38,7 +42,10 @@ def unfit_checks(operation: str) -> list[Any]:
 def test_every_answer_is_as_the_schema_says(case: schemathesis.Case, live_broker: LiveBroker) -> None:
     """All checks of schemathesis, with malformed requests and with well-formed ones, which are for jobs that exist."""
     if "job_id" in case.path_parameters and case.method != "DELETE" and case.meta.generation.mode.is_positive:
-        case.path_parameters["job_id"] = JOB_IDS[zlib.crc32(repr(case).encode()) % len(JOB_IDS)]
+        choice = zlib.crc32(repr(case).encode())
+        case.path_parameters["job_id"] = JOB_IDS[choice % len(JOB_IDS)]
+        if "group_id" in case.path_parameters:
+            case.path_parameters["group_id"] = GROUP_IDS[choice // len(JOB_IDS) % len(GROUP_IDS)]
     case.call_and_validate(live_broker.url, excluded_checks=unfit_checks(case.operation.label), timeout=60)
 
 

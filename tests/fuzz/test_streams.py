@@ -136,6 +136,12 @@ def spoil(group: RolloutGroup, how: str) -> None:
             response.version_spans[0].end = 2**31 - 1
         case "no prompt":
             del group.prompt_token_ids[:]
+        case "lengths of fewer tokens":
+            response.token_lengths[:] = [len(response.text)]
+        case "lengths of less text":
+            response.token_lengths[:] = [1, len(response.text) - 2]
+        case "lengths of more text":
+            response.token_lengths[:] = [2**32 - 1, len(response.text)]
         case "failed and not":
             group.failure.kind = "engine"
 
@@ -150,6 +156,9 @@ BROKEN = [
     "gap",
     "beyond",
     "no prompt",
+    "lengths of fewer tokens",
+    "lengths of less text",
+    "lengths of more text",
     "failed and not",
 ]
 

@@ -149,4 +149,6 @@ async def commit(
     version, digest = iteration + 1, f"d{iteration + 1}"
     groups = await ledger.iteration_groups(job_id, iteration)
     used = used_digest({group.group_id: group_digest(group) for group in groups})
-    return await ledger.commit_iteration(job_id, epoch, iteration, version, digest, metrics, used, is_published)
+    advantages = {g.group_id: [response.reward - 0.5 for response in g.responses] for g in groups if g.responses}
+    told = (metrics, used, is_published, advantages)
+    return await ledger.commit_iteration(job_id, epoch, iteration, version, digest, *told)

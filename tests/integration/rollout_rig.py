@@ -6,7 +6,8 @@ import json
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,33 @@ class Rig:
             worker.stop()
             worker.stop()
         await asyncio.gather(*(task for _, task in self.running), return_exceptions=True)
+
+
+@asynccontextmanager
+async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
+    """The weights of the rig's job are those of a real tiny model, over real gRPC, and each version has others."""
+    from safetensors.torch import load_file
+
+    from services.trainer.weight_server import WeightServer
+    from services.trainer.weight_store import WeightStore, take_snapshot
+    from tests.integration.tiny_models import write_perturbed_weights, write_tied_model
+
+    model_dir = write_tied_model(folder / "model")
+    files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.suffix != ".safetensors"}
+    store = WeightStore()
+    store.add(take_snapshot(0, load_file(model_dir / "model.safetensors").items()))
+
+    async def publish(version: int) -> None:
+        weights = write_perturbed_weights(model_dir, folder / "next.safetensors", seed=version)
+        store.add(take_snapshot(version, load_file(weights).items()))
+        await server.announce()
+
+    await rig.start_job()
+    server = WeightServer(rig.job_id, files, store)
+    rig.trainer.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    rig.trainer.publish = publish  # type: ignore[method-assign]
+    await rig.announce()
+    try:
+        yield model_dir
+    finally:
+        await server.stop()

@@ -272,6 +272,7 @@ async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient,
 
 async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
     evaluations, rest = ("/evaluations", "/evaluations/0/samples"), ("/weights", "/metrics", "/samples", "/events")
+    rest = (*rest, "/groups/0-0", "/groups/0-0/alike")
     for path in ("", "/iterations", *evaluations, *rest, "/timeline", "/stream"):
         assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
     for verb in ("cancel", "pause", "resume"):
@@ -604,9 +605,11 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
     listed = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
     job = "/v1/jobs/{job_id}"
     parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "weights", "metrics", "samples")
-    of_job = (f"{job}/{part}" for part in (*parts, "events", "audit", "stream", "timeline"))
-    reads = ("/v1/jobs", job, *of_job, f"{job}:explain", "/v1/doctor", "/v1/workers", "/v1/pools/{pool}")
-    moves = ("/v1/jobs", f"{job}:cancel", f"{job}:pause", f"{job}:resume")
+    groups = ("groups/{group_id}", "groups/{group_id}/alike")
+    of_job = (f"{job}/{part}" for part in (*parts, *groups, "events", "audit", "stream", "timeline"))
+    of_all = ("/v1/jobs", "/v1/job-schema", "/v1/models", "/v1/doctor", "/v1/workers", "/v1/pools/{pool}")
+    reads = (*of_all, job, *of_job, f"{job}:explain")
+    moves = ("/v1/jobs", "/v1/chat/completions", *(f"{job}:{verb}" for verb in ("cancel", "pause", "resume")))
     known = {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {("POST", path) for path in moves}
     assert listed == known | {("DELETE", job)}
     assert "JobConfig" in json.dumps(spec["paths"]["/v1/jobs"]["post"]["requestBody"])

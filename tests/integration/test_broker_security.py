@@ -91,8 +91,10 @@ def every_route() -> list[tuple[str, str]]:
     return found
 
 
-OPEN = {("GET", "/livez"), ("GET", "/readyz")}
-FOR_SUBMITTERS = {"/v1/jobs", *(f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume"))}
+DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/assets/{name}")}
+OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
+MOVES = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
+FOR_SUBMITTERS = {"/v1/jobs", "/v1/chat/completions", *MOVES}
 UNKNOWN = [("DELETE", "/v1/jobs/{job_id}"), ("POST", "/v1/nothing"), ("PUT", "/v1/jobs"), ("OPTIONS", "/v1/jobs")]
 
 
@@ -107,7 +109,7 @@ def role_for(method: str, path: str) -> Role | None:
 
 @pytest.mark.parametrize(("method", "path"), [*every_route(), *UNKNOWN])
 async def test_each_role_may_do_what_it_may_and_no_more(keys: Keys, ledger: Ledger, method: str, path: str) -> None:
-    url = re.sub(r"{evaluation[^}]*}", "0", path.replace("{job_id}", "job-none"))
+    url = re.sub(r"{evaluation[^}]*}", "0", path.replace("{job_id}", "job-none").replace("{name}", "app.js"))
     needed = role_for(method, path)
     async with broker_with(keys, ledger) as broker:
         without = await broker.request(method, url)
@@ -123,7 +125,7 @@ async def test_each_role_may_do_what_it_may_and_no_more(keys: Keys, ledger: Ledg
 
 async def test_path_that_only_looks_like_an_open_or_a_submitters_one_is_neither(keys: Keys, ledger: Ledger) -> None:
     async with broker_with(keys, ledger) as broker:
-        for path in ("/livez/", "/livez%0A", "//livez", "/livez/../v1/jobs", "/v1/jobs", "/%6civez/x"):
+        for path in ("/livez/", "/livez%0A", "http://127.0.0.1//livez", "/livez/../v1/jobs", "/v1/jobs", "/%6civez/x"):
             assert (await broker.get(path)).status_code == 401, path
         for path in ("/v1/jobs%0A", "/v1/jobs/x:cancel%0A", "/v1/jobs/x:cancel/y", "/v1/jobs/x/y:cancel", "/v1//jobs"):
             assert (await broker.post(path, headers=keys.header(Role.SUBMIT))).status_code == 403, path
@@ -555,7 +557,7 @@ def tls_broker(tmp_path: Path, keys: Keys, redis_url: str, authority: Authority)
 async def test_client_and_command_speak_tls_with_a_key(
     tls_broker: str, keys: Keys, authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onbeat.client.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("onbeat.client.transport.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
     submitter = keys.by_role[Role.SUBMIT]
     async with AsyncClient(tls_broker, submitter, ca_file=authority.cert) as client:
         job = await client.jobs.create(job_body())

@@ -611,7 +611,7 @@ async def test_client_goes_on_when_the_broker_comes_back(ledger: Ledger, tmp_pat
 
 
 async def test_client_gives_up_on_a_broker_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.client.STREAM_DELAYS_S", (0.01, 0.01))
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.01, 0.01))
     async with AsyncClient(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(BrokerUnreachable):
             await anext(client.jobs.stream("job"))

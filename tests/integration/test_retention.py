@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError
 
 from onbeat.errors import GroupsTrimmed, JobDeleted, JobNotFinal, JobNotFound, LeaseLost, OnbeatError
 from onbeat.streams import keys
+from onbeat.streams.chat import ChatRequest, Chats
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
@@ -61,6 +62,9 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
         granted = await ledger.record_micro_batch(job_id, epoch, iteration, 0, 0, [task.group_id for task in tasks])
         assert len(granted) == 2
         assert await commit(ledger, job_id, epoch, iteration)
+        await ledger.traces.hold(job_id, "broker-a", 30.0)
+    await Chats(ledger.redis).ask(job_id, ChatRequest(id="hello", messages=[], seed=0), max_waiting=1)
+    await Chats(ledger.redis).close(job_id, "hello")
     return job_id, epoch
 
 
@@ -208,6 +212,7 @@ LATE_CALLS: dict[str, Call] = {
     "emit_event": lambda ledger, job: ledger.emit(job, "worker.left", "w1"),
     "end_evaluation": lambda ledger, job: ledger.evaluations.fail(job, 0, 1, "given up"),
     "engine_ready": lambda ledger, job: ledger.engine_ready(job, 1, "w1", UPDATE),
+    "hold_traces": lambda ledger, job: ledger.traces.hold(job, "broker-a", 30.0),
     "move_job": lambda ledger, job: ledger.move_job(job, JobState.FAILED),
     "open_evaluation": lambda ledger, job: ledger.evaluations.open(job, 0, 0, 1, tasks_for(0)),
     "open_iteration": lambda ledger, job: ledger.open_iteration(job, 0, 0, tasks_for(0)),

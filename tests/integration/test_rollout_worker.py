@@ -20,7 +20,7 @@ from services.broker.datasets.process import DatasetProcess
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines import EngineBroken
-from tests.integration.rollout_rig import CONTEXT_TOKENS, G, Rig
+from tests.integration.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
 
 
@@ -53,6 +53,15 @@ async def test_every_iteration_is_generated_by_exactly_its_weights(rig):
     assert engine.loads == [1, 2] or engine.loads == [1, 2, 3]  # the third may or may not be loaded yet
     assert [sampling.seed for _, _, sampling in engine.requests] == [100, 101, 102, 103] * 3
     assert {(sampling.temperature, sampling.max_response_tokens) for _, _, sampling in engine.requests} == {(0.5, 16)}
+
+
+@pytest.mark.parametrize(("text", "lengths"), [("!!!", [1, 1, 1]), ("4", [])], ids=["known", "not its tokens' text"])
+async def test_group_carries_the_part_of_each_token_in_the_text(rig, text, lengths):
+    rig.start_worker(FakeEngine(text=text))
+    await rig.open(0, rig.task(0, 0))
+    (group,) = await rig.drained(0)
+    assert [response.text for response in group.responses] == [text] * G
+    assert [list(response.token_lengths) for response in group.responses] == [lengths] * G
 
 
 async def test_group_carries_what_trainer_and_people_need(rig):
@@ -692,31 +701,10 @@ class Process:
 @pytest.fixture
 async def served_rig(redis_url, tmp_path):
     """A job whose weights come from a real model over real gRPC."""
-    from safetensors.torch import load_file
-
-    from services.trainer.weight_server import WeightServer
-    from services.trainer.weight_store import WeightStore, take_snapshot
-    from tests.integration.tiny_models import write_perturbed_weights, write_tied_model
-
-    model_dir = write_tied_model(tmp_path / "model")
-    files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.suffix != ".safetensors"}
     redis = connect(redis_url, retry_s=5)
     rig = Rig(Ledger(redis))
-    store = WeightStore()
-    store.add(take_snapshot(0, load_file(model_dir / "model.safetensors").items()))
-
-    async def publish(version: int) -> None:
-        weights = write_perturbed_weights(model_dir, tmp_path / "next.safetensors", seed=version)
-        store.add(take_snapshot(version, load_file(weights).items()))
-        await server.announce()
-
-    await rig.start_job()
-    server = WeightServer(rig.job_id, files, store)
-    rig.trainer.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    rig.trainer.publish = publish
-    await rig.announce()
-    yield rig
-    await server.stop()
+    async with serving_model(rig, tmp_path):
+        yield rig
     await redis.aclose()
 
 

@@ -5,6 +5,7 @@ The test plays broker and rollouts: it opens iterations by the rule of the mode 
 
 import asyncio
 import functools
+import math
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean, stdev
 
 import psutil
 import pytest
@@ -150,6 +152,8 @@ async def train(
         await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
     fields = await ledger.job_fields(job_id)
     assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
+    for iteration in range(NUM_ITERATIONS):
+        assert_advantages_are_whole(config, await ledger.advantages(job_id, iteration), iteration)
     taken = [await ledger.recorded_micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
     return exported_weights(Path(fields["checkpoint"])), taken
 
@@ -173,6 +177,20 @@ def assert_each_group_once(taken):
     for iteration, recorded in enumerate(taken):
         ids = sorted(group_id for _, batch in recorded for group_id in batch)
         assert ids == sorted(f"{iteration}-{i}" for i in range(NUM_GROUPS))
+
+
+def assert_advantages_are_whole(config, advantages, iteration):
+    """Those of the groups of all ranks, however they were split."""
+    tasks = {f"{iteration}-{i}": PromptTask(group_id=f"{iteration}-{i}") for i in range(NUM_GROUPS)}
+    assert advantages.keys() == tasks.keys()
+    for group_id, task in tasks.items():
+        rewards = [response.reward for response in group_of(task).responses]
+        if config.objective.type == "grpo":
+            expected = [(reward - fmean(rewards)) / (stdev(rewards) + 1e-4) for reward in rewards]
+            assert advantages[group_id] == pytest.approx(expected, abs=1e-4)
+        else:
+            assert all(math.isfinite(each) for each in advantages[group_id])
+            assert len(advantages[group_id]) == len(rewards)
 
 
 @pytest.fixture(scope="module")

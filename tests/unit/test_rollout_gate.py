@@ -1,6 +1,7 @@
 """The version gate and the puller: no token of the wrong version, no load under running requests, no needless pull."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer
 from onbeat.weights.host import full_plan
 from onbeat.weights.pull import WeightsMover
+from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling
 from services.rollout.engines import EngineBroken
-from services.rollout.gate import VersionGate
+from services.rollout.gate import PolicyMoved, VersionGate
 from services.rollout.puller import VersionGone, WeightsPuller
 from tests.rollout_fakes import FakeEngine, FakeSource, FakeTrainer, manifest_of, weights_of
 
@@ -434,3 +436,141 @@ async def test_trainer_that_never_answers_a_finish_holds_up_no_pull_and_no_close
         await rig.puller.close()
     await settle(0)
     assert asyncio.all_tasks() == before
+
+
+# ---- visitors ----------------------------------------------------------------------------------------------------
+
+
+class Visit:
+    """A chat that runs until it is told to end."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.may_end = asyncio.Event()
+        self.versions: list[int] = []
+        self.task = asyncio.create_task(rig.gate.visit(self.work))
+
+    async def work(self, version: int) -> str:
+        self.versions.append(version)
+        await self.may_end.wait()
+        return f"by {version}"
+
+
+async def begin_visit(rig: Rig) -> Visit:
+    visit = Visit(rig)
+    await settle()
+    assert visit.versions
+    return visit
+
+
+async def test_visitor_runs_beside_groups_on_whatever_is_served(rig):
+    visit = await begin_visit(rig)
+    assert await rig.generate(0) == [0, 0, 0]
+    visit.may_end.set()
+    assert await visit.task == "by 0"
+
+
+async def test_load_waits_for_a_visitor_no_longer_than_the_grace_and_then_cancels_it(rig):
+    rig.gate._grace_s = 0.3
+    rig.trainer.newest = 1
+    visit, started = await begin_visit(rig), asyncio.get_running_loop().time()
+    loading = rig.generate(1)
+    await settle(0.2)
+    assert rig.engine.loads == []
+    assert await loading == [1, 1, 1]
+    assert 0.3 <= asyncio.get_running_loop().time() - started < 2.0
+    with pytest.raises(PolicyMoved, match="moved on from version 0 to 1"):
+        await visit.task
+
+
+async def test_visitor_that_ends_within_its_grace_has_its_result_and_the_load_goes_on_at_once(rig):
+    rig.gate._grace_s = 60.0
+    rig.trainer.newest = 1
+    visit = await begin_visit(rig)
+    loading = rig.generate(1)
+    await settle()
+    visit.may_end.set()
+    assert await visit.task == "by 0"
+    assert await asyncio.wait_for(loading, 5.0) == [1, 1, 1]
+
+
+async def test_grace_runs_while_groups_are_still_generating(rig):
+    """A visitor costs nothing but what is left of its grace when the last group is done."""
+    rig.gate._grace_s = 0.2
+    rig.trainer.newest = 1
+    rig.engine.may_finish.clear()
+    old, visit = rig.generate(0), await begin_visit(rig)
+    new = rig.generate(1)
+    await settle(0.4)
+    assert not visit.task.done()  # nothing would be won by cancelling it
+    rig.engine.may_finish.set()
+    started = asyncio.get_running_loop().time()
+    assert (await old, await new) == ([0] * 3, [1] * 3)
+    assert asyncio.get_running_loop().time() - started < 0.2
+    with pytest.raises(PolicyMoved):
+        await visit.task
+
+
+async def test_visitor_that_comes_while_a_load_is_due_gets_the_new_version(rig):
+    rig.trainer.newest = 1
+    rig.engine.may_finish.clear()
+    old = rig.generate(0)
+    await settle()
+    new = rig.generate(1)
+    await settle()
+    visit = Visit(rig)
+    await settle()
+    assert visit.versions == []
+    rig.engine.may_finish.set()
+    await asyncio.gather(old, new)
+    visit.may_end.set()
+    assert await visit.task == "by 1"
+
+
+async def test_visitor_waits_for_a_load_whose_first_waiter_has_left(rig, monkeypatch):
+    monkeypatch.setattr(gate_module, "CLOSE_DEADLINE_S", 0.1)
+    rig.trainer.newest = 1
+    rig.engine.hangs_in.add("load")
+    new = rig.generate(1)
+    while not rig.engine.loads:
+        await settle(0.01)
+    new.cancel()
+    await settle()
+    visit = Visit(rig)
+    await settle()
+    assert not visit.task.done()
+    assert visit.versions == []
+    visit.task.cancel()
+    await rig.gate.close()
+
+
+async def test_visitor_is_refused_when_the_last_load_has_failed(rig):
+    rig.engine._version = None
+    with pytest.raises(WeightsError, match="serves no policy version"):
+        await Visit(rig).task
+
+
+async def test_cancelled_visitor_takes_its_work_with_it(rig):
+    visit = await begin_visit(rig)
+    visit.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await visit.task
+    assert rig.gate._visits == set()
+
+
+async def test_visitor_that_does_not_leave_breaks_the_engine(rig, monkeypatch):
+    monkeypatch.setattr(gate_module, "LEAVE_DEADLINE_S", 0.1)
+    rig.trainer.newest = 1
+    may_end = asyncio.Event()
+
+    async def stubborn(version: int) -> None:
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    visit = asyncio.create_task(rig.gate.visit(stubborn))
+    await settle()
+    with pytest.raises(EngineBroken, match="1 chats did not end"):
+        await rig.generate(1)
+    assert rig.engine.loads == []
+    may_end.set()
+    await visit

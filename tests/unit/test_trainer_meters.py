@@ -48,9 +48,8 @@ async def broker_families():
     meters = Meters()
     families = await meters._read_jobs(NoJobs())
     labels = {family.name: family._labelnames for family in families}
-    latency = meters._latency
     return {(family.name, family.type, labels[family.name]) for family in families} | {
-        (latency._name, "histogram", tuple(latency._labelnames))
+        (each._name, each._type, tuple(each._labelnames)) for each in set(meters._requests._collector_to_names)
     }
 
 

@@ -93,7 +93,7 @@ class RecordedLink:
         self._all, self._groups, self._arrivals = list(groups), list(groups), arrivals
         self._micro_batches = micro_batches or {}
         self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
-        self.spans = []
+        self.spans, self.advantages = [], []
 
     def check(self):
         return JobState.RUNNING
@@ -127,9 +127,10 @@ class RecordedLink:
     def publish(self, snapshot, published):
         self.published.append(snapshot.policy_version)
 
-    def commit(self, iteration, snapshot, metrics, used, is_published, spans):
+    def commit(self, iteration, snapshot, metrics, used, is_published, spans, advantages):
         self.commits.append((iteration, snapshot.manifest.digest, metrics))
         self.spans.append(spans)
+        self.advantages.append(advantages)
         return True
 
     def checkpointed(self, first, next_iteration, path):

@@ -8,6 +8,8 @@ from fastapi import Depends, Request
 
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
+from services.broker.alike import Alike
+from services.broker.chats import ChatDesk
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
 from services.broker.timeline import Timelines
@@ -22,6 +24,8 @@ class Context:
     is_stopping: Callable[[], bool]  # the server wants its long polls and streams back
     streams: JobStreams
     timelines: Timelines
+    alike: Alike
+    chats: ChatDesk
 
 
 def context_of(request: Request) -> Context:

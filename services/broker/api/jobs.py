@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from onbeat.config import JobConfig
-from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
+from onbeat.errors import IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from onbeat.types import (
@@ -21,20 +21,18 @@ from onbeat.types import (
     IterationRecord,
     JobRecord,
     JobState,
-    Sample,
     WeightsRecord,
     WorkerRecord,
 )
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 from services.broker.auditor import run_audit
-from services.broker.records import job_record, read_samples, read_weights
+from services.broker.records import job_record, read_weights
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
 POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
 MAX_ITERATIONS = 10_000
-MAX_OFFSET = 10_000_000
 MAX_TRIES = 5
 
 JobId = Annotated[str, Path(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -58,10 +56,6 @@ class WeightsList(BaseModel):
 
 class MetricSeries(BaseModel):
     metrics: dict[str, list[tuple[int, float]]]
-
-
-class SampleList(BaseModel):
-    samples: list[Sample]
 
 
 class EventList(BaseModel):
@@ -233,14 +227,6 @@ async def list_evaluations(job_id: JobId, broker: Broker, after: Annotated[int, 
     return EvaluationList(evaluations=await read_evaluations(broker.ledger, job_id, after))
 
 
-@router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))
-async def list_evaluation_samples(job_id: JobId, broker: Broker, evaluation: Annotated[int, Path(ge=0)]) -> SampleList:
-    """A few responses of an evaluation that is done; none of any other."""
-    await broker.ledger.job_state(job_id)  # raises JobNotFound
-    fields = await broker.ledger.evaluations.fields(job_id, evaluation)
-    return SampleList(samples=json.loads(fields.get("samples", "[]")))
-
-
 @router.get("/jobs/{job_id}/weights", responses=documented(404))
 async def list_weights(
     job_id: JobId,
@@ -269,24 +255,6 @@ async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query
     records = await read_iterations(broker.ledger, job_id, after, limit=MAX_ITERATIONS)
     evaluations = await read_evaluations(broker.ledger, job_id, after)
     return MetricSeries(metrics=metric_series(records) | evaluation_series(evaluations))
-
-
-@router.get("/jobs/{job_id}/samples", responses=documented(404, 410))
-async def list_samples(
-    job_id: JobId,
-    broker: Broker,
-    iteration: Annotated[int | None, Query(ge=0)] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 16,
-    offset: Annotated[int, Query(ge=0, le=MAX_OFFSET)] = 0,
-) -> SampleList:
-    """Responses to read, of the newest iteration that has any, a first one of each prompt before the second ones.
-    `offset`: so many are left out first.
-
-    410: the iteration is so old that they are no longer kept (`retention` of the job)."""
-    try:
-        return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset))
-    except GroupsTrimmed as error:
-        raise HTTPException(410, str(error)) from error
 
 
 @router.get("/jobs/{job_id}/events", responses=documented(404))

@@ -1,0 +1,56 @@
+"""Which iterations have been exported as OpenTelemetry traces, and which broker does that: no iteration twice."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat.streams.keys import JobKeys
+from onbeat.types import JobState
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    job_id: str
+    state: JobState
+    num_committed: int  # iterations
+    num_exported: int  # of them, or left out
+    finished_at: float | None  # Unix seconds
+
+
+class Traces:
+    """Of all jobs of one Redis. `run` runs a script: `Ledger` hands it over."""
+
+    def __init__(self, redis: Any, run: Callable[..., Awaitable[Any]]) -> None:
+        self._redis, self._run = redis, run
+
+    async def jobs(self, job_ids: Sequence[str]) -> list[TracedJob]:
+        """How far those that are there are, in one round trip."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipeline.hmget(JobKeys(job_id).job, "state", "next_iteration", "finished_at")
+            pipeline.hget(JobKeys(job_id).traces, "next_iteration")
+        found = await pipeline.execute() if job_ids else []
+        return [
+            TracedJob(
+                job_id=job_id,
+                state=JobState(state.decode()),
+                num_committed=int(num_committed),
+                num_exported=int(num_exported or 0),
+                finished_at=float(finished_at) if finished_at else None,
+            )
+            for job_id, (state, num_committed, finished_at), num_exported in zip(
+                job_ids, found[::2], found[1::2], strict=True
+            )
+            if state
+        ]
+
+    async def hold(self, job_id: str, broker: str, lease_s: float, next_iteration: int | None = None) -> int | None:
+        """Take or keep the job; returns the first iteration that is left to export. None: another broker has it, or
+        there is no such job, and nothing is written.
+
+        `next_iteration`: all before it are done. A lease of 0 gives the job back.
+        """
+        job = JobKeys(job_id)
+        done = "" if next_iteration is None else next_iteration
+        left = await self._run("hold_traces", job, [job.traces], broker, lease_s, done)
+        return None if left is None else int(left)

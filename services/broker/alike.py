@@ -1,0 +1,154 @@
+"""Which groups of a job have the same prompt: an index of its rollouts stream, by a digest of the text.
+
+Accepted groups never change, so each is read once; a question reads what has come since the last one. It is read in
+slices, between which it is the turn of others, and by one reader at a time. A broker that starts again reads anew.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from onbeat.errors import JobNotFound
+from onbeat.streams.codec import RolloutGroup, decode_group
+from onbeat.streams.inspection import accepted_entries
+from onbeat.streams.ledger import Ledger
+from onbeat.types import GroupSummary
+from services.broker.records import group_order
+from services.broker.timeline import before, order
+
+MAX_JOBS = 4  # those that were asked about last
+MAX_GROUPS = 20_000  # of a job: the newest
+MAX_ALIKE = 1000  # of one answer: the newest
+SLICE = 16  # groups
+READ_S = 10.0  # for one question; what was read by then stays read
+
+Fields = dict[str, str]
+
+
+class StillReading(Exception):
+    """The job has more groups than can be read for one question."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"the groups of job {job_id} are still being read; ask again")
+
+
+class Place(NamedTuple):
+    """A group in the stream."""
+
+    entry: str
+    prompt: bytes  # digest
+    group: GroupSummary
+
+
+@dataclass
+class Prompts:
+    """Of one job, as far as its stream has been read."""
+
+    cursor: str  # the last entry that was read
+    places: deque[Place] = field(default_factory=deque)  # in the order of the stream
+    by_prompt: dict[bytes, deque[Place]] = field(default_factory=dict)
+
+    def add(self, place: Place) -> None:
+        self.places.append(place)
+        self.by_prompt.setdefault(place.prompt, deque()).append(place)
+        if len(self.places) > MAX_GROUPS:
+            self._drop_oldest()
+
+    def drop_before(self, iteration: int) -> None:
+        """Those at the front that are no longer kept."""
+        while self.places and self.places[0].group.iteration < iteration:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        oldest = self.places.popleft()
+        alike = self.by_prompt[oldest.prompt]
+        alike.popleft()
+        if not alike:
+            del self.by_prompt[oldest.prompt]
+
+
+class Alike:
+    """Of all jobs of one broker."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._jobs: OrderedDict[str, Prompts] = OrderedDict()
+        self._reading = asyncio.Lock()
+
+    async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
+        """The kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
+        try:
+            job = await self._ledger.job_fields(job_id)
+        except JobNotFound:
+            self._jobs.pop(job_id, None)
+            raise
+        first_kept = int(job.get("num_trimmed", "0"))
+        try:
+            async with asyncio.timeout(READ_S), self._reading:
+                prompts = await self._prompts_of(job_id, job)
+                prompts.drop_before(first_kept)
+                await self._read_on(job_id, prompts)
+        except TimeoutError as error:
+            raise StillReading(job_id) from error
+        alike = prompts.by_prompt.get(digest_of(prompt), ())
+        found = [place for place in alike if place.group.iteration >= first_kept][-MAX_ALIKE:]
+        names = [(place.group.iteration, place.group.group_id) for place in found]
+        accepted = await accepted_entries(self._ledger, job_id, names)
+        # What is in the stream without having been accepted, no trainer takes.
+        known = [place.group for place, entry in zip(found, accepted, strict=True) if place.entry == entry]
+        return sorted(known, key=lambda group: group_order(group.group_id))
+
+    async def _prompts_of(self, job_id: str, job: Fields) -> Prompts:
+        prompts = self._jobs.get(job_id)
+        if prompts is None:
+            prompts = self._jobs[job_id] = Prompts(await self._start(job_id, job))
+        self._jobs.move_to_end(job_id)
+        while len(self._jobs) > MAX_JOBS:
+            self._jobs.popitem(last=False)
+        return prompts
+
+    async def _start(self, job_id: str, job: Fields) -> str:
+        """The entry before the oldest iteration that has room."""
+        num_prompts = int(json.loads(job["config"])["rollout"]["num_prompts_per_iteration"])
+        first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
+        if first <= int(job.get("num_trimmed", "0")):
+            return "-"
+        states = (await self._ledger.groups(job_id, first)).values()
+        accepted = (state.removeprefix("accepted:") for state in states if state.startswith("accepted:"))
+        oldest = min(accepted, key=order, default=None)
+        return before(oldest) if oldest else "-"
+
+    async def _read_on(self, job_id: str, prompts: Prompts) -> None:
+        """To the end of the stream."""
+        while entries := await self._ledger.rollouts(job_id, prompts.cursor, SLICE):
+            for entry, payload in entries:
+                try:
+                    prompts.add(place_of(entry, decode_group(payload)))
+                except ValueError:  # a stranger's
+                    continue
+            prompts.cursor = entries[-1][0]
+            await asyncio.sleep(0)
+
+
+def place_of(entry: str, group: RolloutGroup) -> Place:
+    return Place(entry, digest_of(group.prompt_text), summary_of(group))
+
+
+def digest_of(prompt: str) -> bytes:
+    return blake3(prompt.encode()).digest(length=16)
+
+
+def summary_of(group: RolloutGroup) -> GroupSummary:
+    rewards = [response.reward for response in group.responses]
+    return GroupSummary(
+        iteration=group.iteration,
+        group_id=group.group_id,
+        policy_version=group.policy_version,
+        num_responses=len(rewards),
+        reward_mean=fmean(rewards) if rewards else None,
+    )

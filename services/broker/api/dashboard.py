@@ -1,0 +1,105 @@
+"""The dashboard's files, which hold no data and are open to anybody, and the schema that its form is made from.
+
+The files are those of the package at start. A name is looked up among them and never becomes a path.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+from onbeat.config import JobConfig
+
+router = APIRouter()
+
+INDEX = "index.html"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+}
+# Scripts and styles of this broker only, none within the page; no other host is asked or told anything.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # keep it, but ask whether it is still the same: a new broker has new files
+}
+
+
+@dataclass(frozen=True)
+class Asset:
+    body: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """By name; INDEX among them."""
+    return read_assets((files("services.broker") / "dashboard").iterdir())
+
+
+def read_assets(found: Iterable[Traversable]) -> dict[str, Asset]:
+    """What an editor or a system leaves beside them has another ending."""
+    return {
+        file.name: asset_of(file.read_bytes(), media_type)
+        for file in found
+        if file.is_file() and (media_type := MEDIA_TYPES.get(PurePath(file.name).suffix))
+    }
+
+
+def asset_of(body: bytes, media_type: str) -> Asset:
+    return Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+def answer(request: Request, asset: Asset) -> Response:
+    """304 without a body to whoever has it. The server leaves the body out of an answer to HEAD."""
+    headers = HEADERS | {"ETag": asset.etag}
+    if is_known(request.headers.get("if-none-match", ""), asset.etag):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, media_type=asset.media_type, headers=headers)
+
+
+def is_known(if_none_match: str, etag: str) -> bool:
+    """Proxies that compress mark the tag as weak: it is still the same file."""
+    tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
+    return etag in tags or tags == ["*"]
+
+
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def get_dashboard(request: Request) -> Response:
+    return answer(request, assets()[INDEX])
+
+
+@router.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+async def get_asset(name: str, request: Request) -> Response:
+    asset = assets().get(name)
+    if asset is None or name == INDEX:
+        raise HTTPException(404, f"there is no asset {name[:100]!r}")
+    return answer(request, asset)
+
+
+@router.get("/v1/job-schema", tags=["jobs"])
+async def get_job_schema() -> dict[str, Any]:
+    """The JSON schema of a job, as `POST /v1/jobs` takes it."""
+    return job_schema()
+
+
+@cache
+def job_schema() -> dict[str, Any]:
+    return JobConfig.model_json_schema()

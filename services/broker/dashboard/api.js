@@ -1,0 +1,186 @@
+// The broker's REST API for pages. Paths are relative to /v1: get("/jobs", {limit: 10}).
+// The API key lives in this tab's sessionStorage and travels in the Authorization header only.
+
+const KEY = "onbeat.key";
+const TIMEOUT_MS = 30_000;
+const SILENCE_MS = 45_000; // a stream has a comment every 15 s
+const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
+const ROOT = new URL("v1", document.baseURI).href; // the dashboard may lie under a path of a proxy
+
+let skewS = 0; // the broker's clock minus ours
+let isLocked = false; // the broker has asked for a key
+
+/** A refusal of the broker: a problem document (RFC 9457). `status` 0: it did not answer. */
+export class ApiError extends Error {
+  constructor(status, problem = {}) {
+    super(problem.detail || problem.title || `the broker answered ${status}`);
+    this.status = status;
+    this.title = problem.title || (status ? `Error ${status}` : "The broker does not answer");
+    this.detail = problem.detail || "";
+    this.errors = problem.errors || []; // [{field, message}]
+  }
+}
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const setKey = (key) => sessionStorage.setItem(KEY, key);
+export const forgetKey = () => sessionStorage.removeItem(KEY);
+
+/** Unix seconds as the broker's machine has them. */
+export const serverNow = () => Date.now() / 1000 + skewS;
+
+export const get = (path, params = {}, signal = undefined) => send("GET", path, { params, signal });
+export const post = (path, body = undefined, headers = {}) => send("POST", path, { body, headers });
+export const del = (path) => send("DELETE", path, {});
+
+async function send(method, path, { params = {}, body, headers = {}, signal }) {
+  const deadline = AbortSignal.timeout(TIMEOUT_MS);
+  const json = body === undefined ? {} : { "Content-Type": "application/json" };
+  try {
+    const response = await fetch(urlOf(path, params), {
+      method,
+      headers: { ...authorization(), ...json, ...headers },
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal: signal ? AbortSignal.any([signal, deadline]) : deadline,
+    });
+    await check(response);
+    return response.status === 204 ? null : await response.json();
+  } catch (error) {
+    throw explained(error, signal, `${method} ${path} was not answered within ${TIMEOUT_MS / 1000} s; try again`);
+  }
+}
+
+function urlOf(path, params) {
+  const url = new URL(ROOT + path);
+  for (const [name, value] of Object.entries(params)) {
+    if (value !== undefined && value !== null && value !== "") url.searchParams.set(name, value);
+  }
+  return url;
+}
+
+function authorization() {
+  const key = sessionStorage.getItem(KEY);
+  return key === null ? {} : { Authorization: `Bearer ${key}` };
+}
+
+/** Throws ApiError for a refusal. After a 401 the page asks for the key. */
+async function check(response) {
+  const date = Date.parse(response.headers.get("Date") || "");
+  const skew = (date - Date.now()) / 1000;
+  if (Number.isFinite(skew)) skewS = Math.abs(skew) > 2 ? skew : 0; // the header has whole seconds
+  if (response.ok) return;
+  const problem = await response.json().catch(() => ({}));
+  isLocked ||= response.status === 401;
+  const isRefused = response.status === 401 || (response.status === 429 && isLocked && !hasKey()); // too many without one
+  if (isRefused) document.dispatchEvent(new CustomEvent("onbeat:key"));
+  throw new ApiError(response.status, problem);
+}
+
+/** An abort of the caller stays one; what the network did becomes an ApiError with status 0. */
+function explained(error, signal, late) {
+  if (error instanceof ApiError || signal?.aborted) return error;
+  if (error.name === "TimeoutError") return new ApiError(0, { detail: late });
+  return new ApiError(0, { detail: `Is it running, and can this machine reach it? (${error.message})` });
+}
+
+/**
+ * Server-sent events of a job, over fetch because EventSource sends no Authorization header.
+ * onMessage(kind, data, id): each message, its data parsed. onState("connecting" | "open" | "lost" | "over").
+ * Takes up a lost connection after the last event that was seen. Resolves when the job is over or `signal` fires;
+ * rejects with ApiError when the broker refuses for good (401, 403, 404, 422).
+ */
+export async function stream(path, { after = "0", signal, onMessage, onState = () => {} }) {
+  const cursor = { after };
+  let tries = 0;
+  while (!signal.aborted) {
+    onState("connecting");
+    try {
+      const reason = await readStream(path, cursor, signal, onMessage, () => {
+        tries = 0;
+        onState("open");
+      });
+      if (reason === "over") return onState("over");
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429) throw error;
+    }
+    onState("lost");
+    await pause(RETRY_MS[Math.min(tries, RETRY_MS.length - 1)], signal);
+    tries += 1;
+  }
+}
+
+/** One connection: the reason of its `end`, or "lost". */
+async function readStream(path, cursor, signal, onMessage, onOpen) {
+  const silence = new AbortController();
+  let timer = setTimeout(() => silence.abort(), SILENCE_MS);
+  try {
+    const response = await fetch(urlOf(path, { after: cursor.after }), {
+      headers: { ...authorization(), Accept: "text/event-stream" },
+      signal: AbortSignal.any([signal, silence.signal]),
+    });
+    await check(response);
+    onOpen();
+    let reason = "lost";
+    const feed = messageParser((kind, data, id) => {
+      if (kind === "end") reason = data.reason;
+      else onMessage(kind, data, id);
+      if (id) cursor.after = id; // after the page has seen it
+    });
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), SILENCE_MS);
+      feed(part.value);
+    }
+    return reason;
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+/** A function that takes pieces of text and calls onMessage for each complete message. */
+export function messageParser(onMessage) {
+  let rest = "";
+  let kind = "";
+  let data = "";
+  let id = "";
+  return (text) => {
+    const lines = (rest + text).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("event: ")) kind = line.slice(7);
+      else if (line.startsWith("data: ")) data = line.slice(6);
+      else if (line.startsWith("id: ")) id = line.slice(4);
+      else if (line === "") {
+        if (data) onMessage(kind, JSON.parse(data), id);
+        kind = data = id = "";
+      }
+    }
+  };
+}
+
+/** Resolves after so long, or at once when `signal` fires. */
+export function pause(ms, signal) {
+  return new Promise((resolve) => {
+    if (signal?.aborted) return resolve();
+    const done = () => {
+      clearTimeout(timer);
+      signal?.removeEventListener("abort", done);
+      resolve();
+    };
+    const timer = setTimeout(done, ms);
+    signal?.addEventListener("abort", done);
+  });
+}
+
+/** Calls `look` now and every so often until `signal` fires; not while the page is hidden, and at once when it is back. */
+export async function poll(ms, signal, look) {
+  while (!signal.aborted) {
+    if (!document.hidden) await look();
+    const woken = new AbortController();
+    const wake = () => document.hidden || woken.abort();
+    document.addEventListener("visibilitychange", wake);
+    await pause(ms, AbortSignal.any([signal, woken.signal]));
+    document.removeEventListener("visibilitychange", wake);
+  }
+}

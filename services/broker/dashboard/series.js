@@ -1,0 +1,206 @@
+// A job's series, and which of them make which chart. Names are those of docs/observability.md.
+
+const TOKENS_PER_S = "iteration/tokens_per_s"; // the broker tells its parts
+
+/**
+ * A line is {name, series, spread}: `spread` is the series of what lies above and below. A chart is shown when one of
+ * its lines has values; `unlessZero`: and when one of them is not 0.
+ */
+export const CHARTS = [
+  {
+    id: "reward",
+    title: "Reward",
+    description: "Mean of all responses, with one standard deviation around it.",
+    lines: [{ name: "mean", series: "iteration/reward_mean", spread: "iteration/reward_std" }],
+  },
+  {
+    id: "held-out",
+    title: "Held-out score",
+    description: "Of prompts that are never trained on. At k: a prompt counts when any of its responses has a reward.",
+    lines: [
+      { name: "mean reward", series: "eval/reward_mean", spread: "eval/reward_std" },
+      { name: "pass at k", series: "eval/pass_at_k" },
+    ],
+  },
+  {
+    id: "mismatch",
+    title: "Mismatch",
+    unit: "nats",
+    isLog: true,
+    description:
+      "Gap of trainer's and rollouts' log probabilities of the same token, at the same weights. On-policy is as good as this is small.",
+    lines: [
+      { name: "mean", series: "iteration/mismatch_mean" },
+      { name: "largest", series: "iteration/mismatch_max" },
+    ],
+  },
+  {
+    id: "kl",
+    title: "KL",
+    unit: "nats",
+    description: "Per trained token, to the reference policy.",
+    lines: [{ name: "to the reference", series: "train/kl" }],
+  },
+  {
+    id: "entropy",
+    title: "Entropy",
+    unit: "nats",
+    description: "Mean over the trained tokens. Near 0 the policy has stopped exploring.",
+    lines: [{ name: "mean", series: "train/entropy" }],
+  },
+  {
+    id: "grad-norm",
+    title: "Gradient norm",
+    description: "Before clipping.",
+    lines: [{ name: "norm", series: "train/grad_norm" }],
+  },
+  {
+    id: "grad-cosine",
+    title: "Gradient cosine",
+    description: "With the gradient before. Near 1, stale gradients repeat each other; GAC then projects or skips.",
+    domain: [-1, 1],
+    lines: [{ name: "cosine", series: "train/grad_cosine" }],
+  },
+  {
+    id: "length",
+    title: "Response length",
+    unit: "tokens",
+    description: "Mean of all responses.",
+    lines: [{ name: "mean", series: "rollout/response_tokens_mean" }],
+  },
+  {
+    id: "truncated",
+    title: "Cut responses",
+    isPercent: true,
+    domain: [0, 0.1],
+    description: "Share that reached the limit of tokens.",
+    lines: [{ name: "share", series: "rollout/truncated_frac" }],
+  },
+  {
+    id: "throughput",
+    title: "Throughput",
+    unit: "tokens/s",
+    domain: [0, 0],
+    description:
+      "Prompt and response tokens per second of wall clock. TPSPD is the same per device, trainers and rollouts counted.",
+    lines: [
+      { name: "all", series: TOKENS_PER_S },
+      { name: "TPSPD", series: "iteration/tpspd" },
+    ],
+  },
+  {
+    id: "idle",
+    title: "Idle share",
+    isPercent: true,
+    domain: [0, 1],
+    description: "Share of the wall clock in which a side waited.",
+    lines: [
+      { name: "trainer", series: "iteration/trainer_idle_frac" },
+      { name: "rollouts", series: "iteration/rollout_idle_frac" },
+    ],
+  },
+  {
+    id: "time",
+    title: "Time of an iteration",
+    unit: "s",
+    domain: [0, 0],
+    description: "Generating and training overlap: the whole is less than their sum.",
+    lines: [
+      { name: "whole", series: "iteration/wall_s" },
+      { name: "generate", series: "iteration/generate_s" },
+      { name: "train", series: "iteration/train_s" },
+      { name: "hand-over", series: "iteration/weight_sync_s" },
+    ],
+  },
+  {
+    id: "staleness",
+    title: "Staleness",
+    unit: "versions",
+    unlessZero: true,
+    domain: [0, 1],
+    description: "Policy versions between generating and training, of the oldest token.",
+    lines: [{ name: "largest", series: "iteration/staleness_max" }],
+  },
+  {
+    id: "divergence",
+    title: "Divergence",
+    unit: "nats",
+    unlessZero: true,
+    description: "Estimated KL per token from the policy that generated to the one that trains, before its step.",
+    lines: [{ name: "mean", series: "train/divergence" }],
+  },
+  {
+    id: "clipped",
+    title: "Clipped tokens",
+    isPercent: true,
+    domain: [0, 0.01],
+    description: "Share of the trained tokens whose ratio was clipped.",
+    lines: [{ name: "share", series: "train/clipped_frac" }],
+  },
+];
+
+/** Values by series and iteration, as they come: all at first, then one point after the other. */
+export class Series {
+  constructor() {
+    this.points = new Map(); // name -> [[x, y], ...], sorted by x
+  }
+
+  /** {name: [[x, y], ...]} of /metrics. */
+  load(metrics) {
+    for (const [name, points] of Object.entries(metrics)) this.points.set(name, points.slice());
+    const [prompt, response, wall] = ["prompt_tokens", "response_tokens", "wall_s"].map(
+      (name) => metrics[`iteration/${name}`] ?? [],
+    );
+    const rest = new Map(prompt);
+    const walls = new Map(wall);
+    const rates = response
+      .filter(([x]) => rest.has(x) && walls.get(x) > 0)
+      .map(([x, y]) => [x, (y + rest.get(x)) / walls.get(x)]);
+    if (rates.length) this.points.set(TOKENS_PER_S, rates);
+  }
+
+  /** {name: y} of one iteration or evaluation. The same x again replaces its value. */
+  add(x, values) {
+    const tokens = values["iteration/prompt_tokens"] + values["iteration/response_tokens"];
+    const rate = tokens / values["iteration/wall_s"];
+    for (const [name, y] of Object.entries(Number.isFinite(rate) ? { ...values, [TOKENS_PER_S]: rate } : values)) {
+      if (!this.points.has(name)) this.points.set(name, []);
+      insert(this.points.get(name), x, y);
+    }
+  }
+
+  of(name) {
+    return this.points.get(name) ?? [];
+  }
+
+  last(name) {
+    const points = this.of(name);
+    return points.length ? points[points.length - 1][1] : null;
+  }
+
+  /** What a chart of CHARTS draws; empty when it is not to be shown. */
+  lines(chart) {
+    const lines = chart.lines.map((line) => this.line(line)).filter(({ points }) => points.length);
+    const isFlat = chart.unlessZero && lines.every(({ points }) => points.every(([, y]) => y === 0));
+    return isFlat ? [] : lines;
+  }
+
+  line({ name, series, spread }) {
+    const points = this.of(series);
+    const around = new Map(spread ? this.of(spread) : []);
+    const band = points.filter(([x]) => around.has(x)).map(([x, y]) => [x, y - around.get(x), y + around.get(x)]);
+    return { name, points, band };
+  }
+
+  /** Names that are in no chart. */
+  others() {
+    const shown = new Set(CHARTS.flatMap(({ lines }) => lines.flatMap(({ series, spread }) => [series, spread])));
+    return [...this.points.keys()].filter((name) => !shown.has(name)).sort();
+  }
+}
+
+function insert(points, x, y) {
+  let index = points.length;
+  while (index > 0 && points[index - 1][0] >= x) index -= 1; // nearly always the last
+  points.splice(index, points[index]?.[0] === x ? 1 : 0, [x, y]);
+}

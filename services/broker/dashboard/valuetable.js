@@ -1,0 +1,47 @@
+// The values of a chart as a table, for screen readers and for exact numbers.
+
+import { el, number } from "./dom.js";
+
+export class ValueTable {
+  constructor({ title, unit, x }) {
+    this.x = x;
+    this.caption = unit ? `${title}, ${unit}` : title;
+    this.element = el("div", {
+      class: "chart-table",
+      tabindex: "0",
+      role: "region",
+      "aria-label": `Values of ${title}`,
+    });
+  }
+
+  clear() {
+    this.element.replaceChildren();
+  }
+
+  /** A row for each of `xs`; `wordsAt(x)`: its cells. With one series rows never change, so only new ones are made. */
+  fill(xs, names, wordsAt) {
+    const body = this.element.querySelector("tbody");
+    const shape = JSON.stringify([names, xs[0]]);
+    const isLonger = body && names.length === 1 && shape === this.shape && body.rows.length <= xs.length;
+    const rows = (isLonger ? xs.slice(body.rows.length) : xs).map((x) => row(x, wordsAt(x)));
+    this.shape = shape;
+    if (isLonger) body.append(...rows);
+    else this.element.replaceChildren(this.table(names, rows));
+  }
+
+  table(names, rows) {
+    const heads = [this.x, ...names].map((name) => el("th", { scope: "col" }, name));
+    return el(
+      "table",
+      {},
+      el("caption", {}, this.caption),
+      el("thead", {}, el("tr", {}, heads)),
+      el("tbody", {}, rows),
+    );
+  }
+}
+
+function row(x, words) {
+  const cells = words.map((text) => el("td", {}, text));
+  return el("tr", {}, el("th", { scope: "row" }, number(x)), cells);
+}

@@ -1,0 +1,128 @@
+"""One group as a page shows it: found by its id, with what the engine said of every token. Reads only."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from onbeat.errors import GroupsTrimmed
+from onbeat.streams.codec import Response, RolloutGroup, decode_group
+from onbeat.streams.inspection import accepted_entries, stored_group
+from onbeat.streams.ledger import Ledger, failure_text
+from onbeat.streams.records import read_evaluations
+from onbeat.types import EvaluationState, GroupDetail, GroupSummary, Sample, Token
+from services.broker.alike import Alike, summary_of
+from services.broker.records import group_samples, read_evaluation_samples
+
+MAX_TOKENS = 100_000  # of one answer
+LEAST_LOGPROB = -1e6  # for one that is not finite, which JSON has not: its job fails for it
+
+EVALUATION = "eval-"  # what ids of its groups begin with
+
+
+class GroupNotFound(Exception):
+    """No accepted group of the job has this id."""
+
+
+async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
+    """The stored RolloutGroup. Raises JobNotFound, GroupNotFound, GroupsTrimmed."""
+    job = await ledger.job_fields(job_id)
+    if group_id.startswith(EVALUATION):
+        number = group_id.split("-")[1]
+        reason = f"groups of evaluations are not kept; /evaluations/{number}/samples has some of their responses"
+        raise GroupNotFound(f"{group_id}: {reason}")
+    iteration = int(group_id.partition("-")[0])
+    (entry,) = await accepted_entries(ledger, job_id, [(iteration, group_id)])
+    if entry is None:
+        is_waiting = group_id in await ledger.groups(job_id, iteration)
+        reason = "has not been accepted yet; it is being generated" if is_waiting else "is no group of this job"
+        raise GroupNotFound(f"{group_id} {reason}")
+    payload = await stored_group(ledger, job_id, entry)
+    if payload is None:
+        num_trimmed = (await ledger.job_fields(job_id)).get("num_trimmed", job.get("num_trimmed", "0"))
+        raise GroupsTrimmed(job_id, iteration, int(num_trimmed))
+    return payload
+
+
+def detail_json(payload: bytes, advantages: Sequence[float | None]) -> str:
+    """A GroupDetail. Takes its time for many tokens."""
+    return group_detail(decode_group(payload), advantages).model_dump_json()
+
+
+def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = ()) -> GroupDetail:
+    """Without the tokens of those responses that no longer fit into MAX_TOKENS."""
+    tokens: list[list[Token]] = []
+    num_tokens = 0
+    for response in group.responses:
+        num_tokens += len(response.token_ids)
+        tokens.append(tokens_of(response) if num_tokens <= MAX_TOKENS else [])
+    return GroupDetail(
+        iteration=group.iteration,
+        group_id=group.group_id,
+        policy_version=group.policy_version,
+        worker_id=group.worker_id,
+        prompt=group.prompt_text,
+        num_prompt_tokens=len(group.prompt_token_ids),
+        generate_s=group.timings.generate_s,
+        score_s=group.timings.score_s,
+        failure=failure_text(group),
+        responses=list(group_samples(group, advantages=advantages)),
+        tokens=tokens,
+    )
+
+
+def tokens_of(response: Response) -> list[Token]:
+    texts: list[str | None] = [None] * len(response.token_ids)
+    if response.token_lengths:
+        text, start = response.text, 0
+        for place, length in enumerate(response.token_lengths):
+            texts[place] = text[start : start + length]
+            start += length
+    return [
+        Token(id=token_id, text=text, logprob=round(logprob, 6) if math.isfinite(logprob) else LEAST_LOGPROB)
+        for token_id, text, logprob in zip(response.token_ids, texts, response.rollout_logprobs, strict=True)
+    ]
+
+
+# ---- the same prompt ---------------------------------------------------------------------------------------------
+
+
+async def read_alike(ledger: Ledger, alike: Alike, job_id: str, group_id: str) -> list[GroupSummary]:
+    """The groups with this one's prompt, itself included, in order.
+
+    Raises JobNotFound, GroupNotFound, GroupsTrimmed, StillReading.
+    """
+    if group_id.startswith(EVALUATION):
+        return await read_alike_evaluations(ledger, job_id, group_id)
+    group = decode_group(await read_group(ledger, job_id, group_id))
+    found = await alike.find(job_id, group.prompt_text)
+    if all(each.group_id != group_id for each in found):  # it is older than the index reaches
+        found.insert(0, summary_of(group))
+    return found
+
+
+async def read_alike_evaluations(ledger: Ledger, job_id: str, group_id: str) -> list[GroupSummary]:
+    """A held-out prompt has the same number in each evaluation. Counts the responses that are kept."""
+    _, number, index = group_id.split("-")
+    found: dict[int, list[Sample]] = {}
+    for record in await read_evaluations(ledger, job_id):
+        if record.state is EvaluationState.DONE:
+            samples = await read_evaluation_samples(ledger, job_id, record.evaluation)
+            place = f"{EVALUATION}{record.evaluation}-{index}"
+            found[record.evaluation] = [sample for sample in samples if sample.group_id == place]
+    own = found.get(int(number))
+    if not own:
+        reason = (
+            f"is not among the responses of evaluation {number} that are kept: those of a few prompts, once it is done"
+        )
+        raise GroupNotFound(f"{group_id} {reason}")
+    return [
+        GroupSummary(
+            iteration=evaluation,
+            group_id=samples[0].group_id,
+            policy_version=samples[0].policy_version,
+            num_responses=len(samples),
+            reward_mean=fmean(sample.reward for sample in samples),
+        )
+        for evaluation, samples in found.items()
+        if samples and samples[0].prompt == own[0].prompt  # the data may have been changed between them
+    ]

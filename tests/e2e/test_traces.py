@@ -1,0 +1,96 @@
+"""Traces of a real local stack: every group from its prompt to the optimizer step, by an OTLP receiver."""
+
+from itertools import pairwise
+
+import pytest
+
+from onbeat.types import JobState
+from services.broker.trace_spans import span_id, trace_id
+from tests.e2e.stack import running, tiny_job
+from tests.otlp_receiver import Receiver
+
+NUM_ITERATIONS, NUM_GROUPS = 3, 6
+SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
+PATH = ["wait_for_rollout", "generate", "score", "wait_for_trainer", "micro_batch"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """(stack, job id, {iteration: {span id: span}})"""
+    tmp_path = tmp_path_factory.mktemp("traces")
+    with Receiver() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONBEAT_OTLP_ENDPOINT", receiver.url)
+        with running(tmp_path, num_rollouts=2) as stack:
+            job = tiny_job(
+                tmp_path,
+                rollout={"num_prompts_per_iteration": NUM_GROUPS, "num_samples_per_prompt": 4},
+                training={"num_updates_per_iteration": 2, "max_tokens_per_micro_batch": 64},
+                schedule={"num_iterations": NUM_ITERATIONS},
+                checkpoint={"every_iterations": 1},
+            )
+            job_id = stack.client.jobs.create(job).id
+            assert stack.wait(job_id).state is JobState.SUCCEEDED
+            ids = {trace_id(job_id, iteration): iteration for iteration in range(NUM_ITERATIONS)}
+            receiver.wait(lambda: receiver.traces.keys() == ids.keys(), "a trace of every iteration is there")
+            assert receiver.most_often() == 1
+            traces = {ids[id_]: {span.id: span for span in spans} for id_, spans in receiver.traces.items()}
+            yield stack, job_id, traces
+
+
+def test_every_accepted_group_has_one_path_in_order(exported):
+    stack, job_id, traces = exported
+    for record in stack.client.jobs.iterations(job_id):
+        trace = traces[record.iteration]
+        root = trace[span_id(job_id, record.iteration, "iteration")]
+        groups = {span.attributes["onbeat.group_id"]: span for span in trace.values() if span.name == "group"}
+        assert groups.keys() == {f"{record.iteration}-{index}" for index in range(NUM_GROUPS)}
+        for group_id, group in groups.items():
+            assert group.id == span_id(job_id, record.iteration, f"group/{group_id}")
+            assert (group.parent_id, group.start) == (root.id, pytest.approx(record.opened_at, abs=1e-4))
+            path = [span for span in trace.values() if span.parent_id == group.id]
+            path.sort(key=lambda span: PATH.index(span.name))
+            assert [span.name for span in path] == PATH
+            assert path[0].start == group.start
+            assert all(before.end <= after.start + SLACK_S for before, after in pairwise(path))
+            assert all(one.end == after.start for one, after in pairwise(path[:4]))
+            micro_batch, link = path[-1], path[-1].links
+            assert "onbeat.is_timed" not in micro_batch.attributes
+            update = int(group_id.rpartition("-")[2]) * 2 // NUM_GROUPS
+            assert link == ((root.trace_id, span_id(job_id, record.iteration, f"optimizer/{update}")),)
+            optimizer = trace[link[0][1]]
+            assert optimizer.parent_id == root.id
+            assert micro_batch.end <= optimizer.start + SLACK_S
+            assert group.end == optimizer.end
+
+
+def test_trace_says_which_process_did_what(exported):
+    stack, job_id, traces = exported
+    rollouts = {lane.id for lane in stack.client.jobs.timeline(job_id, iterations=NUM_ITERATIONS).lanes} - {"trainer"}
+    instances = {}
+    for trace in traces.values():
+        for span in trace.values():
+            instances.setdefault((span.service, span.name), set()).add(span.instance)
+    assert instances["onbeat-rollout", "generate"] | instances["onbeat-rollout", "load"] == rollouts
+    (trainer,) = instances["onbeat-trainer", "micro_batch"]
+    assert trainer
+    kinds = {name for service, name in instances if service == "onbeat-trainer"}
+    assert kinds == {"micro_batch", "optimizer", "publish", "checkpoint"}
+    assert instances["onbeat-broker", "iteration"] == {""}
+
+
+def test_trace_covers_the_iteration(exported):
+    stack, job_id, traces = exported
+    for record in stack.client.jobs.iterations(job_id):
+        trace = traces[record.iteration]
+        root = trace[span_id(job_id, record.iteration, "iteration")]
+        assert all(root.start <= span.start <= span.end <= root.end for span in trace.values())
+        assert root.end == pytest.approx(record.committed_at, abs=SLACK_S)
+        assert root.attributes["onbeat.reward_mean"] == pytest.approx(record.reward_mean)
+        loads = [span for span in trace.values() if span.name == "load"]
+        assert 1 <= len(loads) <= 2
+        if record.iteration > 0:
+            before = traces[record.iteration - 1]
+            published = before[span_id(job_id, record.iteration - 1, "publish")]
+            assert {load.links for load in loads} == {((published.trace_id, published.id),)}
+            assert all(load.end >= published.start - SLACK_S for load in loads)
+            assert [span.name for span in trace.values()].count("checkpoint") == 1

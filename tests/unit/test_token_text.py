@@ -1,0 +1,185 @@
+"""Lengths of tokens add up to the text, whatever the tokenizer does with spaces, bytes and special tokens."""
+
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from services.rollout import token_text
+from services.rollout.token_text import MAX_RUN, TokenText
+from services.trainer.bundled import BUNDLED_MODELS, find_gguf
+
+VOCAB_SIZE = 49152  # of SmolLM2
+SPECIAL = range(17)  # its special tokens
+TEXTS = {
+    "plain": "The answer is 46, since 12 + 34 = 46.\n\n  Done.",
+    "emoji": "Hi😀! 👨‍👩‍👧‍👦 and 🇩🇪 and ❤️",
+    "cjk": "你好世界、今天天气很好。こんにちは世界 안녕하세요",
+    "accents": "na\u0308ive façade Ω≈ç√ مرحبا नमस्ते",
+    "replacement characters": "a\ufffdb \ufffd\ufffd",
+    "nothing": "",
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    package, file_name = BUNDLED_MODELS["smollm2-135m-instruct"]
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"the package {package} is not installed")
+    gguf = find_gguf(Path(spec.origin).parent, file_name)
+    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def smollm2_text(smollm2):
+    return TokenText(smollm2)
+
+
+def decode(tokenizer, token_ids):
+    """As engines do."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def parts(lengths, text):
+    return [text[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+# ---- the bundled model's -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_each_token_has_what_it_adds_to_the_text(smollm2, smollm2_text, text):
+    token_ids = [*smollm2(text)["input_ids"], smollm2.eos_token_id]
+    lengths = smollm2_text.lengths(token_ids, text)
+    assert (len(lengths), sum(lengths)) == (len(token_ids), len(text))
+    assert lengths[-1] == 0  # the end of sequence gives no text
+    for token_id, part in zip(token_ids[:-1], parts(lengths, text), strict=False):
+        own = smollm2.decode([token_id])
+        if "\ufffd" not in own:
+            assert part == own
+    for end, before in zip(accumulate(lengths), range(1, len(token_ids)), strict=False):
+        given = decode(smollm2, token_ids[:before])
+        if not given.endswith("\ufffd"):
+            assert text[:end] == given
+
+
+def test_character_belongs_to_the_last_of_its_tokens(smollm2, smollm2_text):
+    token_ids = smollm2("Hi😀!")["input_ids"]
+    assert smollm2_text.lengths(token_ids, "Hi😀!") == [2, *[0] * (len(token_ids) - 3), 1, 1]
+
+
+def test_special_tokens_give_nothing_wherever_they_stand(smollm2, smollm2_text):
+    hello, world = smollm2("Hello")["input_ids"], smollm2(" 世")["input_ids"]
+    token_ids = [1, *hello, 2, 0, *world, 2]
+    lengths = smollm2_text.lengths(token_ids, decode(smollm2, token_ids))
+    assert lengths == [0, 5, 0, 0, *smollm2_text.lengths(world, " 世"), 0]
+
+
+def test_text_may_be_cut_off_within_a_character_or_before_the_last_tokens(smollm2, smollm2_text):
+    """An engine leaves out the character that is not complete, or replaces it; another one cuts at a stop string."""
+    token_ids = smollm2("so 😀")["input_ids"][:-1]
+    assert sum(smollm2_text.lengths(token_ids, "so ")) == 3
+    assert sum(smollm2_text.lengths(token_ids, "so \ufffd")) == 4
+    token_ids = smollm2("one two three")["input_ids"]
+    assert parts(smollm2_text.lengths(token_ids, "one t"), "one t") == ["one", " t", ""]
+
+
+def test_text_of_other_tokens_is_not_known(smollm2, smollm2_text):
+    token_ids = smollm2("one two three")["input_ids"]
+    for text in ("one two four", "one  two three", "One two three", "one two three four", "x" * 100):
+        assert smollm2_text.lengths(token_ids, text) == []
+    assert smollm2_text.lengths([5, -1], "x") == smollm2_text.lengths([2**40], "x") == []
+    assert smollm2_text.lengths([], "") == []
+
+
+ordinary = st.integers(0, VOCAB_SIZE - 1)
+
+
+@pytest.fixture(scope="module")
+def byte_ids(smollm2):
+    """Tokens that are no whole characters."""
+    return [token_id for token_id in range(VOCAB_SIZE) if "\ufffd" in smollm2.decode([token_id])]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_lengths_of_any_tokens_are_known_and_add_up(smollm2, smollm2_text, byte_ids, data):
+    some = st.one_of(ordinary, st.sampled_from(byte_ids), st.sampled_from(SPECIAL))
+    token_ids = data.draw(st.lists(some, min_size=1, max_size=80))
+    text = decode(smollm2, token_ids)
+    lengths = smollm2_text.lengths(token_ids, text)
+    assert (len(lengths), sum(lengths)) == (len(token_ids), len(text))
+    assert min(lengths) >= 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(token_ids=st.lists(ordinary, max_size=12), text=st.text(max_size=12))
+def test_lengths_of_any_text_add_up_or_are_not_known(smollm2_text, token_ids, text):
+    lengths = smollm2_text.lengths(token_ids, text)
+    assert not lengths or (len(lengths), sum(lengths)) == (len(token_ids), len(text))
+
+
+def test_effort_is_bounded_where_nothing_fits(smollm2, byte_ids, monkeypatch):
+    token_ids = (byte_ids * 20)[:4000]
+    fresh, num_runs = TokenText(smollm2), 0
+
+    def count(*args, call=token_text.num_common):
+        nonlocal num_runs
+        num_runs += 1
+        return call(*args)
+
+    monkeypatch.setattr(token_text, "num_common", count)
+    assert fresh.lengths(token_ids, "nothing of this") == []
+    assert num_runs <= 3 * MAX_RUN
+
+
+# ---- tokenizers of other kinds -------------------------------------------------------------------------------------
+
+
+def metaspace_tokenizer():
+    """As Llama 2 has it: a space is part of the next word, the first one is left out, unknown characters are bytes."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "t", "h", "e", "c"]
+    words += ["\u2581t", "\u2581th", "\u2581the", "\u2581c", "\u2581ca", "\u2581cat", "!"]
+    merges = [
+        ("\u2581", "t"),
+        ("\u2581t", "h"),
+        ("\u2581th", "e"),
+        ("\u2581", "c"),
+        ("\u2581c", "a"),
+        ("\u2581ca", "t"),
+    ]
+    vocab = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize("is_space_kept", [False, True], ids=["as decoded", "as vLLM does after a prompt"])
+def test_spaces_that_the_decoder_leaves_out_at_the_start(is_space_kept):
+    tokenizer = metaspace_tokenizer()
+    token_ids = [*tokenizer("the cat ☃!", add_special_tokens=False)["input_ids"], 2]
+    text = " " * is_space_kept + decode(tokenizer, token_ids)
+    assert text.strip() == "the cat ☃!"
+    found = parts(TokenText(tokenizer).lengths(token_ids, text), text)
+    assert found == [" " * is_space_kept + "the", " cat", " ", "", "", "☃", "!", ""]
+
+
+def test_cleaned_up_text():
+    vocab = {word: index for index, word in enumerate(["[UNK]", "hello", "do", "n't", ",", "world", "##ly", "a"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    token_ids = [1, 4, 5, 6, 2, 3]
+    text = decode(fast, token_ids)
+    assert text == "hello, worldly don't"
+    assert parts(TokenText(fast).lengths(token_ids, text), text) == ["hello", ",", " world", "ly", " do", "n't"]
