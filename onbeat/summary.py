@@ -9,7 +9,9 @@ from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.progress import JobProgress, duration, number, printable, sparkline, state_style
+from onbeat.formatting import duration, number, printable, sparkline
+from onbeat.job_progress import JobProgress
+from onbeat.job_view import state_style
 from onbeat.report import make_report
 from onbeat.types import Sample
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, doctor, jobs, keys, model, replay, stack
+from onbeat.cli import audit, doctor, jobs, keys, model, replay, stack, top
 from onbeat.cli.options import CaFile
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.add_typer(jobs.app, name="jobs")
 app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
 app.command("workers")(jobs.workers)
+app.command("top")(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 

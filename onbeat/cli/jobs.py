@@ -14,6 +14,8 @@ from onbeat.cli.options import ApiKey, AsJson, DataDir, Job, JobId, Overrides, U
 if TYPE_CHECKING:
     from onbeat.types import JobRecord, Record
 
+INTERRUPTED = 130
+
 app = typer.Typer(help="Submit, watch and steer jobs.", no_args_is_help=True)
 
 
@@ -81,6 +83,7 @@ def get(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDi
 @app.command()
 def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
     """Follow a job until it is final; exit code 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
+    from onbeat.local.run import terminations_as_interrupts
     from onbeat.progress import follow
     from onbeat.summary import print_summary
     from onbeat.types import JobState
@@ -93,7 +96,15 @@ def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
             await print_summary(client, progress, console)
             return progress.job.state
 
-    raise typer.Exit(0 if asyncio.run(call()) == JobState.SUCCEEDED else 1)
+    with terminations_as_interrupts():
+        try:
+            state = asyncio.run(call())
+        except KeyboardInterrupt:
+            typer.echo("not watching any more; the job goes on")
+            typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")
+            typer.echo(f"  onbeat jobs cancel {job_id}  ends it")
+            raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(0 if state == JobState.SUCCEEDED else 1)
 
 
 @app.command()
@@ -173,7 +184,7 @@ def evaluations(
     job_id: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
 ) -> None:
     """Scores on the held-out set."""
-    from onbeat.progress import number
+    from onbeat.formatting import number
     from onbeat.types import EvaluationRecord
 
     async def call() -> list[EvaluationRecord]:
@@ -234,7 +245,7 @@ def workers(
     data_dir: DataDir = None,
 ) -> None:
     """Rollout replicas and what they do."""
-    from onbeat.progress import worker_line
+    from onbeat.job_view import worker_line
     from onbeat.types import WorkerRecord
 
     async def call() -> list[WorkerRecord]:

@@ -36,7 +36,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job: --set schedule.num_iterations=5"),
 ]
 Job = Annotated[Path, typer.Argument(help="A job file, TOML or JSON; see examples/.", show_default=False)]
-JobId = Annotated[str, typer.Argument(help="As `onbeat jobs list` shows it.", show_default=False)]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="As `onbeat jobs list` shows it.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NumRollouts = Annotated[int, typer.Option("--rollouts", min=1, max=64, help="Rollout replicas.")]
 Engine = Annotated[str, typer.Option(help="What generates: vllm, transformers, or an installed engine's name.")]

@@ -15,9 +15,10 @@ from rich.console import Console
 from onbeat.client import AsyncClient
 from onbeat.config import FileData, JobConfig
 from onbeat.errors import OnbeatError
+from onbeat.job_progress import JobProgress
 from onbeat.local.stack import LocalStack, StackOptions
 from onbeat.local.state import create_data_dir, running_stack
-from onbeat.progress import JobProgress, follow
+from onbeat.progress import follow
 from onbeat.report import build_report, check_report_path, write_report
 from onbeat.summary import print_summary
 from onbeat.types import JobRecord, JobState
@@ -114,7 +115,7 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
                 f"the stack that is up serves pool {UP_POOL!r}, the job asks for {options.pool!r}: "
                 f"`onbeat down` first, or add --set pool={UP_POOL}"
             )
-        console.print(f"using the stack that is up at {running.url}")
+        console.print(f"using the stack that is up at {running.url}, with its own rollouts, engine and cores")
         yield running.url, lambda: None
         return
     console.print(

@@ -3,16 +3,18 @@
 Runs inside a test (`serve`) or as a process of its own in place of `services.broker` (`python fake_broker.py`).
 """
 
+import asyncio
 import contextlib
+import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.05"))
 API_KEY = "secret"
@@ -31,6 +33,11 @@ class FakeJobs:
         self.failures: list[int] = []  # status codes to answer before doing the work
         self.authorization: str | None = None
         self.audit: dict[str, Any] = {}  # over a clean report
+        self.findings: list[dict[str, Any]] = []  # of the doctor
+        self.workers: list[dict[str, Any]] = [{"id": "rollout-0", "state": "generating", "num_in_flight": 3}]
+        self.num_streams = 0  # that were opened
+        self.ends: list[str] = []  # reasons with which the next streams end at once
+        self.is_stopping = False
 
     def create(self, config: dict[str, Any], key: str) -> dict[str, Any]:
         if key not in self.by_key:
@@ -68,6 +75,31 @@ class FakeJobs:
         opened = self.num_committed(job_id) + (self.record(job_id)["state"] == "RUNNING")
         return [iteration_json(i, i < self.num_committed(job_id)) for i in range(opened)]
 
+    def diagnosis(self) -> dict[str, Any]:
+        is_healthy = not any(finding.get("is_problem") for finding in self.findings)
+        return {"is_healthy": is_healthy, "findings": self.findings}
+
+    async def stream(self, job_id: str, after: str) -> AsyncIterator[str]:
+        """All that is so, whenever it has changed: the job, its iterations, its one event, what the doctor says."""
+        self.num_streams += 1
+        told: dict[str, str] = {}
+        while job_id in self.jobs:
+            record = self.record(job_id)
+            states = {"job": record, "explain": self.diagnosis()}
+            states |= {f"iteration {one['iteration']}": {"record": one} for one in self.iterations(job_id)}
+            for name, state in states.items():
+                if told.get(name) != (text := json.dumps(state)):
+                    told[name] = text
+                    yield f"event: {name.split()[0]}\ndata: {text}\n\n"
+            if after == "0":
+                after = EVENT["id"]
+                yield f"event: event\ndata: {json.dumps(EVENT)}\nid: {after}\n\n"
+            if self.is_stopping or self.ends or record["state"] not in ("RUNNING", "PENDING"):
+                break
+            await asyncio.sleep(0.01)
+        reason = "stopping" if self.is_stopping else self.ends.pop(0) if self.ends else "over"
+        yield f'event: end\ndata: {{"reason": "{reason}"}}\n\n'
+
     def evaluations(self, job_id: str) -> list[dict[str, Any]]:
         """Before the first iteration, and at the end."""
         num_iterations = self.jobs[job_id]["config"]["schedule"]["num_iterations"]
@@ -75,6 +107,9 @@ class FakeJobs:
             return []
         done = self.num_committed(job_id) == num_iterations
         return [evaluation_json(0), evaluation_json(num_iterations, "DONE" if done else "OPEN")]
+
+
+EVENT = {"id": "1-0", "time": 1.0, "kind": "job.state", "message": "RUNNING", "data": {"state": "RUNNING"}}
 
 
 def evaluation_json(evaluation: int, state: str = "DONE") -> dict[str, Any]:
@@ -149,6 +184,10 @@ def make_app(fake: FakeJobs) -> FastAPI:
         fake.jobs[job_id]["ended"] = "CANCELLED"
         return fake.record(job_id)
 
+    @app.get("/v1/jobs/{job_id}:explain")
+    async def explain(job_id: str) -> Any:
+        return fake.diagnosis()
+
     @app.get("/v1/jobs/{job_id}")
     async def get(job_id: str) -> Any:
         if job_id not in fake.jobs:
@@ -179,7 +218,22 @@ def make_app(fake: FakeJobs) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(job_id: str) -> Any:
-        return {"metrics": {"train/loss": [[0, 1.5], [1, 1.25]]}}
+        rewards = [[i, i / 10] for i in range(fake.num_committed(job_id))]
+        spread = [[i, 0.25] for i, _ in rewards]
+        series = {"iteration/reward_mean": rewards, "iteration/reward_std": spread}
+        return {"metrics": {"train/loss": [[0, 1.5], [1, 1.25]]} | series}
+
+    @app.get("/v1/jobs/{job_id}/timeline")
+    async def timeline(job_id: str, iterations: int = 5) -> Any:
+        spans = [("trainer", "micro_batch", 1.0, 2.0), ("rollout-0", "generate", 0.0, 1.5)]
+        names = ("lane", "kind", "start", "end")
+        return {
+            "start": 0.0,
+            "end": 3.0,
+            "iterations": [0],
+            "lanes": [{"id": "trainer", "idle_frac": 0.5}, {"id": "rollout-0", "idle_frac": None}],
+            "spans": [dict(zip(names, span, strict=True)) | {"iteration": 0} for span in spans],
+        }
 
     @app.get("/v1/jobs/{job_id}/samples")
     async def samples(job_id: str, iteration: int | None = None, limit: int = 10) -> Any:
@@ -189,21 +243,35 @@ def make_app(fake: FakeJobs) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}/events")
     async def events(job_id: str, after: str = "0", wait_s: float = 0) -> Any:
-        event = {"id": "1-0", "time": 1.0, "kind": "job.state", "message": "RUNNING", "data": {"state": "RUNNING"}}
-        return {"events": [event] if after == "0" else []}
+        return {"events": [EVENT] if after == "0" else []}
+
+    @app.get("/v1/jobs/{job_id}/stream")
+    async def stream(job_id: str, request: Request, after: str = "0") -> Any:
+        if job_id not in fake.jobs:
+            return problem(404, "Job not found", f"there is no job {job_id!r}")
+        after = request.headers.get("last-event-id", after)
+        return StreamingResponse(fake.stream(job_id, after), media_type="text/event-stream")
+
+    @app.get("/v1/doctor")
+    async def doctor() -> Any:
+        return fake.diagnosis()
+
+    @app.get("/v1/pools/{pool}")
+    async def pool(pool: str) -> Any:
+        return {"pool": pool, "num_jobs": 1, "num_prompts": 5, "num_trainers": 1, "num_rollouts": len(fake.workers)}
 
     @app.get("/v1/workers")
     async def workers(pool: str | None = None) -> Any:
-        worker = {"id": "rollout-0", "state": "generating", "num_in_flight": 3, "last_seen_at": time.time()}
-        return {"workers": [worker]}
+        return {"workers": [{"last_seen_at": time.time()} | worker for worker in fake.workers]}
 
     return app
 
 
 @contextlib.contextmanager
-def serve(fake: FakeJobs) -> Iterator[str]:
+def serve(fake: FakeJobs, port: int = 0) -> Iterator[str]:
     """The URL of a real HTTP server in a thread."""
-    server = uvicorn.Server(uvicorn.Config(make_app(fake), port=0, log_level="error"))
+    fake.is_stopping = False
+    server = uvicorn.Server(uvicorn.Config(make_app(fake), port=port, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -212,7 +280,7 @@ def serve(fake: FakeJobs) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        fake.is_stopping = server.should_exit = True
         thread.join()
 
 

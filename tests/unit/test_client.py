@@ -1,11 +1,13 @@
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
-from onbeat.client import AsyncClient, BrokerUnreachable, Client
+from onbeat.client import AsyncClient, AsyncJobs, BrokerUnreachable, Client, Jobs
+from onbeat.client.transport import Message, Transport
 from onbeat.errors import ApiError
-from onbeat.types import JobState
+from onbeat.types import Event, IterationUpdate, JobState
 from tests.unit.fake_broker import FakeJobs, serve
 
 CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 3}}
@@ -13,7 +15,7 @@ CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.client.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("onbeat.client.transport.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
 
 
 @pytest.fixture
@@ -61,6 +63,101 @@ def test_sync_face_has_the_same_methods_signatures_and_errors(url: str) -> None:
         assert client.jobs.weights(job.id)[0].full_bytes == 1000
         with pytest.raises(ApiError):
             client.jobs.get("job-99")
+
+
+def public(face: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(face) if not name.startswith("_")}
+
+
+def test_both_faces_have_the_same_methods() -> None:
+    assert public(AsyncJobs) == public(Jobs)
+    assert public(AsyncClient) - public(Transport) == public(Client) - {"base_url", "close"}
+    for name in public(Jobs) - {"stream"}:
+        ours, theirs = getattr(Jobs, name), getattr(AsyncJobs, name)
+        assert inspect.signature(ours) == inspect.signature(theirs)
+        assert ours.__doc__ == theirs.__doc__
+
+
+async def test_blocking_client_works_where_a_loop_runs_as_in_a_notebook(url: str) -> None:
+    client = Client(url)
+    job = client.jobs.create(CONFIG)
+    kinds = {type(update) for update in client.jobs.stream(job.id)}
+    assert {Event, IterationUpdate} <= kinds
+    client.close()
+    client.close()
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        client.jobs.list()
+
+
+def test_loop_over_a_stream_may_be_left_and_its_client_closed(url: str) -> None:
+    with Client(url) as client:
+        updates = client.jobs.stream(client.jobs.create(CONFIG).id)
+        next(updates)
+    updates.close()  # type: ignore[attr-defined]
+
+
+def test_environment_names_the_broker_and_its_key_goes_nowhere_else(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONBEAT_URL", url)
+    monkeypatch.setenv("ONBEAT_API_KEY", "secret")
+    with Client() as client:
+        client.jobs.list()
+        assert (client.base_url, fake.authorization) == (url, "Bearer secret")
+    with Client(url) as client:
+        client.jobs.list()
+    assert fake.authorization is None
+    monkeypatch.delenv("ONBEAT_URL")
+    assert AsyncClient().base_url == "http://127.0.0.1:8800"
+
+
+async def test_stream_that_breaks_again_and_again_is_given_up(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.01, 0.02, 0.03))
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 10_000}})
+        fake.ends = ["broken"] * 99
+        with pytest.raises(BrokerUnreachable, match="breaks off"):
+            async for _ in client.jobs.stream(job.id):
+                pass
+        assert fake.num_streams == 4
+
+
+async def test_stream_goes_on_after_a_few_breaks_and_every_renewal(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.01, 0.02))
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_RENEWAL_S", 0.01)
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG)
+        fake.ends = ["broken", "broken", *["renew", "broken", "stopping", "slow", "broken"] * 3]
+        updates = [update async for update in client.jobs.stream(job.id)]
+    assert fake.num_streams == 2 + 15 + 1
+    assert [update.id for update in updates if isinstance(update, Event)] == ["1-0"]
+
+
+class Script(Transport):
+    """A broker whose streams tell what is written here, one list a connection."""
+
+    def __init__(self, *connections: list[Message]) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self.connections = list(connections)
+        self.cursors: list[str] = []
+
+    async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
+        self.cursors.append(after)
+        for message in self.connections.pop(0):
+            yield message
+
+
+async def test_stream_that_tells_an_event_before_each_break_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.0,))
+    events = [Event(id=f"{i}-0", time=i, kind="test") for i in range(1, 6)]
+    told = [[Message("event", event.model_dump_json(), event.id)] for event in events]  # breaks off without a word
+    script = Script(*told, [Message("end", '{"reason":"over"}', "")])
+    assert [update async for update in AsyncJobs(script).stream("job")] == events
+    assert script.cursors == ["0", *(event.id for event in events)]
 
 
 async def test_api_key_is_sent_as_bearer_token(url: str, fake: FakeJobs) -> None:

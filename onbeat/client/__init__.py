@@ -1,0 +1,24 @@
+"""The Python client: `AsyncClient` speaks to a broker over REST; `Client` is the same for code without an event loop.
+
+with Client() as client:
+    job = client.jobs.create(JobConfig.from_file(Path("examples/quickstart.toml")))
+    print(client.jobs.wait(job.id).state)
+"""
+
+from onbeat.client.asynchronous import AsyncClient
+from onbeat.client.blocking import Client, Jobs
+from onbeat.client.jobs import AsyncJobs, Series, Update
+from onbeat.client.transport import DEFAULT_URL, BrokerUnreachable
+from onbeat.errors import ApiError
+
+__all__ = [
+    "DEFAULT_URL",
+    "ApiError",
+    "AsyncClient",
+    "AsyncJobs",
+    "BrokerUnreachable",
+    "Client",
+    "Jobs",
+    "Series",
+    "Update",
+]

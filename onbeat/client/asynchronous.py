@@ -1,0 +1,42 @@
+"""`AsyncClient`: a broker, for code with an event loop."""
+
+from pathlib import Path
+
+from onbeat.client.jobs import AsyncJobs, parse_list
+from onbeat.client.transport import Transport
+from onbeat.types import Diagnosis, PoolStatus, Records, WorkerRecord
+
+
+class AsyncClient(Transport):
+    """An async REST client; use it as `async with AsyncClient(url) as client`."""
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 15.0,
+        ca_file: str | Path | None = None,
+    ) -> None:
+        super().__init__(base_url, api_key, timeout_s, ca_file)
+        self.jobs = AsyncJobs(self)
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.base_url!r})"
+
+    async def workers(self, pool: str | None = None) -> Records[WorkerRecord]:
+        """The rollouts of a pool (default: `default`), as their last heartbeats told."""
+        return parse_list(WorkerRecord, "workers", await self.get("/v1/workers", pool=pool))
+
+    async def pool(self, pool: str) -> PoolStatus:
+        """What a pool has to do, and who is there for it."""
+        return PoolStatus.model_validate(await self.get(pool_path(pool)))
+
+    async def doctor(self) -> Diagnosis:
+        """What is wrong with the installation, and what every active job waits for."""
+        return Diagnosis.model_validate(await self.get("/v1/doctor"))
+
+
+def pool_path(pool: str) -> str:
+    if not pool or not all(character.isalnum() or character == "-" for character in pool):
+        raise ValueError(f"{pool!r} is not the name of a pool; `pool` of a job names it")
+    return f"/v1/pools/{pool}"

@@ -1,0 +1,222 @@
+"""Everything under /v1/jobs, and how a job is followed."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from onbeat.client.transport import BrokerUnreachable, Message, Transport
+from onbeat.config import JobConfig
+from onbeat.types import (
+    AuditReport,
+    Diagnosis,
+    EvaluationRecord,
+    Event,
+    GroupDetail,
+    GroupSummary,
+    IterationRecord,
+    IterationUpdate,
+    JobRecord,
+    JobState,
+    Record,
+    Records,
+    Sample,
+    Timeline,
+    WeightsRecord,
+)
+
+STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream that failed is taken up again
+STREAM_RENEWAL_S = 0.2  # before one that ended in good order is
+GOOD_STREAM_S = 10.0  # failures count in a row until a stream holds for so long, or tells an event
+
+RecordT = TypeVar("RecordT", bound=Record)
+# Named here because `list` is a method inside AsyncJobs.
+JobRecords = Records[JobRecord]
+Iterations = Records[IterationRecord]
+Evaluations = Records[EvaluationRecord]
+Weights = Records[WeightsRecord]
+Samples = Records[Sample]
+Groups = Records[GroupSummary]
+Events = Records[Event]
+Series = dict[str, list[tuple[int, float]]]
+Update = JobRecord | IterationUpdate | Event | Diagnosis  # what a stream tells of a job
+UPDATES: dict[str, type[Update]] = {
+    "job": JobRecord,
+    "iteration": IterationUpdate,
+    "event": Event,
+    "explain": Diagnosis,
+}
+
+
+class AsyncJobs:
+    """Everything under /v1/jobs. Methods raise ApiError for refusals and BrokerUnreachable without an answer."""
+
+    def __init__(self, client: Transport) -> None:
+        self._client = client
+
+    async def create(self, config: JobConfig | dict[str, Any], idempotency_key: str | None = None) -> JobRecord:
+        """Submit a job. Safe to repeat: the same key gives the same job, and every call has a key."""
+        body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        answer = await self._client.request("POST", "/v1/jobs", json=body, headers=headers, is_repeatable=True)
+        return JobRecord.model_validate(answer)
+
+    async def list(self, state: JobState | str | None = None) -> JobRecords:
+        """Newest first."""
+        return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state))
+
+    async def get(self, job_id: str) -> JobRecord:
+        return JobRecord.model_validate(await self._client.get(job_path(job_id)))
+
+    async def cancel(self, job_id: str) -> JobRecord:
+        return await self._move(job_id, "cancel")
+
+    async def pause(self, job_id: str) -> JobRecord:
+        return await self._move(job_id, "pause")
+
+    async def resume(self, job_id: str) -> JobRecord:
+        return await self._move(job_id, "resume")
+
+    async def delete(self, job_id: str) -> None:
+        """Remove a job that is over, and all of it but its checkpoints. Safe to repeat."""
+        await self._client.request("DELETE", job_path(job_id), is_repeatable=True)
+
+    async def _move(self, job_id: str, verb: str) -> JobRecord:
+        return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}"))
+
+    async def iterations(self, job_id: str, after: int = -1) -> Iterations:
+        """Iterations with a number above `after`, in order."""
+        answer = await self._client.get(f"{job_path(job_id)}/iterations", after=after)
+        return parse_list(IterationRecord, "iterations", answer)
+
+    async def evaluations(self, job_id: str, after: int = -1) -> Evaluations:
+        """Evaluations with a number above `after`, in order."""
+        answer = await self._client.get(f"{job_path(job_id)}/evaluations", after=after)
+        return parse_list(EvaluationRecord, "evaluations", answer)
+
+    async def evaluation_samples(self, job_id: str, evaluation: int) -> Samples:
+        """A few responses of an evaluation that is done."""
+        answer = await self._client.get(f"{job_path(job_id)}/evaluations/{evaluation}/samples")
+        return parse_list(Sample, "samples", answer)
+
+    async def weights(self, job_id: str, after: int = -1) -> Weights:
+        """How policy versions above `after` came to the rollouts, in order."""
+        answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
+        return parse_list(WeightsRecord, "weights", answer)
+
+    async def audit(self, job_id: str, head: str = "") -> AuditReport:
+        """Re-check the job's audit log, its ledger and all groups that are kept. `head`: of an earlier report."""
+        return AuditReport.model_validate(await self._client.get(f"{job_path(job_id)}/audit", head=head))
+
+    async def explain(self, job_id: str) -> Diagnosis:
+        """Why the job is where it is: who waits for whom, since when, and what happens next."""
+        return Diagnosis.model_validate(await self._client.get(f"{job_path(job_id)}:explain"))
+
+    async def metrics(self, job_id: str, after: int = -1) -> Series:
+        """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation. Above `after`."""
+        answer = await self._client.get(f"{job_path(job_id)}/metrics", after=after)
+        return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
+
+    async def samples(
+        self,
+        job_id: str,
+        iteration: int | None = None,
+        limit: int | None = None,
+        offset: int | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+    ) -> Samples:
+        """Responses of an iteration (default: the newest that has any), after the first `offset` ones; with rewards
+        from `min_reward` to `max_reward`."""
+        page = {"iteration": iteration, "limit": limit, "offset": offset}
+        answer = await self._client.get(
+            f"{job_path(job_id)}/samples", **page, min_reward=min_reward, max_reward=max_reward
+        )
+        return parse_list(Sample, "samples", answer)
+
+    async def group(self, job_id: str, group_id: str) -> GroupDetail:
+        """A prompt with all its responses, token by token."""
+        return GroupDetail.model_validate(await self._client.get(group_path(job_id, group_id)))
+
+    async def alike(self, job_id: str, group_id: str) -> Groups:
+        """The groups of all iterations that have this one's prompt, itself included, in order."""
+        return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
+
+    async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Events:
+        """Events after the cursor (the last event's id), waiting up to `wait_s` (at most 30) for the first one."""
+        answer = await self._client.get(f"{job_path(job_id)}/events", after=after, wait_s=wait_s)
+        return parse_list(Event, "events", answer)
+
+    async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
+        """What the trainer and each rollout did during the last iterations (20 at most)."""
+        answer = await self._client.get(f"{job_path(job_id)}/timeline", iterations=iterations)
+        return Timeline.model_validate(answer)
+
+    async def stream(self, job_id: str, after: str = "0") -> AsyncGenerator[Update]:
+        """The job as it runs: what is so, the events after `after`, then whatever changes, until the job is over.
+
+        Events come once each, in order; states come whole, and one that has not changed may come again. A lost
+        connection is taken up again where it broke off; raises BrokerUnreachable when that fails for a while.
+        """
+        num_failures = 0
+        while True:
+            started = time.monotonic()
+            try:
+                async with aclosing(self._connection(job_id, after)) as messages:
+                    async for message in messages:
+                        if message.kind == "end" and json.loads(message.data)["reason"] == "over":
+                            return
+                        if message.id:
+                            after, num_failures = message.id, 0
+                        if message.kind in UPDATES:
+                            yield UPDATES[message.kind].model_validate_json(message.data)
+                delay_s, num_failures = STREAM_RENEWAL_S, 0
+            except BrokerUnreachable:
+                if time.monotonic() - started > GOOD_STREAM_S:
+                    num_failures = 0
+                if num_failures == len(STREAM_DELAYS_S):
+                    raise
+                delay_s, num_failures = STREAM_DELAYS_S[num_failures], num_failures + 1
+            await asyncio.sleep(delay_s)
+
+    async def _connection(self, job_id: str, after: str) -> AsyncGenerator[Message]:
+        """The messages of one connection, `end` included. Raises BrokerUnreachable where it breaks."""
+        async with aclosing(self._client.messages(f"{job_path(job_id)}/stream", after)) as messages:
+            async for message in messages:
+                if message.kind == "end" and json.loads(message.data)["reason"] == "broken":
+                    break
+                yield message
+                if message.kind == "end":
+                    return
+        raise BrokerUnreachable(self._client.base_url, "its stream of the job breaks off; its log says why")
+
+    async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
+        """Wait until the job is final. Raises TimeoutError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        cursor = "0"
+        while not (job := await self.get(job_id)).state.is_final:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s")
+            events = await self.events(job_id, after=cursor, wait_s=min(20.0, left_s))
+            cursor = events[-1].id if events else cursor
+        return job
+
+
+def job_path(job_id: str) -> str:
+    if not job_id or not all(character.isalnum() or character in "._-" for character in job_id):
+        raise ValueError(f"{job_id!r} is not a job id; `onbeat jobs list` shows them")
+    return f"/v1/jobs/{job_id}"
+
+
+def group_path(job_id: str, group_id: str) -> str:
+    if not group_id or not all(character.isalnum() or character == "-" for character in group_id):
+        raise ValueError(f"{group_id!r} is not a group id; samples have them")
+    return f"{job_path(job_id)}/groups/{group_id}"
+
+
+def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:
+    return Records(record.model_validate(item) for item in answer[name])

@@ -1,0 +1,187 @@
+"""HTTP to a broker: retries that are bounded, server-sent events, and errors with a remedy. Knows no route."""
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from onbeat.errors import ApiError, OnbeatError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_URL = "http://127.0.0.1:8800"
+RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
+STREAM_SILENCE_S = 45.0  # a broker sends a heartbeat each 15 s
+BUSY_STATUSES = frozenset({429, 502, 503, 504})
+
+
+@dataclass(frozen=True)
+class Message:
+    """One server-sent event."""
+
+    kind: str
+    data: str
+    id: str  # '' where it has none
+
+
+class BrokerUnreachable(OnbeatError):
+    """No answer from the broker, after retries."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"no answer from a broker at {url} ({reason}); start a local stack with `onbeat up`, "
+            "or name another broker with --url or ONBEAT_URL"
+        )
+        self.url = url
+
+
+class Transport:
+    """Requests to one broker. Without `base_url` the environment names it: ONBEAT_URL, ONBEAT_API_KEY, ONBEAT_CA_FILE.
+
+    A key of the environment goes to no other broker than that. Raises ValueError for what can be no URL, key or CA.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 15.0,
+        ca_file: str | Path | None = None,  # PEM authority of the broker's certificate; default: those of the system
+    ) -> None:
+        if base_url is None:
+            base_url = os.environ.get("ONBEAT_URL") or DEFAULT_URL
+            api_key = api_key or os.environ.get("ONBEAT_API_KEY")
+            ca_file = ca_file or os.environ.get("ONBEAT_CA_FILE")
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        is_here = host_of(self.base_url) in ("127.0.0.1", "localhost", "::1")
+        if api_key and not is_here and self.base_url.startswith("http:"):
+            logger.warning("the API key travels in the clear to %s; give the broker TLS and use https", self.base_url)
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
+            timeout=timeout_s,
+            trust_env=not is_here,  # no proxy between us and this machine
+            verify=trust_in(ca_file) if ca_file else True,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str, **params: Any) -> Any:
+        """The JSON under a path; parameters that are None are left out."""
+        given = {name: value for name, value in params.items() if value is not None}
+        timeout_s = self.timeout_s + float(params.get("wait_s", 0))
+        return await self.request("GET", path, params=given, timeout=timeout_s, is_repeatable=True)
+
+    async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
+        """Server-sent events after the one with this id, until the broker ends them.
+
+        Raises ApiError for refusals, BrokerUnreachable without an answer or when the connection breaks.
+        """
+        headers = {"Last-Event-ID": after, "Accept": "text/event-stream"}
+        timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
+        try:
+            async with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+                if response.status_code in BUSY_STATUSES:
+                    raise BrokerUnreachable(self.base_url, f"it answers {response.status_code}")
+                if not response.is_success:
+                    await response.aread()
+                    parse_answer(response)
+                fields: dict[str, str] = {}
+                async for line in lines_of(response.aiter_text()):
+                    name, _, value = line.partition(": ")
+                    if name:
+                        fields[name] = value
+                    elif "event" in fields:
+                        yield Message(fields["event"], fields.get("data", ""), fields.get("id", ""))
+                    if not line:
+                        fields = {}
+        except httpx.TransportError as error:
+            raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
+
+    async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
+        """One call with bounded retries; what is not repeatable is only retried when nothing was sent."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            try:
+                response = await self._http.request(method, path, **options)
+            except httpx.TransportError as error:
+                if delay_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
+                    raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
+            else:
+                is_retried = is_repeatable and response.status_code in BUSY_STATUSES and delay_s is not None
+                if not is_retried:
+                    return parse_answer(response)
+            await asyncio.sleep(delay_s or 0)
+        raise AssertionError("the last try returns or raises")
+
+
+async def lines_of(chunks: AsyncIterator[str]) -> AsyncGenerator[str]:
+    r"""Those that end with \n or \r\n. To `aiter_lines` of httpx a line also ends at U+2028 and the like."""
+    rest = ""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+
+
+def host_of(base_url: str) -> str:
+    """Raises ValueError when this is no URL of a broker."""
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{base_url!r} is not a URL: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{base_url!r} is not a broker's URL; expected something like {DEFAULT_URL}")
+    return url.host
+
+
+def checked_key(api_key: str) -> str:
+    """Raises ValueError without quoting the key."""
+    if not all("!" <= character <= "~" for character in api_key):
+        raise ValueError("the API key has a blank, a line end or a character beyond ASCII; copy it again")
+    return api_key
+
+
+def trust_in(ca_file: str | Path) -> ssl.SSLContext:
+    """Raises ValueError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ValueError(f"the CA file {ca_file} has no PEM certificate: {error}") from error
+
+
+def parse_answer(response: httpx.Response) -> Any:
+    """The JSON of a success, None where it has none; raises ApiError with the problem document of a refusal."""
+    if response.status_code == 204:
+        return None
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if response.is_success and body is not None:
+        return body
+    if not isinstance(body, dict):
+        text = response.text.strip()[:200] or "empty answer"
+        raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
+    title = str(body.get("title") or response.reason_phrase)
+    detail = body.get("detail")
+    errors = body.get("errors")
+    raise ApiError(
+        response.status_code,
+        title,
+        detail if isinstance(detail, str) else "",
+        errors if isinstance(errors, list) else None,
+    )

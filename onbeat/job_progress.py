@@ -1,0 +1,131 @@
+"""What is known of a job that is followed."""
+
+import asyncio
+from typing import Self
+
+from onbeat.client import AsyncClient, Update
+from onbeat.report import num_tokens
+from onbeat.types import (
+    Diagnosis,
+    EvaluationRecord,
+    EvaluationState,
+    Event,
+    Finding,
+    IterationRecord,
+    IterationState,
+    IterationUpdate,
+    JobRecord,
+    JobState,
+    WeightsRecord,
+    WorkerRecord,
+)
+
+LONG_WAIT_S = 20.0  # waiting for less, or for less than an iteration takes, is the ordinary course of things
+NUM_RECENT = 5  # iterations of which means are taken
+
+
+class JobProgress:
+    """`load` and `finish` ask the broker, `apply` takes what its stream tells; everything else only looks."""
+
+    def __init__(self, job: JobRecord) -> None:
+        self.job = job
+        self.iterations: dict[int, IterationRecord] = {}
+        self.evaluations: dict[int, EvaluationRecord] = {}
+        self.weights: list[WeightsRecord] = []  # once the job is final
+        self.workers: list[WorkerRecord] = []
+        self.diagnosis: Diagnosis | None = None
+        self.trainer = "not started"
+        self.is_broker_lost = False
+        self.cursor = "0"  # the newest event that is known
+
+    @classmethod
+    async def load(cls, client: AsyncClient, job_id: str) -> Self:
+        """Without events: the stream tells them from the first one that is kept."""
+        progress = cls(await client.jobs.get(job_id))
+        records, _ = await asyncio.gather(client.jobs.iterations(job_id), progress.load_evaluations(client))
+        progress.iterations = {record.iteration: record for record in records}
+        return progress
+
+    async def load_evaluations(self, client: AsyncClient) -> None:
+        if not self.job.config.get("evaluation"):
+            return
+        unfinished = [number for number, record in self.evaluations.items() if not record.state.is_over]
+        after = min(unfinished) - 1 if unfinished else max(self.evaluations, default=-1)
+        records = await client.jobs.evaluations(self.job.id, after)
+        self.evaluations.update({record.evaluation: record for record in records})
+
+    async def finish(self, client: AsyncClient) -> None:
+        """Raises ApiError when the job was deleted."""
+        self.job, self.weights, _ = await asyncio.gather(
+            client.jobs.get(self.job.id), client.jobs.weights(self.job.id), self.load_evaluations(client)
+        )
+
+    def apply(self, update: Update) -> None:
+        match update:
+            case JobRecord():
+                self.job = update
+            case IterationUpdate():
+                self.iterations[update.record.iteration] = update.record
+            case Diagnosis():
+                self.diagnosis = update
+            case Event():
+                self.cursor = update.id
+                self.trainer = trainer_activity(update) or self.trainer
+
+    @property
+    def committed(self) -> list[IterationRecord]:
+        return [record for _, record in sorted(self.iterations.items()) if record.state == IterationState.COMMITTED]
+
+    @property
+    def current(self) -> IterationRecord | None:
+        """The oldest one that is being generated, or else trained: several may be open at once."""
+        records = [record for record in self.iterations.values() if record.state != IterationState.COMMITTED]
+        return min(records, key=lambda one: (one.state != IterationState.OPEN, one.iteration), default=None)
+
+    @property
+    def scored(self) -> list[EvaluationRecord]:
+        return [record for _, record in sorted(self.evaluations.items()) if record.state == EvaluationState.DONE]
+
+    @property
+    def waits_for(self) -> Finding | None:
+        """The first problem that the doctor has found, or else the first wait that is long."""
+        findings = self.diagnosis.findings if self.diagnosis is not None and not self.job.state.is_final else []
+        long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
+        problems = [finding for finding in findings if finding.is_problem]
+        waits = [finding for finding in findings if finding.waits_for and (finding.since_s or 0.0) >= long_s]
+        return next(iter(problems + waits), None)
+
+    def iteration_s(self) -> float | None:
+        """The mean of the last ones."""
+        walls = [record.wall_s for record in self.committed[-NUM_RECENT:] if record.wall_s is not None]
+        return sum(walls) / len(walls) if walls else None
+
+    def time_left_s(self) -> float | None:
+        iteration_s, num_left = self.iteration_s(), self.job.num_iterations - self.job.next_iteration
+        return iteration_s * num_left if iteration_s is not None and num_left and not self.job.state.is_final else None
+
+    def tokens_per_s(self) -> float | None:
+        recent = [record for record in self.committed[-NUM_RECENT:] if record.wall_s]
+        wall_s = sum(record.wall_s or 0.0 for record in recent)
+        return sum(map(num_tokens, recent)) / wall_s if wall_s else None
+
+
+def trainer_activity(event: Event) -> str | None:
+    """What the trainer does after this event, in words; None if the event does not tell."""
+    iteration = event.data.get("iteration")
+    match event.kind:
+        case "job.state" if event.data.get("state") == JobState.RUNNING:
+            return "loading the model"
+        case "job.state":
+            return str(event.data.get("state", event.message)).lower()
+        case "weights.published":
+            return f"published policy version {event.data.get('policy_version')}"
+        case "iteration.opened" if event.data.get("policy_version") == iteration:  # else it is opened ahead
+            return f"training on groups of iteration {iteration} as they arrive"
+        case "iteration.drained":
+            return f"last groups and optimizer step of iteration {iteration}"
+        case "checkpoint.written":
+            return "checkpoint written"
+        case kind if kind.startswith("trainer."):
+            return event.message
+    return None

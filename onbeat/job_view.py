@@ -1,0 +1,233 @@
+"""How a job looks in a terminal: a live view that fits any size, and plain lines without any control code."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from onbeat.formatting import duration, number, printable, sparkline
+from onbeat.job_progress import JobProgress
+from onbeat.report import num_tokens
+from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, JobState, WorkerRecord
+
+LABEL_WIDTH = 11
+SILENT_S = 10.0  # what the doctor calls silent, too
+NEWEST_HEARTBEAT_S = 5.0  # one of the pool's is not older, if any of its rollouts lives
+MAX_SENTENCE_LINES = 3
+BAR_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    text: str
+    style: str = ""
+    max_lines: int = 1
+
+
+class JobView:
+    """The essentials, most important first: a terminal with few lines shows the first ones."""
+
+    def __init__(self, progress: JobProgress, now: float) -> None:
+        self._progress, self._now = progress, now
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, room = options.max_width, max(2, console.height - 1)
+        lines = [head_line(self._progress.job, width), bar_line(self._progress, self._now, width)]
+        for row in rows(self._progress, width):
+            lines += row_lines(row, console, width)
+        now = heartbeat_time(self._progress.workers, self._now)
+        rollouts = list(rollout_rows(self._progress.workers, now))
+        if not 0 < len(rollouts) <= room - len(lines):  # not all, so none
+            rollouts = [rollouts_row(self._progress.workers, now)]
+        for row in rollouts:
+            lines += row_lines(row, console, width)
+        for line in lines[:room]:
+            line.truncate(width, overflow="ellipsis")
+            yield line
+
+
+def row_lines(row: Row, console: Console, width: int) -> list[Text]:
+    """Long text goes on below itself, for `max_lines`."""
+    indent = LABEL_WIDTH + 2
+    text = Text(printable(row.text), style=row.style)
+    lines = list(text.wrap(console, max(10, width - indent))) if row.max_lines > 1 else [text]
+    if len(lines) > row.max_lines:
+        lines = lines[: row.max_lines]
+        lines[-1].truncate(max(10, width - indent - 2))
+        lines[-1].append(" …")
+    label = Text(printable(row.label)[: indent - 2].ljust(indent), style="dim")
+    return [Text.assemble(label if place == 0 else " " * indent, line) for place, line in enumerate(lines)]
+
+
+def head_line(job: JobRecord, width: int) -> Text:
+    name = printable(job.name)
+    name = name if len(name) <= width // 3 else name[: width // 3 - 1] + "…"
+    version = f"  version {job.policy_version}" if job.policy_version is not None else ""
+    return Text.assemble(
+        (name, "bold"),
+        "  ",
+        (job.state.value, state_style(job.state)),
+        f"  iteration {job.next_iteration} of {job.num_iterations}{version}",
+    )
+
+
+def bar_line(progress: JobProgress, now: float, width: int) -> Text:
+    job = progress.job
+    num_cells = min(BAR_WIDTH, width // 4)
+    num_full = num_cells * job.next_iteration // job.num_iterations
+    left_s = progress.time_left_s()
+    elapsed_s = max(0.0, (job.finished_at or now) - (job.started_at or job.created_at))
+    what = "elapsed" if job.started_at is not None else "waiting"
+    return Text.assemble(
+        ("━" * num_full, "green"),
+        ("─" * (num_cells - num_full), "dim"),
+        f"  {duration(elapsed_s)} {what}",
+        f", about {duration(left_s)} left" if left_s is not None else "",
+    )
+
+
+def rows(progress: JobProgress, width: int) -> Iterator[Row]:
+    finding = progress.waits_for
+    if progress.is_broker_lost:
+        yield Row("broker", "does not answer, trying again", "red")
+    elif finding is not None:
+        style = "red" if finding.is_problem else "yellow"
+        yield Row("problem" if finding.is_problem else "doctor", finding.sentence, style, MAX_SENTENCE_LINES)
+    spark_width = min(BAR_WIDTH, max(8, width - LABEL_WIDTH - 37))
+    if progress.committed:
+        yield from measured_rows(progress, spark_width)
+    yield Row("trainer", progress.trainer)
+    current = progress.current
+    if current is not None:
+        groups = f"{current.num_accepted} of {current.num_groups} groups"
+        yield Row("generated", f"{groups} of iteration {current.iteration} on version {current.policy_version}")
+
+
+def measured_rows(progress: JobProgress, spark_width: int) -> Iterator[Row]:
+    """Of committed iterations. What a job has not is left out."""
+    last = progress.committed[-1]
+    rewards = [record.reward_mean for record in progress.committed if record.reward_mean is not None]
+    if rewards:
+        spread = f"  spread {last.reward_std:.3f}" if last.reward_std is not None else ""
+        curve = sparkline(rewards, spark_width)
+        yield Row("reward", f"{rewards[-1]:.3f}  {curve}{spread}  best {max(rewards):.3f}")
+    scored = progress.scored
+    if scored:
+        curve = sparkline([record.reward_mean for record in scored if record.reward_mean is not None], spark_width)
+        text = f"{number(scored[-1].reward_mean, '.3f')}  {curve}  version {scored[-1].policy_version}"
+        yield Row("held out", text)
+    tokens_per_s = progress.tokens_per_s()
+    speed = [("", tokens_per_s, ".0f", " tokens/s"), ("TPSPD ", last.tpspd, ".1f", ""), ("", last.wall_s, ".1f", " s")]
+    idle = [("rollouts ", last.rollout_idle_frac, ".0%", ""), ("trainer ", last.trainer_idle_frac, ".0%", "")]
+    for label, parts in ({"speed": speed, "idle": idle} | learning(last)).items():
+        if text := join_known(parts):
+            yield Row(label, text)
+
+
+Part = tuple[str, float | None, str, str]  # what stands before, the value, its format, what stands after
+
+
+def join_known(parts: Iterable[Part]) -> str:
+    return "  ".join(f"{before}{value:{spec}}{after}" for before, value, spec, after in parts if value is not None)
+
+
+def learning(record: IterationRecord) -> dict[str, list[Part]]:
+    """Whether the update is sound."""
+    metrics = record.metrics
+    staleness = float(record.staleness_max) if record.staleness_max else None
+    return {
+        "policy": [
+            ("KL ", metrics.get("train/kl"), ".4f", ""),
+            ("entropy ", metrics.get("train/entropy"), ".3f", ""),
+            ("mismatch ", record.mismatch_mean, ".4f", ""),
+            ("staleness ", staleness, ".0f", ""),
+        ],
+        "gradient": [
+            ("norm ", metrics.get("train/grad_norm"), ".3g", ""),
+            ("cosine ", metrics.get("train/grad_cosine"), ".2f", ""),
+        ],
+        "responses": [
+            ("", metrics.get("rollout/response_tokens_mean"), ".1f", " tokens"),
+            ("", metrics.get("rollout/truncated_frac"), ".0%", " truncated"),
+        ],
+    }
+
+
+def rollout_rows(workers: Iterable[WorkerRecord], now: float) -> Iterator[Row]:
+    for worker in workers:
+        yield Row(worker.id, worker_line(worker, now), "red" if is_silent(worker, now) else "")
+
+
+def rollouts_row(workers: list[WorkerRecord], now: float) -> Row:
+    """All of them in one."""
+    states = Counter("silent" if is_silent(worker, now) else worker.state for worker in workers)
+    counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    return Row("rollouts", f"{len(workers)}: {counts}" if workers else "none yet")
+
+
+def heartbeat_time(workers: Iterable[WorkerRecord], now: float) -> float:
+    """Now by the clock of the heartbeats, as far as they tell: this machine's clock may differ by minutes."""
+    newest = max((worker.last_seen_at for worker in workers), default=now)
+    return min(max(now, newest), newest + NEWEST_HEARTBEAT_S)
+
+
+def is_silent(worker: WorkerRecord, now: float) -> bool:
+    return now - worker.last_seen_at > SILENT_S
+
+
+def worker_line(worker: WorkerRecord, now: float | None = None) -> str:
+    parts = [worker.state]
+    if now is not None and is_silent(worker, now):
+        parts = [f"silent for {duration(now - worker.last_seen_at)}, was {worker.state}"]
+    if worker.policy_version is not None:
+        parts.append(f"version {worker.policy_version}")
+    if worker.num_in_flight:
+        parts.append(f"{worker.num_in_flight} in flight")
+    if worker.tokens_per_s:
+        parts.append(f"{worker.tokens_per_s:.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def state_style(state: JobState) -> str:
+    return {JobState.SUCCEEDED: "bold green", JobState.FAILED: "bold red"}.get(state, "yellow")
+
+
+# ---- plain lines -------------------------------------------------------------------------------------------------
+
+
+def plain_line(record: IterationRecord, progress: JobProgress) -> str:
+    """One iteration. What is not known of it is left out, or `-` where every job has it."""
+    parts = [
+        f"iteration {record.iteration + 1}/{progress.job.num_iterations}",
+        f"version {record.policy_version}",
+        f"reward {number(record.reward_mean, '.3f')}",
+        f"{number(num_tokens(record) / record.wall_s if record.wall_s else None, '.0f')} tokens/s",
+        f"{number(record.wall_s, '.1f')} s",
+        f"rollouts idle {number(record.rollout_idle_frac, '.0%')}",
+        f"trainer idle {number(record.trainer_idle_frac, '.0%')}",
+        f"TPSPD {number(record.tpspd, '.1f')}",
+    ]
+    parts += [f"{label} {text}" for label, values in learning(record).items() if (text := join_known(values))]
+    left_s = progress.time_left_s() if record.iteration + 1 == progress.job.next_iteration else None
+    if left_s is not None:
+        parts.append(f"about {duration(left_s)} left")
+    return "  ".join(parts)
+
+
+def evaluation_line(record: EvaluationRecord) -> str:
+    """One evaluation."""
+    parts = [
+        f"evaluation {record.evaluation}",
+        f"version {record.policy_version}",
+        f"reward {number(record.reward_mean, '.3f')}",
+        f"{number(record.response_tokens_mean, '.0f')} tokens",
+        f"{number(record.truncated_frac, '.0%')} truncated",
+    ]
+    if record.pass_at_k is not None:
+        parts.insert(3, f"solved {record.pass_at_k:.0%}")
+    if record.num_failed_groups:
+        parts.append(f"{record.num_failed_groups} of {record.num_groups} prompts failed")
+    return "  ".join(parts)

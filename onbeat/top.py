@@ -1,0 +1,234 @@
+"""`onbeat top`: jobs and rollouts of a broker at one moment, and tables of them that fit a terminal."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from onbeat.client import AsyncClient
+from onbeat.errors import ApiError
+from onbeat.formatting import duration, number, printable
+from onbeat.job_view import heartbeat_time, is_silent
+from onbeat.report import num_tokens
+from onbeat.types import IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
+
+DEFAULT_POOL = "default"
+MAX_MEASURED_JOBS = 20  # that are asked for their newest iteration
+
+
+@dataclass(frozen=True)
+class PoolView:
+    status: PoolStatus
+    workers: Sequence[WorkerRecord]
+
+    def now(self, clock: float) -> float:
+        """By the clock of the heartbeats, unless all of them have ended."""
+        return heartbeat_time(self.workers, clock) if self.status.num_rollouts else clock
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    jobs: Sequence[JobRecord]  # that are not over
+    newest: dict[str, IterationRecord]  # by job: the last one that was committed
+    pools: Sequence[PoolView]
+
+    def as_json(self) -> dict[str, Any]:
+        pools = [
+            pool.status.model_dump(mode="json")
+            | {"workers": [worker.model_dump(mode="json") for worker in pool.workers]}
+            for pool in self.pools
+        ]
+        return {"jobs": [job.model_dump(mode="json") for job in self.jobs], "pools": pools}
+
+
+async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Snapshot:
+    """Of one pool, or of the default pool and those of all jobs that are not over."""
+    states = [state for state in JobState if not state.is_final]
+    lists = await asyncio.gather(*(client.jobs.list(state) for state in states))
+    known = {job.id: job for found in lists for job in found}  # one that moves meanwhile is in two lists
+    jobs = [job for job in known.values() if only_pool in (None, job.pool)]
+    pools = sorted({job.pool for job in jobs} | {only_pool or DEFAULT_POOL})
+    measured = [job for job in jobs if job.next_iteration][:MAX_MEASURED_JOBS]
+    newest, views = await asyncio.gather(
+        asyncio.gather(*(newest_iteration(client, job) for job in measured)),
+        asyncio.gather(*(look_at_pool(client, pool) for pool in pools)),
+    )
+    return Snapshot(
+        jobs=sorted(jobs, key=lambda job: (job.pool, states.index(job.state), job.created_at)),
+        newest={job.id: record for job, record in zip(measured, newest, strict=True) if record is not None},
+        pools=views,
+    )
+
+
+async def newest_iteration(client: AsyncClient, job: JobRecord) -> IterationRecord | None:
+    try:
+        records = await client.jobs.iterations(job.id, after=job.next_iteration - 2)
+    except ApiError as error:
+        if error.status == 404:  # deleted just now
+            return None
+        raise
+    committed = [record for record in records if record.state is IterationState.COMMITTED]
+    return committed[-1] if committed else None
+
+
+async def look_at_pool(client: AsyncClient, pool: str) -> PoolView:
+    status, workers = await asyncio.gather(client.pool(pool), client.workers(pool))
+    return PoolView(status, workers)
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    rank: int  # those with the highest go first where the width is short; 0: never
+    is_number: bool = False
+
+
+JOB_COLUMNS = (
+    Column("job", 0),
+    Column("name", 3),
+    Column("pool", 5),
+    Column("state", 0),
+    Column("iteration", 0, True),
+    Column("version", 4, True),
+    Column("reward", 1, True),
+    Column("tokens/s", 2, True),
+)
+WORKER_COLUMNS = (
+    Column("rollout", 0),
+    Column("pool", 5),
+    Column("state", 0),
+    Column("job", 3),
+    Column("version", 2, True),
+    Column("in flight", 1, True),
+    Column("tokens/s", 1, True),
+    Column("devices", 4, True),
+    Column("seen", 0, True),
+)
+
+
+def job_rows(snapshot: Snapshot) -> list[list[str]]:
+    rows = []
+    for job in snapshot.jobs:
+        last = snapshot.newest.get(job.id)
+        speed = num_tokens(last) / last.wall_s if last is not None and last.wall_s else None
+        place = f" ({job.queue_position})" if job.queue_position is not None else ""
+        rows.append(
+            [
+                *(job.id, job.name, job.pool, f"{job.state.value}{place}"),
+                f"{job.next_iteration}/{job.num_iterations}",
+                number(job.policy_version, "d"),
+                number(last.reward_mean if last is not None else None, ".3f"),
+                number(speed, ".0f"),
+            ]
+        )
+    return rows
+
+
+def worker_rows(pool: PoolView, clock: float) -> list[list[str]]:
+    """The silent ones first."""
+    now = pool.now(clock)
+    workers = sorted(pool.workers, key=lambda worker: (not is_silent(worker, now), natural(worker.id)))
+    return [
+        [
+            *(worker.id, pool.status.pool, "silent" if is_silent(worker, now) else worker.state, worker.job_id or "-"),
+            number(worker.policy_version, "d"),
+            str(worker.num_in_flight),
+            number(worker.tokens_per_s, ".0f"),
+            str(worker.num_devices),
+            duration(max(0.0, now - worker.last_seen_at)),
+        ]
+        for worker in workers
+    ]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """rollout-2 before rollout-10."""
+    parts = "".join(c if c.isdigit() else f"\0{c}\0" for c in name).split("\0")
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
+
+
+def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """The title line and one line a row; columns are left out and texts cut until that fits."""
+    cells = [[column.title.upper() for column in columns], *([printable(text) for text in row] for row in rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    shown = list(range(len(columns)))
+    while width is not None and sum(widths[index] + 2 for index in shown) - 2 > width:
+        droppable = [index for index in shown if columns[index].rank]
+        if droppable:
+            shown.remove(max(droppable, key=lambda index: columns[index].rank))
+            continue
+        widest = max(shown, key=lambda index: widths[index])
+        if widths[widest] <= 4:
+            break
+        widths[widest] -= 1
+    for row in cells:
+        yield "  ".join(aligned(row[index], widths[index], columns[index].is_number) for index in shown).rstrip()
+
+
+def aligned(text: str, width: int, is_number: bool) -> str:
+    text = text if len(text) <= width else text[: width - 1] + "…"
+    return text.rjust(width) if is_number else text.ljust(width)
+
+
+def pool_line(pool: PoolView) -> str:
+    status = pool.status
+    alive = f"{count(status.num_trainers, 'trainer')} and {count(status.num_rollouts, 'rollout')} alive"
+    prompts = f"{count(status.num_prompts, 'prompt')} to do, {status.num_unclaimed_prompts:,} of them unclaimed"
+    return f"pool {status.pool}: {alive}; {prompts}"
+
+
+def count(how_many: int, noun: str) -> str:
+    return f"{how_many:,} {noun}{'s' * (how_many != 1)}"
+
+
+def plain_lines(snapshot: Snapshot, clock: float) -> Iterator[str]:
+    """All of it, as wide as it is: as good for `grep` and `awk` as for people."""
+    yield from table_lines(JOB_COLUMNS, job_rows(snapshot))
+    rows = [row for pool in snapshot.pools for row in worker_rows(pool, clock)]
+    yield ""
+    yield from table_lines(WORKER_COLUMNS, rows)
+    yield ""
+    for pool in snapshot.pools:
+        yield pool_line(pool)
+
+
+class TopView:
+    """As much as fits; what does not is counted."""
+
+    def __init__(self, snapshot: Snapshot, clock: float, title: str, warning: str = "") -> None:
+        self._snapshot, self._clock, self._title, self._warning = snapshot, clock, title, warning
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, room = options.max_width, console.height - 1
+        head = [Text(self._title, style="bold")]
+        head += [Text(self._warning, style="red")] if self._warning else []
+        head += [Text(printable(pool_line(pool))) for pool in self._snapshot.pools]
+        jobs = job_rows(self._snapshot)
+        workers = [row for pool in self._snapshot.pools for row in worker_rows(pool, self._clock)]
+        room_for_jobs = max(4, (room - len(head)) // 3, room - len(head) - len(workers) - 4)
+        lines = [*head, Text(), *cut_table(JOB_COLUMNS, jobs, "jobs", width, room_for_jobs - 1), Text()]
+        lines += cut_table(WORKER_COLUMNS, workers, "rollouts", width, room - len(lines))
+        for line in lines[: max(1, room)]:
+            line.truncate(width, overflow="ellipsis")
+            yield line
+
+
+def cut_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], what: str, width: int, room: int
+) -> Iterator[Text]:
+    """At most `room` lines."""
+    num_shown = len(rows) if len(rows) < room else max(0, room - 2)
+    title, *lines = table_lines(columns, rows[:num_shown], width)
+    yield Text(title, style="dim")
+    for row, line in zip(rows, lines, strict=False):
+        yield Text(line, style="red" if row[2] == "silent" else "")
+    if num_shown < len(rows):
+        yield Text(f"and {len(rows) - num_shown:,} more {what}", style="dim")
+    elif not rows:
+        yield Text(f"no {what}", style="dim")
