@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
 
-.PHONY: setup images engine run test test-unit lint bench chaos model proto lock clean
+.PHONY: setup images engine run test test-unit lint bench chaos model docs proto clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,11 @@ model: setup
 chaos: setup
 	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/chaos.py
 
+# The references from the code, then the site into site/.
+docs: setup
+	$(BIN)/python -m docs.generate
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 # Generated code is committed, so users need no protoc.
 proto: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. --grpc_python_out=. --mypy_grpc_out=. \
@@ -61,4 +66,4 @@ proto: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. proto/onbeat/rollout/v1/rollout.proto
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site

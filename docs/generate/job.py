@@ -1,0 +1,171 @@
+"""docs/reference/job.md from the schema of JobConfig: one table for each section, or for each variant of a union."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from docs.generate.examples import EXAMPLES
+from docs.generate.markdown import code, generated_note, join, sentence, table
+from onbeat.config import MODES_OF_OBJECTIVE, JobConfig
+
+Schema = dict[str, Any]
+
+INTRODUCTION = """# The job file
+
+A job is a TOML or JSON file. Unknown keys are refused, and every refusal names the field. A field without a default has
+to be given. How the parts belong together is in [training](../training.md); jobs to start from are
+[quickstart.toml](../../examples/quickstart.toml), [from_jsonl.toml](../../examples/from_jsonl.toml) and
+[bounded.toml](../../examples/bounded.toml). A broker tells the same as a JSON schema: `GET /v1/job-schema`.
+
+Where a section comes in several kinds, `type` or `mode` chooses one. The examples are fragments: put into the file of
+the quick start, each gives a valid job."""
+
+LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minLength": "{} letters or more",
+    "maxLength": "{} letters or fewer",
+    "maxItems": "{} or fewer",
+}
+
+
+def page() -> str:
+    schema = JobConfig.model_json_schema()
+    definitions = schema["$defs"]
+    sections = {name: field for name, field in schema["properties"].items() if variants(field, definitions)}
+    plain = {name: field for name, field in schema["properties"].items() if name not in sections}
+    top = [field_row(name, field, schema) for name, field in plain.items()]
+    top += [section_row(name, field, schema) for name, field in sections.items()]
+    return join(
+        generated_note("onbeat/config.py"),
+        INTRODUCTION,
+        "## The whole file",
+        table(HEADS, top),
+        *(section(name, field, definitions) for name, field in sections.items()),
+        "## Objectives and schedules",
+        "Which objective runs in which `schedule.mode`:",
+        table(
+            ["objective", "modes"], [(code(o), ", ".join(map(code, modes))) for o, modes in MODES_OF_OBJECTIVE.items()]
+        ),
+    )
+
+
+CHOOSERS = {"type", "mode"}
+HEADS = ["field", "type", "default", "limits", "meaning"]
+
+
+def section(name: str, field: Schema, definitions: dict[str, Schema]) -> str:
+    found = variants(field, definitions)
+    is_list = field.get("type") == "array"
+    shared = shared_fields(found) if len(found) > 1 else set()
+    parts = [f"## `[[{name}]]`" if is_list else f"## `[{name}]`", sentence(field.get("description", ""))]
+    if shared:
+        parts += ["Every kind has:", table(HEADS, fields(found[0], shared, definitions))]
+    for definition in found:
+        if len(found) > 1:
+            parts.append(f"### {chooser(definition)}")
+        own = definition["properties"].keys() - shared - (CHOOSERS if len(found) > 1 else set())
+        parts += [sentence(definition.get("description", "")), table(HEADS, fields(definition, own, definitions))]
+    if name in EXAMPLES:
+        parts.append(f"```toml\n{EXAMPLES[name].strip()}\n```")
+    return join(*parts)
+
+
+def shared_fields(found: list[Schema]) -> set[str]:
+    """Names of the fields that are the same in every kind."""
+    names = set.intersection(*(set(definition["properties"]) for definition in found)) - CHOOSERS
+    return {name for name in names if all(d["properties"][name] == found[0]["properties"][name] for d in found)}
+
+
+def fields(
+    definition: Schema, names: Iterable[str], definitions: dict[str, Schema], prefix: str = "", note: str = ""
+) -> Iterator[tuple[str, ...]]:
+    """Rows; of an inner section its fields, with their names in full. `note` begins their meaning."""
+    for name in (name for name in definition["properties"] if name in set(names)):
+        field = definition["properties"][name]
+        inner = variants(field, definitions)
+        if not inner:
+            yield field_row(prefix + name, field, definition, note)
+        elif len(inner) == 1:
+            yield from fields(inner[0], inner[0]["properties"], definitions, f"{prefix}{name}.")
+        else:
+            yield from union_rows(prefix + name, field, definition, definitions)
+
+
+def union_rows(name: str, field: Schema, owner: Schema, definitions: dict[str, Schema]) -> Iterator[tuple[str, ...]]:
+    """A field that holds one of several kinds of section; `data` has a section of its own."""
+    inner = variants(field, definitions)
+    default = default_of(name, field, owner)
+    is_data = inner == variants(JobConfig.model_json_schema()["properties"]["data"], definitions)
+    kinds = "as [data](#data)" if is_data else " or ".join(chooser(each) for each in inner)
+    yield code(name), kinds, default, "", sentence(field.get("description", ""))
+    for each in [] if is_data else inner:
+        own = each["properties"].keys() - CHOOSERS
+        yield from fields(each, own, definitions, f"{name}.", f"Of {chooser(each)}. ")
+
+
+def field_row(name: str, field: Schema, owner: Schema, note: str = "") -> tuple[str, ...]:
+    default = default_of(name.rpartition(".")[2], field, owner)
+    return code(name), type_of(field), default, limits_of(field), note + sentence(field.get("description", ""))
+
+
+def section_row(name: str, field: Schema, schema: Schema) -> tuple[str, ...]:
+    kind = "sections" if field.get("type") == "array" else "section"
+    default = default_of(name, field, schema) and ("none" if field.get("default", 0) is None else "see there")
+    anchor = f"[{name}](#{name})"
+    return code(name), f"{kind} {anchor}", default or "", "", sentence(field.get("description", ""))
+
+
+def variants(field: Schema, definitions: dict[str, Schema]) -> list[Schema]:
+    """The sections that a field may hold; none for a plain value."""
+    alternatives = [field, *field.get("anyOf", []), *field.get("oneOf", []), field.get("items", {})]
+    alternatives += [inner for each in alternatives[1:] for inner in (*each.get("oneOf", []), *each.get("anyOf", []))]
+    names = [each["$ref"].rpartition("/")[2] for each in alternatives if isinstance(each, dict) and "$ref" in each]
+    return [definitions[name] for name in dict.fromkeys(names) if "properties" in definitions[name]]
+
+
+def chooser(definition: Schema) -> str:
+    """`type = "grpo"`, the field by which this kind is chosen."""
+    for name in ("type", "mode"):
+        field = definition["properties"].get(name, {})
+        values = [field["const"]] if "const" in field else field.get("enum", []) if name == "type" else []
+        if values:
+            return f"`{name} = " + "` or `".join(json.dumps(value) for value in values) + "`"
+    return ""
+
+
+def type_of(field: Schema) -> str:
+    if "const" in field:
+        return code(json.dumps(field["const"]))
+    if "enum" in field:
+        return " or ".join(code(json.dumps(value)) for value in field["enum"])
+    if alternatives := [each for each in field.get("anyOf", []) if each != {"type": "null"}]:
+        return " or ".join(type_of(each) for each in alternatives)
+    if field.get("type") == "array":
+        inner = field.get("prefixItems") or [field["items"]]
+        kinds = dict.fromkeys(type_of(each) for each in inner)
+        return (f"{len(inner)} " if "prefixItems" in field else "list of ") + " or ".join(kinds)
+    return {"object": "table", "number": "number", "integer": "integer", "boolean": "true or false"}.get(
+        field.get("type", ""), "text"
+    )
+
+
+def default_of(name: str, field: Schema, owner: Schema) -> str:
+    """Empty: has to be given. A default that a validator or a factory makes is in the description."""
+    if name in owner.get("required", []):
+        return ""
+    if field.get("default", {}) is None:
+        return "none"
+    if "default" not in field:
+        return {"object": "`{}`", "array": "`[]`"}.get(field.get("type", ""), "see there")
+    return code(json.dumps(field["default"]))
+
+
+def limits_of(field: Schema) -> str:
+    found = [text.format(field[key]) for key, text in LIMITS.items() if key in field]
+    found += [f"matches {code(field['pattern'])}"] if "pattern" in field else []
+    for inner in (*field.get("anyOf", []), *field.get("prefixItems", [])[:1]):
+        found += [limits_of(inner)] if limits_of(inner) else []
+    return ", ".join(found)

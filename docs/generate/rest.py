@@ -1,0 +1,147 @@
+"""docs/reference/rest.md from the broker's OpenAPI document and its table of roles."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from docs.generate.markdown import code, generated_note, join, sentence, table
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from services.broker.app import create_app
+from services.broker.auth import required_role
+from services.broker.settings import Settings
+
+Schema = dict[str, Any]
+
+INTRODUCTION = """# REST
+
+The broker describes itself at `/openapi.json`; this page is written from that. Bodies are JSON. Every error is a
+problem document ([RFC 9457](https://www.rfc-editor.org/rfc/rfc9457)): `type`, `title`, `status`, `detail`, and `errors`
+with one entry for each wrong field. Keys go into the header `Authorization: Bearer KEY`; what each role may do is in
+[security](../security.md). [The SDK](../sdk.md) has a method for nearly every call."""
+
+EVERYWHERE = {"401", "403", "429"}
+
+
+def document() -> Schema:
+    """OpenAPI of a broker with default settings. Nothing is connected to."""
+    return create_app(Settings(), Ledger(connect("redis://127.0.0.1:1", retry_s=1))).openapi()
+
+
+def with_plain_values(schema: Any, schemas: Schema) -> Any:
+    """References to what is no record, such as the states of a job, replaced by what they refer to."""
+    if isinstance(schema, list):
+        return [with_plain_values(each, schemas) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    target = schemas.get(str(schema.get("$ref", "")).rpartition("/")[2], {"properties": {}})
+    if "properties" not in target:
+        return target
+    return {name: with_plain_values(value, schemas) for name, value in schema.items()}
+
+
+def page() -> str:
+    found = document()
+    found = with_plain_values(found, found["components"]["schemas"])
+    calls = list(operations(found))
+    overview = [(code(f"{method} {path}"), role_of(method, path), call["summary"]) for method, path, call in calls]
+    schemas = found["components"]["schemas"]
+    return join(
+        generated_note("the broker's OpenAPI document"),
+        INTRODUCTION,
+        "## All routes",
+        table(["route", "role", "what"], overview),
+        "Any route may answer 401 (no key in force), 403 (its role does not suffice) and 429 (too many requests).",
+        *(describe(method, path, call, schemas) for method, path, call in calls),
+        "## Records",
+        *(record(name, schemas[name]) for name in sorted(records(calls, schemas))),
+    )
+
+
+def operations(found: Schema) -> Iterator[tuple[str, str, Schema]]:
+    for path, methods in sorted(found["paths"].items()):
+        for method, call in methods.items():
+            yield method.upper(), path, call
+
+
+def role_of(method: str, path: str) -> str:
+    role = required_role(method, path.replace("{job_id}", "job"))
+    return code(role.value) if role else "none"
+
+
+def describe(method: str, path: str, call: Schema, schemas: Schema) -> str:
+    rows = [
+        (code(each["name"]), each["in"], kind(each["schema"]), default(each), sentence(each.get("description", "")))
+        for each in call.get("parameters", [])
+    ]
+    body = call.get("requestBody", {}).get("content", {})
+    sent = [
+        f"Body: {kind(content['schema'])} ({code(media)})." for media, content in body.items() if "schema" in content
+    ]
+    return join(
+        f"## `{method} {path}`",
+        sentence(call.get("description") or call["summary"]),
+        f"Role: {role_of(method, path)}.",
+        *sent,
+        table(["parameter", "in", "type", "default", "meaning"], rows) if rows else "",
+        table(["status", "answer"], [answer(*each) for each in call["responses"].items() if each[0] not in EVERYWHERE]),
+    )
+
+
+def answer(status: str, response: Schema) -> tuple[str, str]:
+    media = [each for each in response.get("content", {}) if each != "application/problem+json"]
+    kinds = [kind(response["content"][each].get("schema", {})) for each in media]
+    text = " or ".join(filter(None, kinds)) if status.startswith("2") else ""
+    return status, text or sentence(response.get("description", ""))
+
+
+def kind(schema: Schema) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return "[the job](job.md)" if name == "JobConfig" else f"[{name}](#{name.lower()})"
+    if inner := [each for each in (*schema.get("anyOf", []), *schema.get("oneOf", [])) if each != {"type": "null"}]:
+        return " or ".join(dict.fromkeys(kind(each) for each in inner))
+    if schema.get("type") == "array":
+        parts = schema.get("prefixItems") or [schema.get("items", {})]
+        return "list of " + " and ".join(kind(each) for each in parts)
+    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"map to {kind(schema['additionalProperties'])}"
+    if "enum" in schema:
+        return " or ".join(code(str(value)) for value in schema["enum"])
+    if "const" in schema:
+        return code(str(schema["const"]))
+    return {"string": "text", "object": "object"}.get(schema.get("type", ""), schema.get("type", "anything"))
+
+
+def default(parameter: Schema) -> str:
+    if parameter.get("required"):
+        return "needed"
+    value = parameter["schema"].get("default")
+    return "" if value is None else code(str(value))
+
+
+def records(calls: list[tuple[str, str, Schema]], schemas: Schema) -> set[str]:
+    """Names of all records that a body, an answer or a record in them has; those of a job are in job.md."""
+    wanted = [name for _, _, call in calls for name in refs([call["responses"], call.get("requestBody", {})])]
+    wanted = [name for name in wanted if name != "JobConfig"]
+    found: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found.add(name)
+            wanted += refs(schemas[name])
+    return found
+
+
+def refs(schema: Any) -> list[str]:
+    if isinstance(schema, dict):
+        own = [schema["$ref"].rpartition("/")[2]] if isinstance(schema.get("$ref"), str) else []
+        return own + [name for value in schema.values() for name in refs(value)]
+    return [name for value in schema for name in refs(value)] if isinstance(schema, list) else []
+
+
+def record(name: str, schema: Schema) -> str:
+    rows = [
+        (code(field), kind(found), sentence(found.get("description", "")))
+        for field, found in schema["properties"].items()
+    ]
+    return join(f"### {name}", sentence(schema.get("description", "")), table(["field", "type", "meaning"], rows))

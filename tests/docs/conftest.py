@@ -1,0 +1,100 @@
+"""A real local stack on a tiny model, and folders in which pages find what they name."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from onbeat.types import JobState
+from tests.docs.pages import ROOT
+from tests.e2e.stack import RunningStack, running, tiny_job, wait_until
+from tests.integration.tiny_models import write_tied_model
+
+BUNDLED = "bundled:smollm2-135m-instruct"
+PYTHON_DEFAULT = "http://127.0.0.1:8800"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a page's commands and snippets run."""
+
+    stack: RunningStack
+    folder: Path  # of the tests: installed/, model/, one folder for each page
+    finished: str  # a job that SUCCEEDED
+
+    def folder_of(self, page: str) -> Path:
+        """With examples/ as in the repository, but on the tiny model and short."""
+        folder = self.folder / page.replace("/", "-")
+        if not folder.exists():
+            shutil.copytree(ROOT / "examples", folder / "examples")
+            for job in (folder / "examples").glob("*.toml"):
+                job.write_text(self.shortened(job.read_text()))
+        return folder
+
+    def shortened(self, text: str) -> str:
+        """A job, a command or a snippet with the tiny model instead of the bundled one, and two iterations."""
+        text = text.replace(f'path = "{BUNDLED}"', f'path = "{self.folder / "model"}"\ndtype = "float32"')
+        text = re.sub(r"num_iterations ?= ?\d+", lambda found: re.sub(r"\d+", "2", found[0]), text)
+        return text.replace(PYTHON_DEFAULT, self.stack.url)
+
+    def new_job(self, num_iterations: int) -> str:
+        job = tiny_job(self.folder, schedule={"num_iterations": num_iterations})
+        return self.stack.client.jobs.create(job).id
+
+    def job_in(self, state: JobState) -> str:
+        """A new job, which is brought there."""
+        jobs = self.stack.client.jobs
+        job_id = self.new_job(1 if state is JobState.SUCCEEDED else 1000)
+        if state is JobState.SUCCEEDED:
+            self.stack.wait(job_id)
+            return job_id
+        wait_until(lambda: jobs.get(job_id).state is JobState.RUNNING, f"{job_id} runs")
+        if state is JobState.PAUSED:
+            jobs.pause(job_id)
+        return job_id
+
+    def end(self, job_id: str) -> None:
+        """The one trainer is free for the next test."""
+        if not self.stack.job(job_id).state.is_final:
+            self.stack.client.jobs.cancel(job_id)
+            self.stack.wait(job_id)
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    folder = tmp_path_factory.mktemp("docs")
+    installed = folder / "installed"
+    installed.mkdir()
+    write_tied_model(folder / "model")
+    # What a page installs is installed by being there: rollouts, broker and commands look for it each time.
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
+    with patch.dict(os.environ, {"PYTHONPATH": path}), running(folder) as stack:
+        job = tiny_job(folder, schedule={"num_iterations": 3}, evaluation=evaluation(folder))
+        finished = stack.client.jobs.create(job).id
+        assert stack.wait(finished).state is JobState.SUCCEEDED
+        yield Workplace(stack, folder, finished)
+
+
+def evaluation(folder: Path) -> dict[str, Any]:
+    data = {"type": "jsonl", "path": str(folder / "data" / "prompts.jsonl")}
+    return {"data": data, "num_prompts": 2, "every_iterations": 2}
+
+
+@pytest.fixture
+def in_page_folder(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Go to the folder of a page, with the environment of a user of the stack."""
+
+    def enter(page: str) -> Path:
+        folder = workplace.folder_of(page)
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("ONBEAT_URL", workplace.stack.url)
+        monkeypatch.setenv("ONBEAT_DATA_DIR", str(workplace.stack.data_dir))
+        return folder
+
+    return enter

@@ -1,0 +1,57 @@
+"""What the tests of the documentation do not check, each with its reason. A test fails when one is no longer needed."""
+
+# Programs that are not ours. Pages may use them; their options are not checked.
+FOREIGN_PROGRAMS = {
+    "cat": "of the system",
+    "cd": "of the shell",
+    "cp": "of the system",
+    "echo": "of the system",
+    "export": "of the shell",
+    "git": "version control",
+    "openssl": "makes certificates and random keys",
+    "printf": "of the system",
+    "redis-server": "of Redis",
+    "sha256sum": "of the system",
+    "tail": "of the system",
+    "tensorboard": "reads the files that a trainer writes",
+}
+
+# Addresses that are not the broker's: (page, beginning of the address).
+FOREIGN_ADDRESSES = {
+    (
+        "docs/vllm-serve.md",
+        "http://127.0.0.1:8000/",
+    ): "vLLM's own server; tests/integration/test_stock_server.py uses it",
+}
+
+# Calls that are not the broker's: (page, call).
+FOREIGN_CALLS = {
+    ("docs/vllm-serve.md", "POST /pause?mode=wait"): "of vLLM's development mode",
+}
+
+# Variables that no settings class, compose file or script knows: (name, reason).
+FOREIGN_VARIABLES: dict[str, str] = {}
+
+# Paths that are there only after a command of the page: (page, path).
+MADE_PATHS = {
+    ("docs/kubernetes.md", "deploy/kubernetes/clusters/mine"): "made by deploy/kubernetes/new_cluster.py on the page",
+    ("docs/deploy.md", "deploy/docker/wheels/"): "filled by make images",
+}
+
+# Commands of `onbeat` that are parsed by the real command line, and not run.
+PARSED_ONLY = {
+    "onbeat up": "the stack that the tests watch is up already; tests/unit/test_local.py and tests/e2e start it",
+    "onbeat down": "would end the stack that the tests watch",
+    "onbeat keys new": "tests/integration/test_broker_security.py runs it",
+    "onbeat keys list": "the same",
+    "onbeat model prepare": "converts a model of 270 MB; the tests of the quick start do it",
+}
+
+# Blocks of Python that are not run: (page, first line).
+NOT_RUN_PYTHON: dict[tuple[str, str], str] = {}
+
+# Blocks of TOML that are no part of a job: (page, first line).
+NOT_A_JOB: dict[tuple[str, str], str] = {
+    ("docs/rewards.md", "# its pyproject.toml"): "test_rewards_and_engines.py installs it",
+    ("docs/engines.md", "# its pyproject.toml"): "test_rewards_and_engines.py installs it",
+}

@@ -1,0 +1,142 @@
+"""Every command of every page could work: its program, options, files, services, routes and variables are there."""
+
+import os
+import re
+import subprocess
+from unittest.mock import patch
+
+import pytest
+
+from tests.docs import exceptions
+from tests.docs.checks import (
+    PROGRAMS,
+    Wrong,
+    check,
+    check_call,
+    check_path,
+    command_in_code,
+    parse_onbeat,
+    unknown_variables,
+)
+from tests.docs.pages import Block, all_blocks, blocks_of, code_in_sentences, page_names, text_of
+from tests.docs.shell import SHELL, Command, commands_of, is_shell, program_of
+
+LANGUAGES = {"", "text", "python", "toml", "json", "yaml", *SHELL}
+CALL = re.compile(r"(GET|POST|PUT|DELETE) (/\S*)")
+# Words that a sentence has for a part of a command, not for the whole of it.
+PLACEHOLDER = re.compile(r"COMMAND|\[|…")
+
+
+def shell_blocks(page: str) -> list[Block]:
+    return [block for block in blocks_of(page) if is_shell(block, PROGRAMS)]
+
+
+def commands_of_page(page: str) -> list[Command]:
+    return [command for block in shell_blocks(page) for command in commands_of(block)]
+
+
+def commands_in_sentences(page: str) -> list[Command]:
+    found = [
+        command_in_code(page, line, text) for line, text in code_in_sentences(page) if not PLACEHOLDER.search(text)
+    ]
+    return [command for command in found if command is not None]
+
+
+def problem_of(command: Command) -> str | None:
+    try:
+        check(command)
+    except Wrong as error:
+        return f"{command}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_command_could_work(page: str) -> None:
+    assert list(filter(None, map(problem_of, commands_of_page(page)))) == []
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_command_inside_a_sentence_could_work(page: str) -> None:
+    """As far as it is whole: arguments that a sentence leaves out are not asked for."""
+    problems = list(filter(None, map(problem_of, commands_in_sentences(page))))
+    assert [problem for problem in problems if not re.search("MissingParameter|NoArgsIsHelp", problem)] == []
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_block_of_shell_has_right_syntax(page: str) -> None:
+    for block in shell_blocks(page):
+        text = re.sub(r"^\$ ", "", block.text, flags=re.M)
+        if text == block.text:
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=10, check=False)
+            assert done.returncode == 0, f"{block}: {done.stderr}"
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_call_of_the_broker_is_one(page: str) -> None:
+    problems = []
+    for line, text in code_in_sentences(page):
+        found = CALL.match(text)
+        if found and (page, text) not in exceptions.FOREIGN_CALLS:
+            try:
+                check_call(found[1], found[2])
+            except Wrong as error:
+                problems.append(f"{page}:{line}: {error}")
+    assert problems == []
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_variable_is_known(page: str) -> None:
+    assert [name for name in unknown_variables(page) if name not in exceptions.FOREIGN_VARIABLES] == []
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_path_inside_a_sentence_exists(page: str) -> None:
+    problems = []
+    for line, text in code_in_sentences(page):
+        for path in expanded(text):
+            try:
+                check_path(page, path)
+            except Wrong as error:
+                problems.append(f"{page}:{line}: {error}")
+    assert problems == []
+
+
+def expanded(text: str) -> list[str]:
+    """`a.{b,c}` -> `a.b`, `a.c`."""
+    found = re.fullmatch(r"(.*)\{([^{}]*)\}(.*)", text)
+    return [f"{found[1]}{part}{found[3]}" for part in found[2].split(",")] if found else [text]
+
+
+@pytest.mark.parametrize("page", page_names())
+def test_every_block_has_a_language_that_a_test_knows(page: str) -> None:
+    assert [str(block) for block in blocks_of(page) if block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("page", [page for page in page_names() if not page.startswith("docs/reference/")])
+def test_no_command_hides_in_a_block_of_text(page: str) -> None:
+    for block in blocks_of(page):
+        if block.language == "text":
+            assert [line for line in block.text.splitlines() if program_of(line) in ("onbeat", "make", "curl")] == []
+
+
+def test_no_exception_is_there_in_vain() -> None:
+    pages = page_names()
+    commands = [command for page in pages for command in commands_of_page(page)]
+    programs = {command.program for command in commands}
+    assert set(exceptions.FOREIGN_PROGRAMS) <= programs
+    assert set(exceptions.PARSED_ONLY) <= {path_of(command) for command in commands}
+    for page, start in [*exceptions.FOREIGN_ADDRESSES, *exceptions.FOREIGN_CALLS, *exceptions.MADE_PATHS]:
+        assert start in text_of(page), (page, start)
+    for name in exceptions.FOREIGN_VARIABLES:
+        assert any(name in unknown_variables(page) for page in pages), name
+    firsts = {(block.page, block.text.splitlines()[0]) for block in all_blocks("python", "toml") if block.text.strip()}
+    assert {*exceptions.NOT_RUN_PYTHON, *exceptions.NOT_A_JOB} <= firsts
+
+
+def path_of(command: Command) -> str:
+    """`onbeat jobs list` of a right command of ours."""
+    try:
+        with patch.dict(os.environ, dict.fromkeys(command.sets, "set")):
+            return parse_onbeat(command.words[1:])[0] if command.program == "onbeat" else ""
+    except Wrong:
+        return ""

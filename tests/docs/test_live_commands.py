@@ -1,0 +1,77 @@
+"""Documented `onbeat` commands, run against a live stack. What is too dear to run is in exceptions.PARSED_ONLY."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from onbeat.cli import main
+from onbeat.types import JobState
+from tests.docs.checks import parse_onbeat, shown_files
+from tests.docs.conftest import Workplace
+from tests.docs.exceptions import PARSED_ONLY
+from tests.docs.pages import page_names
+from tests.docs.shell import Command
+from tests.docs.test_commands import commands_of_page, path_of
+
+JOB = re.compile(r"\$?\{?JOB\}?|job-[0-9a-f]{12}|SUBSTITUTED")
+# A job in this state is what the command wants; elsewhere the finished one does.
+WANTS = {
+    "onbeat jobs pause": JobState.RUNNING,
+    "onbeat jobs cancel": JobState.RUNNING,
+    "onbeat jobs resume": JobState.PAUSED,
+    "onbeat jobs delete": JobState.SUCCEEDED,
+}
+MAY_FIND_PROBLEMS = {"onbeat doctor"}  # of this machine, which is busy with other things: exit code 1
+
+
+def live_commands() -> list[Command]:
+    """Each once; where it is the same on several pages, of the first."""
+    found = {}
+    for page in page_names():
+        for command in commands_of_page(page):
+            if command.program == "onbeat" and (path := path_of(command)) and path not in PARSED_ONLY:
+                words = [
+                    re.sub(r"num_iterations=\d+", "num_iterations=N", JOB.sub("JOB", word)) for word in command.words
+                ]
+                found.setdefault(" ".join(words), command)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("command", live_commands(), ids=lambda command: " ".join(command.words[1:]))
+def test_command_does_what_it_says(
+    workplace: Workplace, in_page_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str], command: Command
+) -> None:
+    path = parse_onbeat(command.words[1:])[0]
+    folder = in_page_folder(command.page)
+    write_shown_files(workplace, command.page, folder)
+    wanted = WANTS.get(path)
+    job_id = workplace.job_in(wanted) if wanted else workplace.finished
+    before = {job.id for job in workplace.stack.client.jobs.list()}
+    try:
+        code = run([JOB.sub(job_id, workplace.shortened(word)) for word in command.words])
+    finally:
+        for job in workplace.stack.client.jobs.list():
+            if job.id not in before or job.id == job_id:
+                workplace.end(job.id)
+    output = capsys.readouterr()
+    assert code == 0 or (path in MAY_FIND_PROBLEMS and code == 1), output.out + output.err
+
+
+def write_shown_files(workplace: Workplace, page: str, folder: Path) -> None:
+    """Those that the page shows; Python is run, as it makes the others."""
+    for name, text in shown_files(page).items():
+        (folder / name).write_text(workplace.shortened(text))
+        if name.startswith("make_"):
+            exec(compile(text, name, "exec"), {})
+
+
+def run(words: list[str]) -> int:
+    """The exit code of the command, in this process."""
+    words = [word for word in words if word not in ("--ca-file", "ca.pem")]  # the stack speaks plain HTTP
+    with patch.object(sys, "argv", words), pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)

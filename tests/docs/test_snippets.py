@@ -1,0 +1,142 @@
+"""Snippets: Python runs against a live stack, TOML is a job or a part of one, YAML and JSON are what they seem."""
+
+import ast
+import asyncio
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from onbeat.client import Client
+from onbeat.config import JobConfig
+from onbeat.types import JobState
+from tests.docs.conftest import PYTHON_DEFAULT, Workplace
+from tests.docs.exceptions import NOT_A_JOB, NOT_RUN_PYTHON
+from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, page_names
+from tests.docs.test_live_commands import write_shown_files
+
+QUICKSTART = tomllib.loads((ROOT / "examples/quickstart.toml").read_text())
+KINDS = ("type", "mode", "name")  # a fragment with another kind of a section replaces it
+
+
+def first_line(block: Block) -> tuple[str, str]:
+    return block.page, block.text.splitlines()[0]
+
+
+NEED_A_RUNNING_JOB = {"docs/chat.md"}
+
+
+# ---- Python ------------------------------------------------------------------------------------------------------
+
+
+def pages_with_python() -> list[str]:
+    return [page for page in page_names() if any(block.language == "python" for block in blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", pages_with_python())
+def test_python_of_a_page_runs(workplace: Workplace, in_page_folder: Callable[[str], Path], page: str) -> None:
+    """In order, in one namespace. `job_id` is that of a finished job, `client` is a client of its broker."""
+    folder = in_page_folder(page)
+    write_shown_files(workplace, page, folder)
+    job_id = workplace.job_in(JobState.RUNNING) if page in NEED_A_RUNNING_JOB else workplace.finished
+    try:
+        with Client(workplace.stack.url) as client:
+            namespace: dict[str, Any] = {"__name__": "snippet", "job_id": job_id, "client": client}
+            for block in blocks_of(page):
+                if block.language == "python" and first_line(block) not in NOT_RUN_PYTHON:
+                    run_snippet(block, workplace, namespace)
+    finally:
+        workplace.end(job_id)
+
+
+def run_snippet(block: Block, workplace: Workplace, namespace: dict[str, Any]) -> None:
+    """`await` may stand outside of functions, as in a notebook."""
+    text = workplace.shortened(block.text)
+    code = compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if code.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(eval(code, namespace))  # noqa: S307
+    else:
+        exec(code, namespace)
+
+
+def test_default_address_is_the_documented_one() -> None:
+    from onbeat.client import DEFAULT_URL
+
+    assert DEFAULT_URL == PYTHON_DEFAULT
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [b for b in all_blocks("toml") if first_line(b) not in NOT_A_JOB], ids=str)
+def test_toml_is_a_job_or_a_part_of_one(block: Block) -> None:
+    given = tomllib.loads(block.text)
+    job = given if {"model", "data", "reward", "rollout", "schedule"} <= given.keys() else put_into(QUICKSTART, given)
+    JobConfig.model_validate(job)
+
+
+def put_into(job: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The quick start with these keys. A section of another kind is replaced, but for the counts of a schedule."""
+    merged = dict(job)
+    for name, value in given.items():
+        old = job.get(name)
+        if not isinstance(value, dict) or not isinstance(old, dict):
+            merged[name] = value
+            continue
+        is_other = name != "schedule" and any(kind in value and value[kind] != old.get(kind) for kind in KINDS)
+        merged[name] = value if is_other else old | value
+    return merged
+
+
+@pytest.mark.parametrize("block", all_blocks("json"), ids=str)
+def test_json_is_json(block: Block) -> None:
+    found = json.loads(block.text)
+    if isinstance(found, dict) and {"model", "rollout"} & found.keys():
+        JobConfig.model_validate(put_into(QUICKSTART, found))
+
+
+def test_every_documented_data_section_can_be_read(workplace: Workplace, in_page_folder: Callable[[str], Path]) -> None:
+    """The files are those that the page's own Python makes."""
+    from services.broker.datasets import DatasetSpec, open_dataset
+
+    folder = in_page_folder("docs/data.md")
+    namespace: dict[str, Any] = {}
+    for block in blocks_of("docs/data.md"):
+        if block.language == "python":
+            exec(compile(block.text, str(block), "exec"), namespace)
+    sections = [tomllib.loads(block.text) for block in blocks_of("docs/data.md") if block.language == "toml"]
+    for section in sections:
+        config = JobConfig.model_validate(put_into(QUICKSTART, {"data": section["data"]}))
+        item = open_dataset(DatasetSpec(data=config.data, seed=0, num_items=4), folder).item(0)
+        assert item.messages
+        assert item.context["question"]
+    assert {section["data"]["type"] for section in sections} == {"jsonl", "parquet", "reasoning_gym"}
+
+
+# ---- YAML --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
+def test_yaml_names_what_is_there(block: Block) -> None:
+    """Of a kustomization: its components, images, maps and patched objects."""
+    found = yaml.safe_load(block.text)
+    if "kubernetes" not in block.page:
+        return
+    for component in found.get("components", []):
+        folder = ROOT / "deploy/kubernetes/clusters/mine" / component
+        assert (Path(re.sub(r"clusters/mine/\.\./\.\./", "", str(folder))) / "kustomization.yaml").is_file(), component
+    base = (ROOT / "deploy/kubernetes/base/kustomization.yaml").read_text()
+    for generator in found.get("configMapGenerator", []):
+        assert f"name: {generator['name']}" in base
+    manifests = "".join(path.read_text() for path in (ROOT / "deploy/kubernetes/base").glob("*.yaml"))
+    for image in found.get("images", []):
+        assert f"image: {image['name']}:" in manifests
+    for patch in found.get("patches", []):
+        target = yaml.safe_load(patch["patch"])
+        assert f"name: {target['metadata']['name']}" in manifests
