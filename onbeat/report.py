@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from onbeat.advice import advice_for
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
 from onbeat.types import EvaluationRecord, EvaluationState, IterationRecord, IterationState, JobRecord, WeightsRecord
@@ -66,6 +67,7 @@ def make_report(
         "error": job.error,
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed) | weight_totals(weights),
+        "advice": advice_for(committed, job.num_training_devices, job.config.get("schedule", {}).get("mode")),
         "iterations": [{name: getattr(record, name) for name in ITERATION_FIELDS} for record in committed],
         "evaluations": [
             {name: getattr(record, name) for name in EVALUATION_FIELDS}

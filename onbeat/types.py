@@ -359,6 +359,7 @@ class Timeline(Record):
     iterations: list[int]
     lanes: list[Lane]  # the trainer first
     spans: list[Span] = Field(repr=False)  # by start
+    advice: str | None = None  # which side should have more or fewer devices; None: too little to go by
 
 
 class PoolStatus(Record):

@@ -4,6 +4,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
+from onbeat.report import make_report
 from onbeat.types import Event, IterationState, IterationUpdate, JobState
 from tests.e2e.stack import running, tiny_job
 
@@ -82,3 +83,10 @@ def test_rollout_generates_between_the_hand_overs_of_weights(finished, timeline)
     busy_s = (1 - idle[worker]) * (timeline.end - timeline.start)
     told_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(job_id))
     assert busy_s == pytest.approx(told_s, rel=0.1, abs=SLACK_S)  # as the rollout has measured it
+
+
+def test_the_adviser_speaks_by_the_report_of_the_same_run(finished, timeline):
+    stack, job_id, _ = finished
+    records, job = stack.client.jobs.iterations(job_id), stack.job(job_id)
+    assert timeline.advice is not None
+    assert timeline.advice == make_report(job, records)["advice"]

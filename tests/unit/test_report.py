@@ -53,6 +53,13 @@ def test_totals_by_hand() -> None:
     assert (totals["tokens"], totals["num_stale"]) == (1200, 12)
 
 
+def test_report_and_summary_say_which_side_is_short_of_devices() -> None:
+    report = make_report(JOB, records(12, rollout_idle_frac=0.1, trainer_idle_frac=0.9))
+    assert report["advice"].startswith("add 2 rollouts: about ")
+    assert dict(total_rows(report))["advice"] == report["advice"]
+    assert make_report(JOB, records(3))["advice"] is None
+
+
 def test_tpspd_weighs_iterations_by_their_device_seconds() -> None:
     # 100 tokens at 25 on 2 devices for 2 s, then 100 at 10 on 2 devices for 5 s: 200 tokens in 14 device-seconds
     mixed = records(1) + records(1, wall_s=5.0, tpspd=10.0)

@@ -4,9 +4,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from onbeat.types import Timeline
+from onbeat.advice import NUM_RECENT, advice_for
+from onbeat.streams.records import read_iterations
+from onbeat.types import IterationState, Timeline
 from services.broker.api.context import Broker
-from services.broker.api.jobs import JobId
+from services.broker.api.jobs import JobId, read_job
 from services.broker.api.problems import documented
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
@@ -18,4 +20,10 @@ async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int,
 
     Groups show when they are accepted, the trainer's work when the iteration is committed.
     """
-    return await broker.timelines.read(job_id, iterations)
+    timeline = await broker.timelines.read(job_id, iterations)
+    job = await read_job(broker.ledger, job_id)
+    first = max(0, job.next_iteration - NUM_RECENT - 1)  # the first one of what it is given is left out
+    records = await read_iterations(broker.ledger, job_id, first - 1, NUM_RECENT + 1)
+    committed = [each for each in records if each.state is IterationState.COMMITTED]
+    timeline.advice = advice_for(committed, job.num_training_devices, job.config.get("schedule", {}).get("mode"))
+    return timeline

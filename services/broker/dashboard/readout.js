@@ -15,7 +15,7 @@ export function describe(span, origin) {
   return `${span.lane}: ${KINDS[span.kind]?.name ?? span.kind}, ${group}, ${duration(span.end - span.start)}, ${from}.`;
 }
 
-/** Idle shares of both sides, and how much of the time both work. */
+/** Idle shares of both sides, how much of the time both work, and what the adviser says. */
 export function summarise(timeline) {
   const whole = timeline.end - timeline.start;
   if (!timeline.lanes.length || whole <= 0) return "No iteration has been opened yet.";
@@ -38,7 +38,8 @@ export function summarise(timeline) {
     parts.push(
       `generation and micro-batches ran side by side for ${percent(covered(overlap(timeline.spans)) / whole)}`,
     );
-  return `${which}, ${duration(whole)}: ${parts.join("; ")}.`;
+  const advice = timeline.advice ? ` Advice, predicted from the last iterations: ${timeline.advice}.` : "";
+  return `${which}, ${duration(whole)}: ${parts.join("; ")}.${advice}`;
 }
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;

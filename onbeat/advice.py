@@ -1,0 +1,102 @@
+"""Which side of a job should have more or fewer devices: a prediction from measured idle shares, not a measurement.
+
+    W_r = n_r (1 - rollout idle) wall        generating, in device-seconds
+    W_t = n_t (1 - trainer idle) wall        training
+    H   = wall - f(W_r / n_r, W_t / n_t)     what overlaps with nothing
+    wall(n_r', n_t') = f(W_r / n_r', W_t / n_t') + H
+
+f is the larger of the two, in `sync` their sum. docs/performance.md says what this leaves out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import median
+
+from onbeat.types import IterationRecord
+
+NUM_RECENT, MIN_RECENT = 10, 3  # iterations it is taken from; the first one of a job is left out
+WORTH = 0.1  # share of the time that one more device must save
+FREE = 0.03  # share of the time that a device less may cost
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one iteration, and who does it. Durations in seconds; those of work are of one device."""
+
+    num_rollouts: int
+    num_trainers: int
+    generate_s: float
+    train_s: float
+    fixed_s: float
+    is_sync: bool
+
+    def wall_s(self, num_rollouts: int, num_trainers: int) -> float:
+        sides = (self.generate_s / num_rollouts, self.train_s / num_trainers)
+        return (sum(sides) if self.is_sync else max(sides)) + self.fixed_s
+
+
+def advice_for(committed: Sequence[IterationRecord], num_trainers: int, mode: str | None) -> str | None:
+    """None as long as there is too little to go by."""
+    work = measure_work(committed, num_trainers, mode or "periodic")
+    return advise(work) if work is not None else None
+
+
+def measure_work(committed: Sequence[IterationRecord], num_trainers: int, mode: str) -> Work | None:
+    """By the newest iterations that had as many devices as the last one; None as long as they are too few."""
+    known = [each for each in committed[1:] if each.tpspd and each.wall_s and each.rollout_idle_frac is not None]
+    last = num_devices(known[-1]) if known else 0
+    recent = list(takewhile(lambda each: num_devices(each) == last, reversed(known[-NUM_RECENT:])))
+    if len(recent) < MIN_RECENT or last <= num_trainers:
+        return None
+    wall_s = median(each.wall_s or 0.0 for each in recent)
+    generate_s = (last - num_trainers) * wall_s * (1 - median(each.rollout_idle_frac or 0.0 for each in recent))
+    train_s = num_trainers * wall_s * (1 - median(each.trainer_idle_frac or 0.0 for each in recent))
+    measured = Work(last - num_trainers, num_trainers, generate_s, train_s, 0.0, mode == "sync")
+    fixed_s = max(0.0, wall_s - measured.wall_s(last - num_trainers, num_trainers))
+    return Work(last - num_trainers, num_trainers, generate_s, train_s, fixed_s, mode == "sync")
+
+
+def num_devices(record: IterationRecord) -> int:
+    tokens = (record.prompt_tokens or 0) + (record.response_tokens or 0)
+    return round(tokens / ((record.wall_s or 1.0) * (record.tpspd or 1.0)))
+
+
+def advise(work: Work) -> str:
+    """For as many devices as are worth it: `add 1 trainer device: about 6.4 s an iteration instead of 10.4`."""
+    now = (work.num_rollouts, work.num_trainers)
+    best = shrunk(work, grown(work, now), now)
+    words = ("rollout", "trainer device")
+    changes = [
+        change(after - before, word) for before, after, word in zip(now, best, words, strict=True) if after != before
+    ]
+    if not changes:
+        return f"leave the split as it is: another device would save less than {WORTH:.0%} of the time"
+    return f"{', '.join(changes)}: about {work.wall_s(*best):.1f} s an iteration instead of {work.wall_s(*now):.1f}"
+
+
+def grown(work: Work, split: tuple[int, int]) -> tuple[int, int]:
+    """With one device more as long as it saves WORTH; at most twice as many as now."""
+    for _ in range(sum(split)):
+        rollouts, trainers = split
+        better = min((rollouts + 1, trainers), (rollouts, trainers + 1), key=lambda each: work.wall_s(*each))
+        if work.wall_s(*better) > (1 - WORTH) * work.wall_s(*split):
+            break
+        split = better
+    return split
+
+
+def shrunk(work: Work, split: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
+    """Without what costs nearly nothing, on a side that has not grown."""
+    longest_s = (1 + FREE) * work.wall_s(*split)
+    for side in (0, 1):
+        while split[side] > 1 and split[side] <= now[side]:
+            fewer = (split[0] - 1, split[1]) if side == 0 else (split[0], split[1] - 1)
+            if work.wall_s(*fewer) > longest_s:
+                break
+            split = fewer
+    return split
+
+
+def change(number: int, word: str) -> str:
+    return f"{'add' if number > 0 else 'remove'} {abs(number)} {word}{'s' * (abs(number) != 1)}"
