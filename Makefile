@@ -43,7 +43,7 @@ test-unit: setup
 	$(BIN)/pytest tests/unit
 
 bench: setup
-	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead recovery dashboard_api container_start; do \
+	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead recovery dashboard_api dashboard_page container_start; do \
 		PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.

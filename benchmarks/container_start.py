@@ -1,5 +1,5 @@
 """Sizes of the CPU images, and how long the compose stack takes to start, to serve a first job, to take in another
-rollout in mid-run and to replace its broker. Real vLLM, the quick start with small batches, on volumes of its own.
+rollout in mid-run and to replace its broker. Real vLLM, the quick start's model and task on volumes of their own.
 
 Goal: a rollout that joins late generates within the start of its engine + 5 s. A late join is measured from the start
 of its container; all that is not the start of the engine is `late_join_overhead_s`. Needs `make engine images`; starts
@@ -36,7 +36,11 @@ TAG = f"{version('onbeat')}-cpu"
 REDIS_IMAGES = ("redis:7.2-bookworm", "onbeat-test-redis:bookworm")  # the second is made by tests/containers
 JOB = {
     "schedule.num_iterations": 10_000,  # it ends with the stack
-    "rollout.num_prompts_per_iteration": 4,
+    # More than one rollout takes at once, and the next iteration's are out before the step: there is always a prompt
+    # for whoever joins, so that no wait for work is taken for a slow start.
+    "schedule.mode": "bounded",
+    "schedule.max_staleness": 1,
+    "rollout.num_prompts_per_iteration": 32,
     "rollout.num_samples_per_prompt": 4,
     "rollout.max_response_tokens": 24,
 }

@@ -1,0 +1,282 @@
+"""How quick the dashboard is in a browser, on a job of 1,000 iterations with 100,000 responses and a list of 200 jobs.
+
+The jobs are those of `dashboard_api.py`, and a real broker serves them over loopback to a headless Chromium on the same
+machine. Each page is loaded LOADS times in a context of its own, so nothing is cached; figures are medians. A page is
+`drawn` when what it is for is there (the charts, the rows, the samples, the spans) since the navigation began, and
+`interactive` when a click after that was answered and painted. Long tasks are those of over 50 ms on the page's thread.
+`live` is a job of as many iterations that goes on while its page is open: how long after a commit its charts show it,
+of which the broker looks at the job twice a second, and what drawing it costs the page.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from dashboard_api import (
+    JOB,
+    NUM_GROUPS,
+    NUM_RESPONSES,
+    URL,
+    broker,
+    create,
+    make_group,
+    make_iteration,
+    processor_s,
+    report,
+    services,
+    wait_ready,
+    write_jobs,
+)
+from harness import save
+from playwright.async_api import Browser, CDPSession, Page, async_playwright
+
+from onbeat.config import JobConfig
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+
+NUM_ITERATIONS, NUM_JOBS, LOADS, NUM_LIVE = 1000, 200, 7, 7
+NUM_LISTED = 50  # the page shows so many at first
+STEP_MS = 30_000  # what a page may take for one step
+
+# Place of the page, and a selector of what it is for, with how many of them there are once it is drawn.
+PAGES = {
+    "jobs": ("#/", "[data-testid=job-row]", NUM_LISTED),
+    "job": ("#/jobs/long", "[data-testid=chart-reward] polyline", 1),
+    "samples": ("#/jobs/long/samples", "[data-testid=sample]", 10),
+    "samples of 10,000": ("#/jobs/wide/samples", "[data-testid=sample]", 10),
+    "timeline": ("#/jobs/long/timeline", "[data-testid=timeline] [role=slider]", 2),
+    "timeline of 1,000 groups": ("#/jobs/wide/timeline", "[data-testid=timeline] [role=slider]", 2),
+}
+
+# `answered`: from the event of the first click to the frame after it, in milliseconds.
+OBSERVE = """
+window.longTasks = [];
+new PerformanceObserver((list) => longTasks.push(...list.getEntries().map((task) => task.duration)))
+    .observe({ type: "longtask", buffered: true });
+window.answered = new Promise((resolve) => {
+    const painted = (event) => setTimeout(() => resolve(performance.now() - event.timeStamp));
+    addEventListener("click", (event) => requestAnimationFrame(() => painted(event)), { capture: true, once: true });
+});
+"""
+
+# Resolves to milliseconds since the navigation began, after the frame that shows it.
+DRAWN = """([selector, count]) => new Promise((resolve) => {
+    const painted = () => setTimeout(() => resolve(performance.now()));
+    const look = () => requestAnimationFrame(document.querySelectorAll(selector).length >= count ? painted : look);
+    look();
+})"""
+
+# Resolves to the Unix time in seconds at which the newest point is drawn, and the long tasks on the way there, which
+# browsers tell a moment later.
+SHOWN = """(iteration) => new Promise((resolve) => {
+    longTasks.length = 0;
+    const slider = document.querySelector("[data-testid=chart-reward] [role=slider]");
+    const told = (time) => setTimeout(() => resolve([time, longTasks]), 300);
+    const painted = () => setTimeout(() => told(Date.now() / 1000));
+    const look = () => requestAnimationFrame(slider.ariaValueNow === String(iteration) ? painted : look);
+    look();
+})"""
+
+REQUESTS = """() => performance.getEntriesByType("resource").map((each) => ({
+    name: (new URL(each.name).pathname + new URL(each.name).search).replace(/after=\\d{10,}/, "after=NOW"),
+    took_ms: each.responseEnd - each.startTime,
+    first_byte_ms: each.responseStart - each.requestStart,
+    bytes: each.encodedBodySize,
+})).filter((each) => each.name.startsWith("/v1/"))"""
+
+
+async def write_running_job(ledger: Ledger, num_iterations: int) -> str:
+    """Its epoch: whoever has it is its trainer."""
+    epoch = await create(ledger, "running", num_iterations + NUM_LIVE + 1)
+    for iteration in range(num_iterations):
+        await make_iteration(ledger, "running", epoch, iteration, 2)
+    return epoch
+
+
+async def write_more_jobs(ledger: Ledger, count: int) -> None:
+    """As a list shows them: most are over."""
+    for index in range(count):
+        config = JobConfig.model_validate(JOB | {"name": f"job-{index}", "schedule": {"num_iterations": 40}})
+        await ledger.create_job(f"job-{index:04}", config.model_dump(mode="json"), 40, 0)
+        if index % 10:
+            await ledger.move_job(f"job-{index:04}", JobState.CANCELLED)
+
+
+class Traffic:
+    """Bytes on the wire of one page, as the browser counts them."""
+
+    def __init__(self, session: CDPSession) -> None:
+        self.num_bytes = 0
+        session.on("Network.dataReceived", self._received)
+        session.on("Network.responseReceived", self._answered)
+
+    def _received(self, event: dict[str, Any]) -> None:
+        self.num_bytes += max(event["encodedDataLength"], 0)
+
+    def _answered(self, event: dict[str, Any]) -> None:
+        self.num_bytes += max(event["response"]["encodedDataLength"], 0)
+
+
+async def measure_load(browser: Browser, place: str, selector: str, count: int, pid: int) -> dict[str, Any]:
+    context = await browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(STEP_MS)
+    await context.add_init_script(OBSERVE)
+    page = await context.new_page()
+    session = await context.new_cdp_session(page)
+    await session.send("Network.enable")
+    traffic, spent_s = Traffic(session), processor_s(pid)
+    await page.goto(f"{URL}/{place}", wait_until="commit")
+    async with asyncio.timeout(STEP_MS / 1000):
+        drawn_ms = await page.evaluate(DRAWN, [selector, count])
+    answered_ms = await measure_click(page)
+    figures = {
+        "drawn_ms": drawn_ms,
+        "click_answered_ms": answered_ms,
+        "interactive_ms": drawn_ms + answered_ms,
+        "long_tasks": len(tasks := await page.evaluate("longTasks")),
+        "longest_task_ms": max(tasks, default=0),
+        "broker_processor_ms": 1000 * (processor_s(pid) - spent_s),
+        "wire_bytes": traffic.num_bytes,
+        "heap_bytes": await heap_bytes(session),
+        "elements": await page.evaluate("document.getElementsByTagName('*').length"),
+        "requests": await page.evaluate(REQUESTS),
+    }
+    await context.close()
+    return figures
+
+
+async def measure_click(page: Page) -> float:
+    """On the switch of the theme: every pixel changes."""
+    await page.locator("#theme").click()
+    return float(await asyncio.wait_for(page.evaluate("answered"), STEP_MS / 1000))
+
+
+async def measure_live(browser: Browser, ledger: Ledger, epoch: str, first: int) -> dict[str, Any]:
+    context = await browser.new_context(viewport={"width": 1280, "height": 800})
+    await context.add_init_script(OBSERVE)
+    page = await context.new_page()
+    await page.goto(f"{URL}/#/jobs/running")
+    delays, tasks = [], []
+    async with asyncio.timeout(NUM_LIVE * STEP_MS / 1000):
+        await page.evaluate(DRAWN, ["[data-testid=chart-reward] polyline", 1])
+        for iteration in range(first, first + NUM_LIVE):
+            shown = asyncio.create_task(page.evaluate(SHOWN, iteration))
+            committed_at = await commit_iteration(ledger, epoch, iteration)
+            shown_at, long_tasks = await shown
+            delays.append(1000 * (shown_at - committed_at))
+            tasks.append(max(long_tasks, default=0))
+    await context.close()
+    return {
+        "commits": NUM_LIVE,
+        "shown_after_ms": round(statistics.median(delays)),
+        "shown_after_ms_max": round(max(delays)),
+        "longest_task_ms": round(statistics.median(tasks)),
+    }
+
+
+async def commit_iteration(ledger: Ledger, epoch: str, iteration: int) -> float:
+    """Be the rollout and the trainer of the iteration that the broker opens. Returns the Unix time of the commit."""
+    dice, done = random.Random(iteration), 0
+    while done < NUM_GROUPS:
+        for claim in await ledger.claim_groups("running", "w1", NUM_GROUPS, 600):
+            await ledger.submit_group("running", claim.entry_id, make_group(claim.task, "w1", dice))
+            done += 1
+        await asyncio.sleep(0.01)
+    version, digest = iteration + 1, f"d{iteration + 1}"
+    await ledger.announce_version("running", epoch, version, "127.0.0.1:1", digest)
+    committed_at = time.time()
+    await ledger.commit_iteration("running", epoch, iteration, version, digest, report(dice), "used")
+    return committed_at
+
+
+async def heap_bytes(session: CDPSession) -> int:
+    """What the page holds on to."""
+    await session.send("HeapProfiler.collectGarbage")
+    await session.send("Performance.enable")
+    metrics = (await session.send("Performance.getMetrics"))["metrics"]
+    return int(next(metric["value"] for metric in metrics if metric["name"] == "JSHeapUsedSize"))
+
+
+def summary_of(loads: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians; of the requests as well, by name."""
+    figures = {
+        name: round(statistics.median(load[name] for load in loads), 1) for name in loads[0] if name != "requests"
+    }
+    by_name: dict[str, list[dict[str, float]]] = {}
+    for request in (request for load in loads for request in load["requests"]):
+        by_name.setdefault(request.pop("name"), []).append(request)
+    requests = {
+        name: {field: round(statistics.median(each[field] for each in seen), 1) for field in seen[0]}
+        for name, seen in by_name.items()
+    }
+    return figures | {
+        "interactive_ms_max": round(max(load["interactive_ms"] for load in loads), 1),
+        "requests": requests,
+    }
+
+
+async def measure_loads(browser: Browser, pid: int, num_loads: int) -> dict[str, Any]:
+    loads: dict[str, list[dict[str, Any]]] = {name: [] for name in PAGES}
+    for turn in range(num_loads + 1):  # the first one of each warms up the broker
+        for name, (place, selector, count) in PAGES.items():
+            figures = await measure_load(browser, place, selector, count, pid)
+            loads[name] += [figures] if turn else []
+    return {name: summary_of(figures) for name, figures in loads.items()}
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Browser]:
+    no_sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    path = os.environ.get("ONBEAT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=no_sandbox)
+        yield browser
+        await browser.close()
+
+
+async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder, services(folder) as (redis_url, _):
+        redis = connect(redis_url)
+        ledger = Ledger(redis)
+        await write_more_jobs(ledger, NUM_JOBS - 4)
+        epoch = await write_running_job(ledger, num_iterations)
+        await write_jobs(ledger, num_iterations)  # the newest, so that they are listed first
+        with broker(redis_url, folder) as pid:
+            async with httpx.AsyncClient(base_url=URL, trust_env=False) as client:
+                await wait_ready(client)
+            async with chromium() as browser:
+                pages = await measure_loads(browser, pid, num_loads)
+                live = await measure_live(browser, ledger, epoch, num_iterations)
+                version = f"Chromium {browser.version}"
+        await redis.aclose()
+    return {
+        "num_iterations": num_iterations,
+        "num_responses": num_iterations * NUM_GROUPS * NUM_RESPONSES,
+        "num_jobs": NUM_JOBS,
+        "browser": version,
+        "loads": num_loads,
+        "pages": pages,
+        "live": live,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS)
+    parser.add_argument("--loads", type=int, default=LOADS)
+    arguments = parser.parse_args()
+    save("dashboard_page", asyncio.run(run(arguments.iterations, arguments.loads)))
+
+
+if __name__ == "__main__":
+    main()

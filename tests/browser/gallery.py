@@ -1,0 +1,87 @@
+"""A broker with one job of each kind, for tests that only look; and each page of the dashboard, with what shows that it
+is drawn."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from playwright.async_api import Locator, Page
+
+from onbeat.streams import inspection
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, WorkerRecord
+from tests.browser.seeding import WORKERS, Content, seed_job
+from tests.integration.broker_fixtures import create_job
+from tests.integration.test_live_api import serving
+
+LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    url: str
+    job_ids: dict[str, str]  # by name
+
+    def place(self, page: str) -> str:
+        """'job {learned}' has the id of that job in it."""
+        return PLACES[page].format(**self.job_ids)
+
+
+@asynccontextmanager
+async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
+    ids = {
+        "learned": await seed_job(ledger, "learned", num_iterations=30),
+        "slower": await seed_job(ledger, "slower", num_iterations=20),
+        "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),
+        "failed": await seed_job(ledger, "failed", num_done=2, state=JobState.FAILED),
+        "stuck": await seed_job(ledger, "stuck", num_done=3, state=JobState.RUNNING),
+        "queued": await create_job(ledger, name="queued", pool="nobody-there"),
+    }
+    now = await ledger.now()
+    for worker in WORKERS:
+        record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3, last_seen_at=now)
+        await ledger.heartbeat("default", record)
+    await inspection.trainer_heartbeat(ledger, "default", "trainer-0", "training", ids["stuck"])
+    async with serving(ledger, folder) as broker:
+        yield Gallery(broker.url, ids)
+
+
+PLACES = {
+    "jobs": "#/",
+    "new job": "#/new",
+    "job": "#/jobs/{learned}",
+    "job that failed": "#/jobs/{failed}",
+    "job that is stuck": "#/jobs/{stuck}",
+    "job that waits": "#/jobs/{queued}",
+    "job with long names": "#/jobs/{wordy}",
+    "samples": "#/jobs/{learned}/samples",
+    "long samples": "#/jobs/{wordy}/samples",
+    "group": "#/jobs/{learned}/samples?group=29-0",
+    "groups side by side": "#/jobs/{learned}/samples?group=29-0&beside=28-0,0-0",
+    "long group": "#/jobs/{wordy}/samples?group=2-0",
+    "timeline": "#/jobs/{learned}/timeline",
+    "comparison": "#/compare?jobs={learned},{slower}",
+    "workers": "#/workers",
+    "no such page": "#/nothing",
+}
+
+
+def drawn(page: Page, name: str) -> Locator:
+    """What the page is for, the last part of it that is loaded."""
+    if name in ("job", "job that failed", "job that is stuck", "job with long names"):
+        return page.get_by_test_id("chart-reward").locator("svg:has(polyline)").first
+    return {
+        "jobs": page.get_by_test_id("job-row").first,
+        "new job": page.get_by_test_id("submit-job"),
+        "job that waits": page.get_by_test_id("doctor"),
+        "samples": page.get_by_test_id("sample").first,
+        "long samples": page.get_by_test_id("sample").first,
+        "group": page.get_by_test_id("chart-alike").locator("svg:has(polyline)"),
+        "groups side by side": page.get_by_test_id("chart-alike").locator("svg:has(polyline)"),
+        "long group": page.get_by_test_id("chart-alike").locator("svg:has(polyline)"),
+        "timeline": page.get_by_test_id("timeline").get_by_role("slider").first,
+        "comparison": page.locator("svg:has(polyline)").first,
+        "workers": page.get_by_text(WORKERS[0]).first,
+        "no such page": page.get_by_role("heading", name="Nothing here"),
+    }[name]

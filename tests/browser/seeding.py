@@ -1,0 +1,150 @@
+"""Jobs for pages to show, written through the ledger as a trainer and a rollout would, in well under a second.
+
+Curves bend as those of a job that learns; prompts come again in every iteration.
+"""
+
+import math
+import random
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, PublishedWeights, WeightUpdate
+from tests.integration.broker_fixtures import LEASE_S, job_body
+
+WORKERS = ("rollout-0", "rollout-1")
+A_DAY_S = 86_400
+WORDS = ("seven", "plus", "two", "is", "nine", "so", "the", "answer", "is", "9")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the job's groups say. One group per prompt and iteration."""
+
+    prompts: tuple[str, ...] = ("What is 7 + 2?", "What is 5 - 9?", "What is 3 + 3?", "What is 8 - 1?")
+    words: tuple[str, ...] = WORDS
+    num_samples: int = 4
+
+
+async def seed_job(
+    ledger: Ledger,
+    name: str,
+    num_iterations: int = 12,
+    state: JobState = JobState.SUCCEEDED,
+    content: Content = Content(),
+    num_done: int | None = None,
+) -> str:
+    """Its id. While it is made no broker may run. `num_done`: committed iterations, if not all.
+
+    Any name is taken, also one that the broker would refuse.
+    """
+    rollout = {"num_prompts_per_iteration": len(content.prompts), "num_samples_per_prompt": content.num_samples}
+    config = JobConfig.model_validate(job_body(rollout=rollout, schedule={"num_iterations": num_iterations}))
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    assert await ledger.create_job(job_id, config.model_dump(mode="json") | {"name": name}, num_iterations, 0)
+    epoch = await ledger.claim_job(job_id, "trainer-0", A_DAY_S)
+    assert epoch is not None
+    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0", PublishedWeights(**PUBLISHED))
+    for iteration in range(num_iterations if num_done is None else num_done):
+        await seed_iteration(ledger, job_id, epoch, iteration, content)
+    if state is not JobState.RUNNING:
+        await ledger.move_job(job_id, state, "the machine went away" if state is JobState.FAILED else "")
+    return job_id
+
+
+PUBLISHED: dict[str, Any] = {"full_bytes": 269_000_000, "delta_bytes": 3_100_000, "encode_s": 0.2, "publish_s": 0.3}
+
+
+async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, content: Content) -> None:
+    dice = random.Random(iteration)
+    tasks = [
+        PromptTask(group_id=f"{iteration}-{row}", iteration=iteration, text=prompt, data_row=row)
+        for row, prompt in enumerate(content.prompts)
+    ]
+    assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+    update = WeightUpdate(received_bytes=3_100_000, pull_s=0.002, apply_s=0.001, load_s=0.001, held_s=0.001)
+    for worker in WORKERS:
+        await ledger.engine_ready(job_id, iteration, worker, update)
+    advantages: dict[str, list[float | None]] = {}
+    for turn in range(len(tasks)):
+        worker = WORKERS[turn % len(WORKERS)]
+        for claim in await ledger.claim_groups(job_id, worker, 1, LEASE_S):
+            group = group_of(claim.task, worker, content, dice)
+            await ledger.submit_group(job_id, claim.entry_id, group)
+            advantages[group.group_id] = advantages_of(group)
+    version, digest = iteration + 1, f"d{iteration + 1}"
+    await ledger.announce_version(job_id, epoch, version, "127.0.0.1:1", digest, PublishedWeights(**PUBLISHED))
+    told = report(iteration, dice)
+    await ledger.commit_iteration(job_id, epoch, iteration, version, digest, told, "used", True, advantages)
+
+
+def advantages_of(group: RolloutGroup) -> list[float | None]:
+    """Reward minus the mean of the group."""
+    rewards = [response.reward for response in group.responses]
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+def group_of(task: PromptTask, worker: str, content: Content, dice: random.Random) -> RolloutGroup:
+    return RolloutGroup(
+        group_id=task.group_id,
+        iteration=task.iteration,
+        policy_version=task.policy_version,
+        prompt_token_ids=list(range(12)),
+        prompt_text=task.text,
+        data_row=task.data_row,
+        worker_id=worker,
+        timings=Timings(generate_s=0.004, score_s=0.001, worker_busy_s=0.004),
+        responses=[response_of(task, content, dice) for _ in range(content.num_samples)],
+    )
+
+
+def response_of(task: PromptTask, content: Content, dice: random.Random) -> Response:
+    """One token per word, and one for the end of the sequence, which gives no text."""
+    words = [content.words[0], *(f" {word}" for word in content.words[1:])]
+    is_right = dice.random() < learned(task.iteration)
+    return Response(
+        token_ids=[*range(100, 100 + len(words)), 2],
+        rollout_logprobs=[-3 * dice.random() ** 3 - 0.001 for _ in range(len(words) + 1)],
+        token_lengths=[*map(len, words), 0],
+        version_spans=[VersionSpan(policy_version=task.policy_version, start=0, end=len(words) + 1)],
+        finish_reason="stop",
+        reward=float(is_right),
+        reward_parts={"right": float(is_right), "form": 0.5},
+        text="".join(words),
+    )
+
+
+def learned(iteration: int) -> float:
+    """Share of right responses."""
+    return 0.2 + 0.6 * (1 - math.exp(-iteration / 8))
+
+
+def report(iteration: int, dice: random.Random) -> dict[str, Any]:
+    """As a trainer commits it."""
+    now = time.time()
+    noise = 0.05 * dice.random()
+    spans = [("micro_batch", now - 0.004, 0.002), ("optimizer", now - 0.002, 0.001), ("publish", now - 0.001, 0.001)]
+    return {
+        "num_responses": 16,
+        "prompt_tokens": 192,
+        "response_tokens": 176 + dice.randrange(40),
+        "train_s": 0.003,
+        "reward_mean": learned(iteration) + noise,
+        "reward_std": 0.4 - noise,
+        "staleness_max": 0,
+        "mismatch_mean": 0.01 + noise / 10,
+        "mismatch_max": 0.1 + noise,
+        "rollout/response_tokens_mean": 11.0 + noise,
+        "rollout/truncated_frac": 0.0,
+        "train/grad_norm": 1.0 + 5 * noise,
+        "train/grad_cosine": 0.5 - noise,
+        "train/kl": 0.001 * iteration,
+        "train/entropy": 1.2 - 0.02 * iteration,
+        "train/clipped_frac": noise,
+        "train/learning_rate": 2e-5,
+        "spans": spans,
+    }

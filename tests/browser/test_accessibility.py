@@ -1,0 +1,107 @@
+"""Every page by axe in both themes, on a phone, and by keyboard alone."""
+
+from typing import Any
+
+import pytest
+from axe_core_python.base import AXE_FILE_PATH
+from playwright.async_api import Page, expect
+
+from tests.browser.conftest import Visitor
+from tests.browser.gallery import PLACES, Gallery, drawn
+
+PHONE = {"width": 375, "height": 700}
+AXE = "axe.run(document, {resultTypes: ['violations']}).then((result) => result.violations)"
+
+# What reaches beyond the right edge and is not inside something that is cut off or scrolls by itself. A phone makes
+# room for it: then the page is wider than the screen.
+TOO_WIDE = """(width) => {
+    const isCut = (node) => node.parentElement && (
+        getComputedStyle(node.parentElement).overflowX !== "visible" || isCut(node.parentElement));
+    return [...document.querySelectorAll("body *")]
+        .filter((node) => node.getBoundingClientRect().right > width + 1 && !isCut(node))
+        .map((node) => node.outerHTML.slice(0, 120));
+}"""
+
+
+async def violations(page: Page) -> list[str]:
+    """Of axe-core, whose script the page's own policy would refuse: its context has to bypass it."""
+    await page.evaluate(AXE_FILE_PATH.read_text())
+    return [told(violation) for violation in await page.evaluate(AXE)]
+
+
+def told(violation: dict[str, Any]) -> str:
+    nodes = "; ".join(f"{node['html'][:200]} ({node['failureSummary']})" for node in violation["nodes"][:3])
+    return f"{violation['impact']} {violation['id']}: {violation['help']}: {nodes}"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_no_page_has_barriers(visit: Visitor, gallery: Gallery, theme: str) -> None:
+    page = await visit(gallery.url, color_scheme=theme, bypass_csp=True)
+    found = []
+    for name in PLACES:
+        await page.goto(f"{gallery.url}/{gallery.place(name)}")
+        await expect(drawn(page, name)).to_be_visible()
+        found += [f"{name}: {violation}" for violation in await violations(page)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", PLACES)
+async def test_on_a_phone_nothing_scrolls_sideways(visit: Visitor, gallery: Gallery, name: str) -> None:
+    page = await visit(gallery.url, gallery.place(name), viewport=PHONE, has_touch=True, is_mobile=True)
+    await expect(drawn(page, name)).to_be_attached()
+    assert await page.evaluate(TOO_WIDE, PHONE["width"]) == []
+    assert await page.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [PHONE["width"]] * 2
+
+
+async def test_chosen_theme_stays_and_else_it_is_that_of_the_system(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, color_scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    dark = await page.evaluate(background)
+    await page.get_by_role("button", name="Switch to the light theme").click()
+    light = await page.evaluate(background)
+    await page.reload()
+    assert [await page.evaluate(background), dark != light] == [light, True]
+    other = await visit(gallery.url, color_scheme="light")
+    assert await other.evaluate(background) == light
+
+
+async def tab_to(page: Page, selector: str, most: int = 60) -> None:
+    """As one does who has no mouse; each stop can be seen."""
+    for _ in range(most):
+        await page.keyboard.press("Tab")
+        if await page.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+            outline = await page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", f"{selector} has the focus, and nothing shows it"
+            return
+    raise AssertionError(f"{selector} was not reached in {most} steps")
+
+
+async def test_job_is_opened_and_its_chart_read_by_keyboard_alone(visit: Visitor, gallery: Gallery) -> None:
+    job_id = gallery.job_ids["learned"]
+    page = await visit(gallery.url)
+    await expect(drawn(page, "jobs")).to_be_visible()
+    await tab_to(page, f"a[href='#/jobs/{job_id}']")
+    await page.keyboard.press("Enter")
+    await expect(drawn(page, "job")).to_be_visible()
+    await expect(page.get_by_role("heading", level=1)).to_be_focused()
+    await tab_to(page, "[data-testid=chart-reward] [role=slider]")
+    readout = page.get_by_test_id("chart-reward").get_by_role("slider")
+    seen = []
+    for key in ("End", "ArrowLeft", "ArrowLeft", "Home"):
+        await page.keyboard.press(key)
+        seen.append(await readout.get_attribute("aria-valuenow"))
+    assert seen == ["29", "28", "27", "0"]
+    text = await readout.get_attribute("aria-valuetext")
+    assert text is not None
+    assert text.startswith("iteration 0: mean 0.2")
+    await expect(page.get_by_test_id("chart-reward").locator("figcaption")).to_contain_text("iteration 0")
+
+
+async def test_link_to_the_content_skips_the_bar(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url)
+    await expect(drawn(page, "jobs")).to_be_visible()
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("main")).to_be_focused()
+    await expect(drawn(page, "jobs")).to_be_visible()

@@ -1,0 +1,46 @@
+"""Several jobs on the same axes, chosen in the list."""
+
+from playwright.async_api import expect
+
+from tests.browser.conftest import Visitor
+from tests.browser.gallery import Gallery, drawn
+
+
+async def test_jobs_ticked_in_the_list_are_compared(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url)
+    for name in ("learned", "slower"):
+        row = page.get_by_test_id("job-row").filter(has=page.get_by_role("link", name=name))
+        await row.get_by_role("checkbox").check()
+    await page.get_by_role("link", name="Compare").click()
+    await expect(page.get_by_role("heading", level=1, name="Compare 2 jobs")).to_be_visible()
+    reward = page.get_by_test_id("chart-reward")
+    await expect(reward.locator("polyline")).to_have_count(2)
+    lengths = [
+        len((await line.get_attribute("points") or "").split()) for line in await reward.locator("polyline").all()
+    ]
+    assert sorted(lengths) == [20, 30]
+    for name in ("learned", "slower"):
+        await expect(reward.get_by_role("listitem").filter(has_text=name)).to_be_visible()
+        await expect(page.get_by_role("columnheader", name=name).first).to_be_visible()
+    different = page.get_by_role("row").filter(has_text="schedule.num_iterations")
+    assert await different.get_by_role("cell").all_inner_texts() == sorted(
+        await different.get_by_role("cell").all_inner_texts(), key=["30", "20"].index
+    )
+    await expect(page.get_by_role("row").filter(has_text="optimizer.learning_rate")).to_have_count(0)
+
+
+async def test_all_charts_point_at_the_iteration_that_one_of_them_points_at(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("comparison"))
+    await expect(drawn(page, "comparison")).to_be_visible()
+    await page.get_by_test_id("chart-reward").get_by_role("slider").focus()
+    await page.keyboard.press("Home")
+    other = page.get_by_test_id("chart-entropy").get_by_role("slider")
+    await expect(other).to_have_attribute("aria-valuenow", "0")
+    await expect(other).to_have_attribute("aria-valuetext", "iteration 0: learned 1.2, slower 1.2 nats")
+
+
+async def test_jobs_that_are_gone_are_named_and_the_others_shown(visit: Visitor, gallery: Gallery) -> None:
+    visit.watch.expect("status of 404")
+    page = await visit(gallery.url, gallery.place("comparison") + ",job-that-is-gone")
+    await expect(drawn(page, "comparison")).to_be_visible()
+    await expect(page.get_by_text("job-that-is-gone")).to_be_visible()

@@ -1,0 +1,52 @@
+"""What people and models write is shown as text, wherever it is shown, and never becomes part of the page."""
+
+import pytest
+from playwright.async_api import Page, expect
+
+from onbeat.streams.ledger import Ledger
+from tests.browser.conftest import Visitor
+from tests.browser.seeding import Content, seed_job
+
+SCRIPT = "<script>window.hacked = 1</script>"
+IMAGE = "<img src=x onerror='window.hacked = 2'>"
+LINK = "<a href='javascript:window.hacked = 3'>press me</a>"
+SVG = "</textarea></pre><svg onload='window.hacked = 4'>"
+CONTENT = Content(prompts=(f"prompt {SCRIPT}{IMAGE}", f"{SVG} &lt;b&gt;"), words=(IMAGE, LINK, SVG, "${1+1} {{1+1}}"))
+NAME = f"name {IMAGE}{LINK}"
+
+
+async def assert_harmless(page: Page) -> None:
+    assert await page.evaluate("window.hacked") is None
+    assert (
+        await page.locator("main :is(script, iframe, object, [onerror], [onload], [href^='javascript:'])").count() == 0
+    )
+
+
+@pytest.mark.parametrize("part", ["jobs", "job", "samples", "timeline", "comparison"])
+async def test_markup_in_names_prompts_and_responses_is_text(visit, ledger: Ledger, tmp_path, part: str) -> None:
+    job_id = await seed_job(ledger, NAME, num_iterations=2, content=CONTENT)
+    other = await seed_job(ledger, SCRIPT, num_iterations=2)
+    await ledger.emit(job_id, f"kind {IMAGE}", f"message {IMAGE}{SCRIPT}")
+    places = {
+        "jobs": "#/",
+        "job": f"#/jobs/{job_id}",
+        "samples": f"#/jobs/{job_id}/samples",
+        "timeline": f"#/jobs/{job_id}/timeline",
+        "comparison": f"#/compare?jobs={job_id},{other}",
+    }
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url, places[part])
+        await expect(page.get_by_text(NAME).first).to_be_visible()
+        if part == "samples":
+            await expect(page.get_by_text(CONTENT.prompts[0]).first).to_be_visible()
+            await expect(page.get_by_test_id("sample").filter(has_text=IMAGE + " " + LINK).first).to_be_visible()
+        await assert_harmless(page)
+
+
+async def test_markup_in_an_address_is_text(visit: Visitor, ledger: Ledger, tmp_path) -> None:
+    visit.watch.expect("status of 4")  # there is no such job
+    async with visit.broker(ledger, tmp_path) as broker:
+        for place in ("#/jobs/%3Cimg%20src=x%20onerror=window.hacked=1%3E", "#/%3Csvg%20onload=window.hacked=1%3E"):
+            page = await visit(broker.url, place)
+            await expect(page.get_by_role("heading", level=1)).to_be_visible()
+            await assert_harmless(page)

@@ -1,0 +1,127 @@
+"""A job page that follows: what happens to the job appears without a reload, also after the broker was away."""
+
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from playwright.async_api import Page, expect
+
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from tests.browser.conftest import Visitor
+from tests.conftest import free_port
+from tests.integration.broker_fixtures import commit, create_job, drain, eventually, start_training, wait_open
+from tests.integration.test_live_api import Broker, ledger_events, serving, train
+
+NOT_REACHED = r"ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|status of 503"
+
+
+async def expect_progress(page: Page, done: int, total: int) -> None:
+    await expect(page.get_by_role("progressbar", name=f"{done} of {total} iterations").first).to_be_visible()
+
+
+async def expect_state(page: Page, state: str) -> None:
+    await expect(page.get_by_test_id("job-state").first).to_have_text(state)
+
+
+async def test_page_shows_what_happens_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 4})
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await expect_state(page, "pending")
+    epoch = await start_training(ledger, job_id)
+    await expect_state(page, "running")
+    await train(ledger, job_id, epoch, range(2))
+    await expect_progress(page, 2, 4)
+    reward = page.get_by_test_id("chart-reward")
+    await expect(reward.get_by_role("slider")).to_have_attribute("aria-valuenow", "1")
+    await train(ledger, job_id, epoch, range(2, 4))
+    await expect(reward.get_by_role("slider")).to_have_attribute("aria-valuenow", "3")
+    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await expect_state(page, "succeeded")
+    await expect_progress(page, 4, 4)
+    await reward.get_by_text("Values").click()
+    await expect(reward.locator("tbody tr")).to_have_count(4)
+
+
+async def test_list_shows_new_jobs_and_states_without_a_reload(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    page = await visit(broker.url)
+    await expect(page.get_by_role("heading", level=1)).to_be_visible()
+    await expect(page.get_by_test_id("job-row")).to_have_count(0)
+    job_id = await create_job(ledger, name="comes-later")
+    row = page.get_by_test_id("job-row").filter(has_text="comes-later")
+    await expect(row.get_by_test_id("job-state")).to_have_text("pending")
+    await start_training(ledger, job_id)
+    await expect(row.get_by_test_id("job-state")).to_have_text("running")
+
+
+async def test_page_says_what_a_stuck_job_waits_for(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger, pool="nobody-there")
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await expect(page.get_by_test_id("doctor")).to_contain_text("trainer of pool nobody-there")
+
+
+async def test_job_is_paused_resumed_and_cancelled_from_its_page(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await page.get_by_test_id("pause-job").click()
+    await expect_state(page, "paused")
+    assert await ledger.job_state(job_id) is JobState.PAUSED
+    await page.get_by_test_id("resume-job").click()
+    await expect_state(page, "running")
+    assert await ledger.job_state(job_id) is JobState.RUNNING
+    await page.get_by_test_id("cancel-job").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Keep it").click()
+    assert await ledger.job_state(job_id) is JobState.RUNNING
+    await page.get_by_test_id("cancel-job").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel the job").click()
+    await expect_state(page, "cancelling")
+    await ledger.move_job(job_id, JobState.CANCELLED)  # the trainer has seen it
+    await expect_state(page, "cancelled")
+
+
+async def test_stream_is_taken_up_again_after_the_broker_was_restarted(
+    visit: Visitor, ledger: Ledger, tmp_path: Path
+) -> None:
+    visit.watch.expect(NOT_REACHED)
+    port, job_id = free_port(), await create_job(ledger, schedule={"num_iterations": 4})
+    epoch = await start_training(ledger, job_id)
+    async with serving(ledger, tmp_path, port=port) as broker:
+        page = await visit(broker.url, f"#/jobs/{job_id}")
+        await train(ledger, job_id, epoch, range(1))
+        await expect_progress(page, 1, 4)
+        await wait_open(ledger, job_id, 1)
+        told = page.get_by_test_id("events").get_by_role("listitem")
+        await expect(told).to_have_count(len(await ledger_events(ledger, job_id)))
+    await drain(ledger, job_id)
+    assert await commit(ledger, job_id, epoch, 1, reward_mean=0.75)  # while no broker is there
+    async with visit.broker(ledger, tmp_path, port=port) as broker:
+        await expect_progress(page, 2, 4)
+        await train(ledger, job_id, epoch, range(2, 4))
+        await expect_progress(page, 4, 4)
+        slider = page.get_by_test_id("chart-reward").get_by_role("slider")
+        await expect(slider).to_have_attribute("aria-valuenow", "3")
+        await expect(told).to_have_count(len(await ledger_events(ledger, job_id)))
+        assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was told again from the beginning"
+
+
+def cursors(visit: Visitor) -> list[str]:
+    """After which event each stream was asked for."""
+    addresses = [urlsplit(request.url) for request in visit.watch.requests]
+    return [parse_qs(address.query)["after"][0] for address in addresses if address.path.endswith("/stream")]
+
+
+async def test_page_that_is_left_listens_no_more(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+
+    async def listens() -> bool:
+        return broker.num_watchers == 1
+
+    async def is_gone() -> bool:
+        return broker.num_watchers == 0
+
+    await eventually("the page listens", listens)
+    await page.get_by_role("navigation", name="Pages").get_by_role("link", name="Jobs").click()
+    await eventually("nobody listens", is_gone)

@@ -1,0 +1,70 @@
+"""What the model said: filtered by reward and iteration, token by token, and beside what it said to the same prompt."""
+
+import re
+
+from playwright.async_api import Page, expect
+
+from tests.browser.conftest import Visitor
+from tests.browser.gallery import Gallery
+from tests.browser.seeding import Content
+
+PROMPTS = Content().prompts
+
+
+async def rewards(page: Page) -> set[str]:
+    return set(await page.get_by_test_id("sample").locator(".whole .bar-value").all_inner_texts())
+
+
+async def test_samples_are_filtered_by_reward_and_iteration(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("samples"))
+    await expect(page.get_by_text("of iteration 29")).to_be_visible()
+    await expect(page.get_by_test_id("sample")).to_have_count(16)
+    assert await rewards(page) == {"0", "1"}
+    await page.get_by_label("Reward from").fill("0.5")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("with a reward from 0.5")).to_be_visible()
+    assert await rewards(page) == {"1"}
+    await page.get_by_label("Iteration", exact=True).fill("0")
+    await page.get_by_label("Reward from").fill("")
+    await page.get_by_label("to", exact=True).fill("0.5")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text(re.compile("of iteration 0.*up to 0.5"))).to_be_visible()
+    assert await rewards(page) == {"0"}
+    await page.reload()  # the address says what is shown
+    await expect(page.get_by_text(re.compile("of iteration 0.*up to 0.5"))).to_be_visible()
+    assert await rewards(page) == {"0"}
+
+
+async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("samples"))
+    sample = page.get_by_test_id("sample").filter(has_text=PROMPTS[0]).first
+    await expect(sample).to_contain_text("seven plus two is nine")
+    for name, value in (("form", "0.5"), ("right", "[01]"), ("advantage", r"[^\d]?0(\.\d+)?")):
+        await expect(sample).to_contain_text(re.compile(rf"{name}\s*{value}"))
+    await expect(sample).to_contain_text("11 tokens")
+
+
+async def test_tokens_tell_their_probability_by_pointer_and_by_keyboard(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("group"))
+    readout = page.get_by_test_id("token-readout")
+    first = page.get_by_test_id("response").first
+    await first.locator("[data-index='1']").hover()
+    await expect(readout).to_have_text(re.compile(r"token 2 of 11: “·plus”, id 101, probability \d+\.\d%, log probab"))
+    await first.get_by_role("group", name="Tokens of response 1").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(readout).to_contain_text("token 3 of 11: “·two”")
+    await page.keyboard.press("End")
+    await expect(readout).to_contain_text("token 11 of 11: no text of its own")
+
+
+async def test_same_prompt_of_other_iterations_is_shown_side_by_side(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("group"))
+    alike = page.get_by_test_id("alike")
+    await expect(alike.locator("tbody tr")).to_have_count(30)
+    await alike.get_by_role("checkbox", name="Group 0-0 of").check()
+    await page.get_by_test_id("compare-groups").click()
+    await expect(page.get_by_role("heading", level=1, name="Groups 29-0 and 0-0")).to_be_visible()
+    for iteration in (29, 0):
+        column = page.get_by_role("heading", name=f"Iteration {iteration}, group {iteration}-0")
+        await expect(column).to_be_visible()
+    await expect(page.get_by_test_id("response")).to_have_count(8)

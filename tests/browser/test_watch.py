@@ -1,0 +1,36 @@
+"""The other tests here fail for what their pages complain of: that they would."""
+
+import pytest
+
+from tests.browser.conftest import Visitor
+from tests.browser.gallery import Gallery
+
+OFFENCES = {
+    "console.error('an error')": "console error: an error",
+    "setTimeout(() => { throw new Error('nobody caught it'); })": "uncaught: .*nobody caught it",
+    "Promise.reject(new Error('nobody waited for it')) && null": "uncaught: .*nobody waited for it",
+    "fetch('http://127.0.0.2:9/').catch(() => null)": "connect-src.* refused http://127.0.0.2:9/",
+    "const s = document.createElement('script'); s.text = '1'; document.body.append(s)": "script-src.* refused inline",
+    "document.body.setAttribute('style', 'color: red')": "style-src.* refused inline",
+    "new Image().src = 'http://127.0.0.2:9/x.png'": "img-src.* refused http://127.0.0.2:9/x.png",
+}
+
+
+@pytest.mark.parametrize(("script", "complaint"), OFFENCES.items())
+async def test_offence_is_noticed(visit: Visitor, gallery: Gallery, script: str, complaint: str) -> None:
+    page = await visit(gallery.url)
+    await page.evaluate(f"() => {{ {script} }}")
+    await page.evaluate("new Promise((resolve) => setTimeout(resolve))")  # what was put off comes before it
+    with pytest.raises(AssertionError, match=complaint):
+        visit.watch.check()
+    visit.watch.complaints.clear()
+
+
+async def test_request_to_another_host_is_noticed_also_where_no_policy_refuses_it(
+    visit: Visitor, gallery: Gallery
+) -> None:
+    page = await visit(gallery.url, bypass_csp=True)
+    await page.evaluate("fetch('http://127.0.0.2:9/', {mode: 'no-cors'}).catch(() => null)")
+    with pytest.raises(AssertionError, match="request to another host: GET http://127"):
+        visit.watch.check()
+    visit.watch.complaints.clear()
