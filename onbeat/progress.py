@@ -30,7 +30,8 @@ async def follow(
 ) -> JobProgress:
     """Show the job until it is final. `tick` is called about twice a second and may raise.
 
-    Raises BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted.
+    Raises BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
+    question refused.
     """
     progress = await JobProgress.load(client, job_id)
     printer = Printer(console, progress)
@@ -38,11 +39,13 @@ async def follow(
         listening = asyncio.create_task(listen(client, progress, printer))
         looking = asyncio.create_task(look_at_rollouts(client, progress, printer))
         try:
-            while not listening.done():
+            done: set[asyncio.Task[None]] = set()
+            while not done:
                 tick()
                 refresh()
-                await asyncio.wait([listening], timeout=POLL_S)
-            listening.result()
+                done, _ = await asyncio.wait([listening, looking], timeout=POLL_S, return_when="FIRST_COMPLETED")
+            for task in done:
+                task.result()
         finally:
             listening.cancel()
             looking.cancel()
@@ -54,7 +57,7 @@ async def follow(
 
 async def listen(client: AsyncClient, progress: JobProgress, printer: "Printer") -> None:
     """Until the job is over."""
-    num_lost = 0
+    num_lost, is_behind = 0, False
     for record in progress.committed:
         printer.show_iteration(record)
     printer.show_evaluations()
@@ -64,8 +67,8 @@ async def listen(client: AsyncClient, progress: JobProgress, printer: "Printer")
                 async for update in updates:
                     num_lost = 0
                     progress.apply(update)
-                    if isinstance(update, Event) and update.kind.startswith("evaluation."):
-                        await progress.load_evaluations(client)
+                    if is_behind or (isinstance(update, Event) and update.kind.startswith("evaluation.")):
+                        is_behind = not await catch_up(client, progress)
                         printer.show_evaluations()
                     printer.show(update)
             return
@@ -73,6 +76,15 @@ async def listen(client: AsyncClient, progress: JobProgress, printer: "Printer")
             num_lost += 1
             if num_lost == MAX_LOST_STREAMS:
                 raise
+
+
+async def catch_up(client: AsyncClient, progress: JobProgress) -> bool:
+    """Are the evaluations known? If not, the stream's next update, after it was lost too, is the time to ask again."""
+    try:
+        await progress.load_evaluations(client)
+    except BrokerUnreachable:
+        return False
+    return True
 
 
 async def look_at_rollouts(client: AsyncClient, progress: JobProgress, printer: "Printer") -> None:

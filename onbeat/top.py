@@ -16,6 +16,8 @@ from onbeat.report import num_tokens
 from onbeat.types import IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
 
 DEFAULT_POOL = "default"
+NUM_NEWEST = 200  # jobs of any state that are asked for at once
+MAX_PER_STATE = 1000  # as many as a broker lists
 MAX_MEASURED_JOBS = 20  # that are asked for their newest iteration
 
 
@@ -46,10 +48,7 @@ class Snapshot:
 
 async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Snapshot:
     """Of one pool, or of the default pool and those of all jobs that are not over."""
-    states = [state for state in JobState if not state.is_final]
-    lists = await asyncio.gather(*(client.jobs.list(state) for state in states))
-    known = {job.id: job for found in lists for job in found}  # one that moves meanwhile is in two lists
-    jobs = [job for job in known.values() if only_pool in (None, job.pool)]
+    jobs = [job for job in await find_active(client) if only_pool in (None, job.pool)]
     pools = sorted({job.pool for job in jobs} | {only_pool or DEFAULT_POOL})
     measured = [job for job in jobs if job.next_iteration][:MAX_MEASURED_JOBS]
     newest, views = await asyncio.gather(
@@ -57,10 +56,21 @@ async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Sn
         asyncio.gather(*(look_at_pool(client, pool) for pool in pools)),
     )
     return Snapshot(
-        jobs=sorted(jobs, key=lambda job: (job.pool, states.index(job.state), job.created_at)),
+        jobs=sorted(jobs, key=lambda job: (job.pool, list(JobState).index(job.state), job.created_at)),
         newest={job.id: record for job, record in zip(measured, newest, strict=True) if record is not None},
         pools=views,
     )
+
+
+async def find_active(client: AsyncClient) -> list[JobRecord]:
+    """Jobs that are not over, at most MAX_PER_STATE of a state."""
+    newest = await client.jobs.list(limit=NUM_NEWEST)
+    lists = [newest]
+    if len(newest) == NUM_NEWEST:  # there are more
+        states = [state for state in JobState if not state.is_final]
+        lists += await asyncio.gather(*(client.jobs.list(state, MAX_PER_STATE) for state in states))
+    known = {job.id: job for found in lists for job in found}  # as it was seen last: it may be in two lists
+    return [job for job in known.values() if not job.state.is_final]
 
 
 async def newest_iteration(client: AsyncClient, job: JobRecord) -> IterationRecord | None:

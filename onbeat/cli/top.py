@@ -65,24 +65,40 @@ async def look_again_and_again(client: "AsyncClient", pool: str | None, console:
     from onbeat.client import BrokerUnreachable
     from onbeat.top import TopView, take_snapshot
 
+    async def next_snapshot() -> "Snapshot":
+        await asyncio.sleep(REFRESH_S)
+        return await take_snapshot(client, pool)
+
     snapshot = await take_snapshot(client, pool)
     seen_at = time.monotonic()
     with keys_of_terminal() as has_quit, Live(screen=True, auto_refresh=False, console=console) as live:
-        while True:
-            lost_s = time.monotonic() - seen_at
-            warning = f"the broker does not answer since {lost_s:.0f} s, trying again" if lost_s > REFRESH_S else ""
-            title = f"onbeat top  {client.base_url}  {time.strftime('%H:%M:%S')}  (q ends)"
-            live.update(TopView(snapshot, time.time(), title, warning), refresh=True)
-            try:
-                await asyncio.wait_for(has_quit.wait(), REFRESH_S)
-                return
-            except TimeoutError:
-                pass
-            try:
-                snapshot, seen_at = await take_snapshot(client, pool), time.monotonic()
-            except BrokerUnreachable:
-                if time.monotonic() - seen_at > UNREACHABLE_DEADLINE_S:
-                    raise
+        quitting, asking = asyncio.create_task(has_quit.wait()), asyncio.create_task(next_snapshot())
+        try:
+            while not quitting.done():
+                title = f"onbeat top  {client.base_url}  {time.strftime('%H:%M:%S')}  (q ends)"
+                warning = silence(time.monotonic() - seen_at)
+                live.update(TopView(snapshot, time.time(), title, warning), refresh=True)
+                # The broker may take long to answer, or never: the screen and the keys do not wait for it.
+                await asyncio.wait([quitting, asking], timeout=REFRESH_S, return_when="FIRST_COMPLETED")
+                if asking.done():
+                    try:
+                        snapshot, seen_at = asking.result(), time.monotonic()
+                    except BrokerUnreachable:
+                        if time.monotonic() - seen_at > UNREACHABLE_DEADLINE_S:
+                            raise
+                    asking = asyncio.create_task(next_snapshot())
+        finally:
+            quitting.cancel()
+            asking.cancel()
+            await asyncio.gather(quitting, asking, return_exceptions=True)
+
+
+def silence(lost_s: float) -> str:
+    """What to say when the last answer is so old; '' when the next one is not late."""
+    if lost_s < 2 * REFRESH_S:
+        return ""
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - lost_s))
+    return f"the broker does not answer since {since} ({lost_s:.0f} s), trying again; all below is as of then"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`Client`: a broker, for code without an event loop. Notebooks, where one runs, may use it too: it has a thread."""
 
 import asyncio
+import concurrent.futures
 import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -22,26 +23,46 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="onbeat-client", daemon=True)
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._loop.is_closed()
+        self._lock = threading.Lock()  # no coroutine comes to the loop after the last one
+        self.is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        if self.is_closed:
-            coroutine.close()
-            raise RuntimeError("this client is closed; make a new one")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Raises RuntimeError when the thread is closed, also while this waits."""
+        with self._lock:
+            if self.is_closed:
+                coroutine.close()
+                raise RuntimeError("this client is closed; make a new one")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise RuntimeError("this client was closed by another thread before the answer came") from error
         except KeyboardInterrupt:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel all that runs, so that nobody waits for ever, and run `last`. Safe to repeat."""
+        with self._lock:
+            if self.is_closed:
+                last.close()
+                return
+            self.is_closed = True
+            ending = asyncio.run_coroutine_threadsafe(cancel_others_and(last), self._loop)
+        try:
+            ending.result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def cancel_others_and(last: Coroutine[Any, Any, None]) -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await last
 
 
 def jobs_face(
@@ -128,10 +149,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Safe to repeat."""
-        if not self._thread.is_closed:
-            self._thread.run(self._client.close())
-            self._thread.close()
+        """What other threads wait for ends with a RuntimeError. Safe to repeat."""
+        self._thread.close(self._client.close())
 
     def workers(self, pool: str | None = None) -> Records[WorkerRecord]:
         """The rollouts of a pool (default: `default`), as their last heartbeats told."""

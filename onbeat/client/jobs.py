@@ -52,7 +52,7 @@ UPDATES: dict[str, type[Update]] = {
 
 
 class AsyncJobs:
-    """Everything under /v1/jobs. Methods raise ApiError for refusals and BrokerUnreachable without an answer."""
+    """Everything under /v1/jobs. Methods raise ApiError for refusals, BrokerUnreachable without a broker that can."""
 
     def __init__(self, client: Transport) -> None:
         self._client = client
@@ -64,9 +64,9 @@ class AsyncJobs:
         answer = await self._client.request("POST", "/v1/jobs", json=body, headers=headers, is_repeatable=True)
         return JobRecord.model_validate(answer)
 
-    async def list(self, state: JobState | str | None = None) -> JobRecords:
-        """Newest first."""
-        return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state))
+    async def list(self, state: JobState | str | None = None, limit: int | None = None) -> JobRecords:
+        """Newest first, at most `limit` (1 to 1000; default: 200)."""
+        return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
 
     async def get(self, job_id: str) -> JobRecord:
         return JobRecord.model_validate(await self._client.get(job_path(job_id)))

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
 STREAM_SILENCE_S = 45.0  # a broker sends a heartbeat each 15 s
-BUSY_STATUSES = frozenset({429, 502, 503, 504})
+BUSY_STATUSES = frozenset({429, 502, 503, 504})  # may pass: too hasty, no broker behind a proxy, Redis is away
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,16 @@ class Message:
 
 
 class BrokerUnreachable(OnbeatError):
-    """No answer from the broker, after retries."""
+    """No answer from the broker, after retries, or only one of BUSY_STATUSES; `status` is that, else None."""
 
-    def __init__(self, url: str, reason: str) -> None:
+    def __init__(self, url: str, reason: str, status: int | None = None) -> None:
         super().__init__(
-            f"no answer from a broker at {url} ({reason}); start a local stack with `onbeat up`, "
+            f"the broker at {url} cannot do this now: {reason}"
+            if status is not None
+            else f"no answer from a broker at {url} ({reason}); start a local stack with `onbeat up`, "
             "or name another broker with --url or ONBEAT_URL"
         )
-        self.url = url
+        self.url, self.status = url, status
 
 
 class Transport:
@@ -89,17 +91,15 @@ class Transport:
     async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
         """Server-sent events after the one with this id, until the broker ends them.
 
-        Raises ApiError for refusals, BrokerUnreachable without an answer or when the connection breaks.
+        Raises ApiError for refusals, BrokerUnreachable from a busy broker, without one or when the connection breaks.
         """
         headers = {"Last-Event-ID": after, "Accept": "text/event-stream"}
         timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
         try:
             async with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
-                if response.status_code in BUSY_STATUSES:
-                    raise BrokerUnreachable(self.base_url, f"it answers {response.status_code}")
                 if not response.is_success:
                     await response.aread()
-                    parse_answer(response)
+                    self._parse(response)
                 fields: dict[str, str] = {}
                 async for line in lines_of(response.aiter_text()):
                     name, _, value = line.partition(": ")
@@ -113,7 +113,10 @@ class Transport:
             raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
 
     async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
-        """One call with bounded retries; what is not repeatable is only retried when nothing was sent."""
+        """One call with bounded retries; what is not repeatable is only retried when nothing was sent.
+
+        Raises ApiError for refusals, BrokerUnreachable without an answer or while the broker is busy.
+        """
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
                 response = await self._http.request(method, path, **options)
@@ -123,9 +126,17 @@ class Transport:
             else:
                 is_retried = is_repeatable and response.status_code in BUSY_STATUSES and delay_s is not None
                 if not is_retried:
-                    return parse_answer(response)
+                    return self._parse(response)
             await asyncio.sleep(delay_s or 0)
         raise AssertionError("the last try returns or raises")
+
+    def _parse(self, response: httpx.Response) -> Any:
+        try:
+            return parse_answer(response)
+        except ApiError as error:
+            if error.status in BUSY_STATUSES:
+                raise BrokerUnreachable(self.base_url, str(error), error.status) from error
+            raise
 
 
 async def lines_of(chunks: AsyncIterator[str]) -> AsyncGenerator[str]:
@@ -173,10 +184,10 @@ def parse_answer(response: httpx.Response) -> Any:
         body = None
     if response.is_success and body is not None:
         return body
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or "title" not in body:  # no problem document: of a proxy, or of /v1/chat
         text = response.text.strip()[:200] or "empty answer"
         raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
-    title = str(body.get("title") or response.reason_phrase)
+    title = str(body["title"] or response.reason_phrase)
     detail = body.get("detail")
     errors = body.get("errors")
     raise ApiError(

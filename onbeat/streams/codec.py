@@ -2,7 +2,7 @@
 
 A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
 version spans that cover every response exactly, the length of each token's text or none. That logprobs are finite is
-checked where they are made and used, that lengths add up where a group is submitted.
+checked where they are made and used, that lengths add up and that durations are some where a group is submitted.
 """
 
 import math
@@ -23,6 +23,7 @@ from onbeat.rollout.v1.rollout_pb2 import (
 )
 
 __all__ = [
+    "MAX_DURATION_S",
     "MAX_REWARD",
     "GroupFailure",
     "Message",
@@ -32,6 +33,7 @@ __all__ = [
     "RolloutGroup",
     "Timings",
     "VersionSpan",
+    "check_content",
     "check_group",
     "check_logprobs",
     "check_token_lengths",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 MAX_REWARD = 1_000_000  # either way: their squares, sums and float32 values stay finite
+MAX_DURATION_S = 1e9  # 30 years: sums of them are finite
 
 
 def decode_task(payload: bytes) -> PromptTask:
@@ -62,7 +65,7 @@ def decode_group(payload: bytes) -> RolloutGroup:
         group = RolloutGroup.FromString(payload)
     except DecodeError as error:
         raise ValueError(f"not a RolloutGroup: {error}") from error
-    check_group(group)
+    check_content(group)  # an entry with odd durations may have been accepted before they were checked
     return group
 
 
@@ -87,7 +90,18 @@ def used_digest(digests: Mapping[str, str]) -> str:
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Raises ValueError naming the group, the response and what is wrong with it."""
+    """Before it is submitted. Raises ValueError naming the group, the response and what is wrong with it."""
+    timings = group.timings
+    for name in ("generate_s", "score_s", "worker_busy_s"):
+        duration_s = getattr(timings, name)
+        if not 0 <= duration_s <= MAX_DURATION_S:
+            reason = f"its {name} is {duration_s}, not seconds from 0 to {MAX_DURATION_S:.0f}"
+            raise ValueError(f"group {group.group_id}: {reason}")
+    check_content(group)
+
+
+def check_content(group: RolloutGroup) -> None:
+    """All but its durations. Raises ValueError as `check_group`."""
     if group.HasField("failure"):
         if group.responses:
             raise ValueError(f"group {group.group_id}: a failed group holds no responses")

@@ -3,6 +3,7 @@
 Nothing here decides anything, and it only reads, but for the heartbeat of trainers and the lists of who is there.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -84,6 +85,12 @@ async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
     return found[0][1][b"group"] if found else None
 
 
+async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
+    """Of one group as `Ledger.advantages` has them of all: that of each response; empty where nobody told."""
+    told = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
+    return list(json.loads(told)) if told else []
+
+
 async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:
     """Newest first."""
     found = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)
@@ -100,6 +107,15 @@ async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str],
     if b"state" not in fields:
         raise JobNotFound(job_id)
     return as_text(fields), [to_event(entry, event) for entry, event in found[0][1]] if found else []
+
+
+async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> list[dict[str, str]]:
+    """The job hashes as text, in one round trip, without those of jobs that are listed and not there (yet)."""
+    pipeline = ledger.redis.pipeline(transaction=False)
+    for job_id in job_ids:
+        pipeline.hgetall(JobKeys(job_id).job)
+    found = await pipeline.execute() if job_ids else []
+    return [as_text(fields) for fields in found if b"state" in fields]
 
 
 async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) -> list[IterationHashes]:

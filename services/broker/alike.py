@@ -1,7 +1,8 @@
 """Which groups of a job have the same prompt: an index of its rollouts stream, by a digest of the text.
 
 Accepted groups never change, so each is read once; a question reads what has come since the last one. It is read in
-slices, between which it is the turn of others, and by one reader at a time. A broker that starts again reads anew.
+slices, between which it is the turn of others, and by one reader of each job at a time. A broker that starts again
+reads anew.
 """
 
 import asyncio
@@ -49,9 +50,10 @@ class Place(NamedTuple):
 class Prompts:
     """Of one job, as far as its stream has been read."""
 
-    cursor: str  # the last entry that was read
+    cursor: str | None = None  # the last entry that was read; None: not begun
     places: deque[Place] = field(default_factory=deque)  # in the order of the stream
     by_prompt: dict[bytes, deque[Place]] = field(default_factory=dict)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add(self, place: Place) -> None:
         self.places.append(place)
@@ -78,7 +80,6 @@ class Alike:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._jobs: OrderedDict[str, Prompts] = OrderedDict()
-        self._reading = asyncio.Lock()
 
     async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
         """The kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
@@ -88,9 +89,10 @@ class Alike:
             self._jobs.pop(job_id, None)
             raise
         first_kept = int(job.get("num_trimmed", "0"))
+        prompts = self._prompts_of(job_id)
         try:
-            async with asyncio.timeout(READ_S), self._reading:
-                prompts = await self._prompts_of(job_id, job)
+            async with asyncio.timeout(READ_S), prompts.reading:
+                prompts.cursor = prompts.cursor or await self._start(job_id, job)
                 prompts.drop_before(first_kept)
                 await self._read_on(job_id, prompts)
         except TimeoutError as error:
@@ -103,10 +105,8 @@ class Alike:
         known = [place.group for place, entry in zip(found, accepted, strict=True) if place.entry == entry]
         return sorted(known, key=lambda group: group_order(group.group_id))
 
-    async def _prompts_of(self, job_id: str, job: Fields) -> Prompts:
-        prompts = self._jobs.get(job_id)
-        if prompts is None:
-            prompts = self._jobs[job_id] = Prompts(await self._start(job_id, job))
+    def _prompts_of(self, job_id: str) -> Prompts:
+        prompts = self._jobs.setdefault(job_id, Prompts())
         self._jobs.move_to_end(job_id)
         while len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
@@ -125,6 +125,7 @@ class Alike:
 
     async def _read_on(self, job_id: str, prompts: Prompts) -> None:
         """To the end of the stream."""
+        assert prompts.cursor is not None, "it is not said where to begin"
         while entries := await self._ledger.rollouts(job_id, prompts.cursor, SLICE):
             for entry, payload in entries:
                 try:

@@ -41,39 +41,21 @@ def create_app(
 
     Raises ValueError for a keys file that is missing or broken.
     """
-    keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
-    limit = RateLimit(settings.requests_per_s, settings.request_burst)
-    memory_mb = settings.dataset_memory_mb
-    # Two processes, so that an odd job at the door cannot hold up the jobs inside.
-    admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, memory_mb)
-    conductor_data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, memory_mb)
-    conductor = Conductor(ledger, conductor_data, settings.redis_retry_s)
-    retention = Retention(ledger, settings.job_retention_days)
-    streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
     meters = Meters()
-    tracer = create_tracer(settings, ledger, meters)
-    conducting: list[asyncio.Task[None]] = []
+    background = Background(settings, ledger, meters, on_conductor_end)
+    # Not the process that the conductor has, so that an odd job at the door cannot hold up the jobs inside.
+    admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, settings.dataset_memory_mb)
+    streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(conductor.run(), name="conductor")
-        task.add_done_callback(lambda ended: report_end(ended, on_conductor_end))
-        conducting[:] = [task]
-        cleaning = asyncio.create_task(retention.run(), name="retention")
-        cleaning.add_done_callback(lambda ended: report_end(ended, on_conductor_end))
-        if tracer:
-            tracer.start()
+        background.start()
         try:
             yield
         finally:
-            task.cancel()
-            cleaning.cancel()
-            await asyncio.gather(task, cleaning, return_exceptions=True)
-            if tracer:
-                await tracer.close()
+            await background.close()
             await streams.close()
             await admission_data.close()
-            await conductor_data.close()
 
     refusals = problems.documented(401, 403, 429)
     app = FastAPI(
@@ -83,22 +65,65 @@ def create_app(
         ledger=ledger,
         admission=Admission(admission_data, settings.has_model_folders),
         meters=meters,
-        is_conducting=lambda: bool(conducting) and not conducting[0].done(),
+        is_conducting=background.is_conducting,
         is_stopping=is_stopping,
         streams=streams,
         timelines=Timelines(ledger),
         alike=Alike(ledger),
         chats=ChatDesk(ledger, chat_limits(settings), is_stopping),
     )
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
-    app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
-    app.add_middleware(Envelope)
-    app.add_middleware(RequestTimer, meters=meters)
+    add_middleware(app, settings, meters)
     problems.install(app)
     # doctor before jobs: else JOB:explain is a job's id
     for api in (chat, dashboard, doctor, jobs, samples, stream, timeline, pools, health):
         app.include_router(api.router)
     return app
+
+
+def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
+    """The innermost first. Raises ValueError for a keys file that is missing or broken."""
+    keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
+    limit = RateLimit(settings.requests_per_s, settings.request_burst)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
+    app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
+    app.add_middleware(Envelope)
+    app.add_middleware(RequestTimer, meters=meters)
+
+
+class Background:
+    """What runs beside the requests: the conductor, the removal of old jobs and, where it is on, the tracing.
+
+    `on_end` is called when one of the first two gives up.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger, meters: Meters, on_end: Callable[[], None]) -> None:
+        self._data = DatasetProcess(settings.data_dir, settings.dataset_timeout_s, settings.dataset_memory_mb)
+        self._conductor = Conductor(ledger, self._data, settings.redis_retry_s)
+        self._retention = Retention(ledger, settings.job_retention_days)
+        self._tracer = create_tracer(settings, ledger, meters)
+        self._on_end = on_end
+        self._tasks: list[asyncio.Task[None]] = []  # the conductor first
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._conductor.run(), name="conductor"),
+            asyncio.create_task(self._retention.run(), name="retention"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(lambda ended: report_end(ended, self._on_end))
+        if self._tracer:
+            self._tracer.start()
+
+    def is_conducting(self) -> bool:
+        return bool(self._tasks) and not self._tasks[0].done()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tracer:
+            await self._tracer.close()
+        await self._data.close()
 
 
 def create_tracer(settings: Settings, ledger: Ledger, meters: Meters) -> "Tracer | None":

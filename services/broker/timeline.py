@@ -67,7 +67,7 @@ class Timelines:
             spans += told
             if told:
                 busy.append((commit_before(fields), float(fields["committed_at"])))
-        return put_together(start, end, list(shown), spans, busy)
+        return await asyncio.to_thread(put_together, start, end, list(shown), spans, busy)
 
     async def _held(self, job_id: str, hashes: Iterable[Fields]) -> dict[tuple[int, str], float]:
         """(policy version, rollout) -> how long its weights lay there before the engine served them."""

@@ -39,6 +39,10 @@ MAX_REST_S = 60.0  # between two tries of a collector that is away, and between 
 CLOSE_S = 3.0  # for what was committed just before this broker ends
 
 
+# Of a trainer or a rollout of another make: what they tell cannot be read, or cannot be sent.
+ODD = (ValueError, TypeError, LookupError, ArithmeticError)
+
+
 class LostJob(Exception):
     """Another broker exports it, or it is gone."""
 
@@ -123,7 +127,8 @@ class Tracer:
             if iteration % self._every == 0:
                 history = history or await read_history(self._ledger, job.job_id, iteration)
                 await self._export(history, iteration)
-            await self._hold(job.job_id, next_iteration=iteration + 1)
+            if await self._hold(job.job_id, next_iteration=iteration + 1) > iteration + 1:
+                return  # another broker had the job meanwhile, and is further
 
     async def _hold(self, job_id: str, next_iteration: int | None = None) -> int:
         """The first iteration that is left to export; all before `next_iteration` are done. Raises LostJob."""
@@ -139,7 +144,7 @@ class Tracer:
         job_id = history.job_id
         try:
             spans = await read_trace(self._ledger, history, iteration)
-        except (ValueError, KeyError, TypeError):  # of a trainer or a rollout of another make
+        except ODD:
             logger.exception("job %s: iteration %d cannot be made a trace", job_id, iteration)
             spans = None
         if spans is None:
@@ -150,6 +155,10 @@ class Tracer:
         except CollectorRefused as problem:
             self._meters.traces.labels("refused").inc()
             self._say(f"{self._collector.url} refuses the trace of iteration {iteration} of job {job_id}: {problem}")
+            return
+        except ODD:
+            self._meters.traces.labels("refused").inc()
+            logger.exception("job %s: the trace of iteration %d cannot be sent", job_id, iteration)
             return
         self._meters.traces.labels("exported").inc()
         logger.info("job %s: iteration %d is trace %s", job_id, iteration, trace_id(job_id, iteration))

@@ -20,6 +20,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from onbeat.client import BrokerUnreachable
 from onbeat.errors import ApiError
 from onbeat.local.redis_server import free_port
 from onbeat.local.supervisor import ServiceSpec
@@ -149,7 +150,7 @@ class Storm:
         """After a failure: the next storm begins in fair weather, and finds trainers without a job."""
         self._end_lasting(until_s=float("inf"))
         self._stack.job(self._job_id)  # a broker is there
-        with contextlib.suppress(ApiError):  # the job is over
+        with contextlib.suppress(ApiError, BrokerUnreachable):  # the job is over, or Redis not back yet
             self._stack.client.jobs.cancel(self._job_id)
 
     def _elapsed_s(self) -> float:

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from onbeat.streams.codec import PromptTask, RolloutGroup
+from onbeat.streams import ledger as ledger_module
+from onbeat.streams.codec import PromptTask, RolloutGroup, check_content
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, Verdict
@@ -15,6 +16,7 @@ from tests.integration.broker_fixtures import (
     commit,
     create_job,
     drain,
+    failed_group,
     make_group,
     start_training,
     tasks_for,
@@ -142,8 +144,23 @@ def spoil(group: RolloutGroup, how: str) -> None:
             response.token_lengths[:] = [1, len(response.text) - 2]
         case "lengths of more text":
             response.token_lengths[:] = [2**32 - 1, len(response.text)]
+        case "endless scoring":
+            group.timings.score_s = math.inf
+        case "scoring that ends before it begins":
+            group.timings.score_s = -1e300
+        case "generation of no duration":
+            group.timings.generate_s = math.nan
+        case "generation of the age of the world":
+            group.timings.generate_s = 1e300
+        case "failed and never busy":
+            group.CopyFrom(failed_group(claimed_by(group)))
+            group.timings.worker_busy_s = -math.inf
         case "failed and not":
             group.failure.kind = "engine"
+
+
+def claimed_by(group: RolloutGroup) -> PromptTask:
+    return PromptTask(group_id=group.group_id, iteration=group.iteration, policy_version=group.policy_version)
 
 
 BROKEN = [
@@ -159,6 +176,11 @@ BROKEN = [
     "lengths of fewer tokens",
     "lengths of less text",
     "lengths of more text",
+    "endless scoring",
+    "scoring that ends before it begins",
+    "generation of no duration",
+    "generation of the age of the world",
+    "failed and never busy",
     "failed and not",
 ]
 
@@ -172,6 +194,22 @@ async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledge
     with pytest.raises(ValueError, match=f"group {claim.task.group_id}"):
         await ledger.submit_group(job_id, claim.entry_id, group)
     assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+
+
+async def test_group_that_was_accepted_before_durations_were_checked_is_trained(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, epoch = await open_job(ledger, num_groups=3)
+    claims = await claim_all(ledger, job_id)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(ledger_module, "check_group", check_content)
+        for claim, score_s in zip(claims, (-math.inf, -1e300, math.nan), strict=True):
+            group = make_group(claim.task)
+            group.timings.score_s = score_s
+            assert await ledger.submit_group(job_id, claim.entry_id, group) is Verdict.ACCEPTED
+    assert len(await take_all(ledger, job_id)) == 3
+    assert await number(ledger, job_id, "num_foreign") == 0
+    assert await commit(ledger, job_id, epoch, 0)
 
 
 @pytest.mark.parametrize("seed", range(30 * FUZZ_FACTOR))

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,15 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from onbeat.streams.inspection import trainer_heartbeat
+from onbeat.streams import keys
+from onbeat.streams.inspection import existing_jobs, trainer_heartbeat
+from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
+from services.broker.api import jobs as jobs_api
 from tests.integration.broker_fixtures import (
     commit,
+    create_job,
     drain,
     eventually,
     failed_group,
@@ -78,6 +82,42 @@ async def test_jobs_are_listed_newest_first_and_by_state(broker: httpx.AsyncClie
     assert not {ids[0], ids[2]} & set(cancelled)
     assert len((await broker.get("/v1/jobs?limit=1")).json()["jobs"]) == 1
     problem_of(await broker.get("/v1/jobs?state=SLEEPING"), 422)
+
+
+async def test_lists_are_read_in_several_parts_and_jobs_that_are_over_only_where_they_are_wanted(
+    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    async def noted(ledger: Ledger, job_ids: Sequence[str]) -> list[dict[str, str]]:
+        assert len(job_ids) <= 3
+        read.extend(job_ids)
+        return await existing_jobs(ledger, job_ids)
+
+    monkeypatch.setattr(jobs_api, "JOBS_AT_ONCE", 3)
+    monkeypatch.setattr(jobs_api, "existing_jobs", noted)
+    job_ids = [await create_job(ledger) for _ in range(8)]
+    over = [job_ids[1], job_ids[3]]
+    for job_id in over:
+        await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.redis.zadd(keys.ALL_JOBS, {"never-created": await ledger.now()})
+    newest_first = job_ids[::-1]
+    pending = [job_id for job_id in newest_first if job_id not in over]
+
+    async def listed(query: str) -> list[str]:
+        """Of them."""
+        read.clear()
+        known = (await broker.get(f"/v1/jobs?{query}")).json()["jobs"]
+        return [job["id"] for job in known if job["id"] in job_ids]
+
+    assert await listed("limit=1000") == newest_first
+    assert await listed("limit=5") == newest_first[:5]
+    assert await listed("limit=3") == newest_first[:3]
+    assert await listed("state=CANCELLED&limit=1000") == over[::-1]
+    assert await listed("state=PENDING&limit=2") == pending[:2]
+    assert await listed("state=PENDING&limit=1000") == pending
+    assert set(read) >= set(pending)
+    assert not set(read) & {*over, "never-created"}
 
 
 async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, ledger: Ledger) -> None:
@@ -629,6 +669,23 @@ async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
         assert answer.headers["retry-after"] == "2"
         assert (await broker.get("/livez")).status_code == 200
     await client.aclose()
+
+
+async def test_command_that_redis_refuses_is_told_apart_from_a_redis_that_is_away(
+    broker: httpx.AsyncClient, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as by the data of another version."""
+    await ledger.redis.set(JobKeys("odd").job, "text")
+    answer = await broker.get("/v1/jobs/odd")
+    problem = problem_of(answer, 503)
+    assert problem["title"] == "Redis refused a command"
+    assert problem["detail"].startswith("WRONGTYPE ")
+    assert "another version" in problem["detail"]
+    chat = {"model": "odd", "messages": [{"role": "user", "content": "hi"}]}
+    refused = await broker.post("/v1/chat/completions", json=chat)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"].startswith("Redis refused a command: WRONGTYPE ")
+    assert [line.levelname for line in caplog.records if "WRONGTYPE" in line.getMessage()] == ["ERROR"] * 2
 
 
 async def test_broker_is_not_ready_when_its_conductor_gave_up(tmp_path: Path) -> None:

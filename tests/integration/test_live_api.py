@@ -23,8 +23,9 @@ from onbeat.client import AsyncClient, BrokerUnreachable, Client
 from onbeat.errors import ApiError
 from onbeat.streams import inspection
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, WeightUpdate
+from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, Timeline, WeightUpdate
 from services.broker import live
+from services.broker import timeline as timeline_module
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.live import JobStreams
@@ -37,6 +38,7 @@ from tests.integration.broker_fixtures import (
     drain,
     eventually,
     make_group,
+    running_broker,
     start_training,
     wait_open,
     write_prompts,
@@ -731,6 +733,31 @@ async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, mo
     monkeypatch.setattr(Ledger, "rollouts", never)
     assert (await get_timeline(broker, job_id)).spans == first.spans
     assert len([s for s in first.spans if s.kind == "generate"]) == 6
+
+
+async def test_timeline_is_put_together_and_written_beside_the_event_loop(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have tens of thousands of spans, and takes its time."""
+    threads: list[int] = []
+
+    def noted(call: Any) -> Any:
+        def note(*args: Any, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return call(*args, **options)
+
+        return note
+
+    monkeypatch.setattr(timeline_module, "put_together", noted(timeline_module.put_together))
+    monkeypatch.setattr(Timeline, "model_dump_json", noted(Timeline.model_dump_json))
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        job_id = await create_job(ledger)
+        await train(ledger, job_id, await start_training(ledger, job_id), range(1), rollout_s=0.0)
+        answer = await client.get(f"/v1/jobs/{job_id}/timeline")
+    assert Timeline.model_validate_json(answer.content).iterations[:1] == [0]
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 class SlowLedger(Ledger):

@@ -176,6 +176,15 @@ async def test_group_is_told_token_by_token(broker: httpx.AsyncClient, ledger: L
     assert detail["responses"][0]["reward_parts"] == {"right": 0.75}
 
 
+async def test_advantages_of_other_groups_are_not_read_for_one(
+    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, _ = await run_alone(ledger, [["a", "b"]])
+    monkeypatch.delattr(Ledger, "advantages")
+    group = await get(broker, f"{job_id}/groups/0-1")
+    assert [response["advantage"] for response in group["responses"]] == [-0.5, 0.5]
+
+
 async def test_group_that_failed_says_why(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
@@ -423,6 +432,26 @@ async def test_who_asks_while_much_is_read_is_told_to_ask_again_and_it_goes_on(
     assert len(await find_alike(broker, job_id, "0-0")) == 20
     assert num_read_before > 0
     assert num_read <= 40 + alike_module.SLICE  # at most the slice in which it was cut off is read again
+
+
+async def test_job_that_takes_long_to_read_holds_up_no_other(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, quick = [(await run_alone(ledger, [["a", "b"]]))[0] for _ in range(2)]
+    is_read, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def rollouts(self: Ledger, job_id: str, *args: Any, call: Any = Ledger.rollouts) -> Any:
+        if job_id == slow:
+            is_read.set()
+            await may_go_on.wait()
+        return await call(self, job_id, *args)
+
+    monkeypatch.setattr(Ledger, "rollouts", rollouts)
+    index = Alike(ledger)
+    asking = [asyncio.create_task(index.find(slow, prompt)) for prompt in "ab"]
+    async with asyncio.timeout(5):
+        await is_read.wait()
+        assert [each.group_id for each in await index.find(quick, "a")] == ["0-0"]
+        may_go_on.set()
+        assert [[each.group_id for each in found] for found in await asyncio.gather(*asking)] == [["0-0"], ["0-1"]]
 
 
 async def test_deleted_job_is_forgotten(ledger: Ledger, broker: httpx.AsyncClient) -> None:

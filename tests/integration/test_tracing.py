@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from onbeat.streams import keys
+from onbeat.streams import ledger as ledger_module
+from onbeat.streams.codec import check_content
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WeightUpdate
@@ -399,6 +402,60 @@ async def test_iteration_of_which_odd_things_are_told_is_left_out(ledger: Ledger
     async with exporting(ledger, receiver.url) as exporter:
         await until("the other one is there", lambda: exported(receiver, job_id) == [1])
         assert exporter.count("missed") == 1
+
+
+@pytest.mark.parametrize("score_s", [-math.inf, -1e300, math.nan])
+async def test_duration_that_cannot_be_sent_costs_one_trace(
+    ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, score_s: float
+) -> None:
+    """As a group may have that was accepted before durations were checked; other jobs are exported, and this one."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == ""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(ledger_module, "check_group", check_content)
+        for claim in await claim_all(ledger, job_id):
+            group = make_group(claim.task)
+            group.timings.score_s = score_s
+            await ledger.submit_group(job_id, claim.entry_id, group)
+    assert await commit(ledger, job_id, epoch, 0)
+    await run_iteration(ledger, job_id, epoch, 1)
+    other = await run_job(ledger, 1)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("this one goes on", lambda: exported(receiver, job_id)[-1:] == [1])
+        await until("the other one is there", lambda: exported(receiver, other) == [0])
+        await until("all are counted", lambda: exporter.count("exported") + exporter.count("refused") == 3)
+        assert exporter.count("refused") == (1 if score_s < 0 else 0)  # one that is no number counts as none
+
+
+async def test_broker_whose_turn_was_over_does_not_set_a_job_back(ledger: Ledger) -> None:
+    job_id, hold = await create_job(ledger), ledger.traces.hold
+    assert await hold(job_id, "late", 0.01) == 0
+    await asyncio.sleep(0.05)
+    assert await hold(job_id, "other", LIMIT_S, next_iteration=10) == 10
+    assert await hold(job_id, "late", LIMIT_S, next_iteration=6) is None
+    assert await hold(job_id, "other", 0) == 10
+    assert await hold(job_id, "late", LIMIT_S, next_iteration=6) == 10
+    assert await hold(job_id, "late", LIMIT_S, next_iteration=11) == 11
+    assert await gone_through(ledger, job_id) == 11
+
+
+async def test_broker_that_was_overtaken_does_not_send_the_same_again(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await run_job(ledger, 4)
+    exporter = Exporter(ledger, receiver.url)
+    send = exporter.tracer._send
+
+    async def overtaken(job_id: str, iteration: int, spans: Any) -> None:
+        await send(job_id, iteration, spans)
+        await ledger.traces.hold(job_id, exporter.tracer._broker, 0)
+        await ledger.traces.hold(job_id, "other", 0, next_iteration=3)
+
+    exporter.tracer._send = overtaken  # type: ignore[method-assign]
+    await exporter.tracer.step()
+    assert exported(receiver, job_id) == [0]
+    await exporter.tracer.step()
+    await exporter.tracer.close()
+    assert exported(receiver, job_id) == [0, 3]
 
 
 # ---- collectors that do not do what they should ----------------------------------------------------------------------

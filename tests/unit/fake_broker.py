@@ -31,6 +31,7 @@ class FakeJobs:
         self.by_key: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.failures: list[int] = []  # status codes to answer before doing the work
+        self.has_redis = True  # else it answers 503
         self.authorization: str | None = None
         self.audit: dict[str, Any] = {}  # over a clean report
         self.findings: list[dict[str, Any]] = []  # of the doctor
@@ -154,6 +155,8 @@ def make_app(fake: FakeJobs) -> FastAPI:
     async def watch(request: Request, call_next: Any) -> Any:
         fake.requests.append((request.method, request.url.path))
         fake.authorization = request.headers.get("authorization")
+        if not fake.has_redis:
+            return problem(503, "Redis does not answer", "Nothing is lost; try again in a moment.")
         if fake.failures:
             return problem(fake.failures.pop(0), "not now")
         return await call_next(request)
@@ -171,9 +174,9 @@ def make_app(fake: FakeJobs) -> FastAPI:
         return fake.create(config, request.headers["idempotency-key"])
 
     @app.get("/v1/jobs")
-    async def list_jobs(state: str | None = None) -> Any:
+    async def list_jobs(state: str | None = None, limit: int = 200) -> Any:
         records = [fake.record(job_id) for job_id in reversed(fake.jobs)]
-        return {"jobs": [record for record in records if state in (None, record["state"])]}
+        return {"jobs": [record for record in records if state in (None, record["state"])][:limit]}
 
     @app.delete("/v1/jobs/{job_id}", status_code=204)
     async def delete(job_id: str) -> None:

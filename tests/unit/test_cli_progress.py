@@ -165,6 +165,29 @@ async def test_lost_stream_is_taken_up_where_it_broke_off_and_given_up_when_it_s
         await listen_to(Lost(MAX_LOST_STREAMS))
 
 
+class Behind(Flaky):
+    """The question for its evaluations fails as often as this says."""
+
+    async def stream(self, job_id: str, after: str) -> AsyncIterator[Update]:
+        yield Event(id="1-0", time=0, kind="evaluation.done")
+        yield JOB
+        yield JOB
+
+    async def evaluations(self, job_id: str, after: int) -> list[EvaluationRecord]:
+        self.num_left -= 1
+        if self.num_left >= 0:
+            raise BrokerUnreachable("http://here", "Redis does not answer (503)", 503)
+        return [EvaluationRecord.model_validate(evaluation_json(0))]
+
+
+async def test_evaluations_that_the_broker_could_not_tell_are_asked_for_again() -> None:
+    progress, out = progress_of(1), io.StringIO()
+    progress.job.config["evaluation"] = {"every_iterations": 1}
+    await listen(Behind(num_losses=1), progress, Printer(Console(file=out), progress))  # type: ignore[arg-type]
+    assert list(progress.evaluations) == [0]
+    assert out.getvalue().count("evaluation 0") == 1
+
+
 def test_views_of_a_bounded_job_with_evaluations() -> None:
     progress = progress_of(4)
     progress.iterations[4].state = IterationState.DRAINED

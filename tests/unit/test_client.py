@@ -1,11 +1,14 @@
 import inspect
+import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 
+import httpx
 import pytest
 
 from onbeat.client import AsyncClient, AsyncJobs, BrokerUnreachable, Client, Jobs
-from onbeat.client.transport import Message, Transport
+from onbeat.client.transport import Message, Transport, parse_answer
 from onbeat.errors import ApiError
 from onbeat.types import Event, IterationUpdate, JobState
 from tests.unit.fake_broker import FakeJobs, serve
@@ -44,6 +47,8 @@ async def test_job_from_creation_to_its_end(url: str) -> None:
         assert [worker.id for worker in await client.workers()] == ["rollout-0"]
         assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
         assert await client.jobs.list(state="RUNNING") == []
+        newer = await client.jobs.create(CONFIG)
+        assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
 
 
 async def test_wait_gives_up_at_its_deadline(url: str) -> None:
@@ -87,6 +92,26 @@ async def test_blocking_client_works_where_a_loop_runs_as_in_a_notebook(url: str
     client.close()
     with pytest.raises(RuntimeError, match="this client is closed"):
         client.jobs.list()
+
+
+def test_closing_a_client_ends_what_another_thread_waits_for_with_an_error() -> None:
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            client.jobs.wait("job-1")
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        silent.settimeout(10)
+        with silent.accept()[0]:  # it has asked, and gets no answer
+            client.close()
+            thread.join(10)
+    assert said == ["this client was closed by another thread before the answer came"]
 
 
 def test_loop_over_a_stream_may_be_left_and_its_client_closed(url: str) -> None:
@@ -186,13 +211,33 @@ async def test_retries_are_bounded_and_moves_are_not_repeated(url: str, fake: Fa
     async with AsyncClient(url) as client:
         job = await client.jobs.create(CONFIG)
         fake.failures = [503] * 4
-        with pytest.raises(ApiError, match="503"):
+        with pytest.raises(BrokerUnreachable, match="503"):
             await client.jobs.get(job.id)
         assert fake.failures == []
         fake.failures = [503, 503]
-        with pytest.raises(ApiError, match="503"):
+        with pytest.raises(BrokerUnreachable, match="503"):
             await client.jobs.cancel(job.id)
         assert fake.failures == [503]
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_answer_that_may_pass_is_no_refusal_and_keeps_its_words(url: str, fake: FakeJobs, status: int) -> None:
+    async with AsyncClient(url) as client:
+        fake.failures = [status] * 4
+        with pytest.raises(BrokerUnreachable, match=rf"cannot do this now: not now \({status}\)$") as caught:
+            await client.jobs.list()
+        assert caught.value.status == status
+        fake.failures = [status]
+        with pytest.raises(BrokerUnreachable, match=rf"not now \({status}\)$"):
+            await anext(client.messages("/v1/jobs/job-1/stream", "0"))
+        fake.failures = [500]
+        with pytest.raises(ApiError, match=r"not now \(500\)"):
+            await client.jobs.list()
+
+
+def test_answer_that_is_no_problem_document_keeps_its_words() -> None:
+    with pytest.raises(ApiError, match=r"Service Unavailable \(503\): .*policy moved"):
+        parse_answer(httpx.Response(503, json={"error": {"message": "policy moved"}}))
 
 
 async def test_unreachable_broker_is_named_with_a_remedy() -> None:

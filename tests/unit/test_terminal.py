@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.client import Client
+from onbeat.client import AsyncClient, Client
+from onbeat.top import take_snapshot
 from tests.conftest import free_port
 from tests.unit.fake_broker import FakeJobs, serve
 from tests.unit.screen import LIMIT_S, ROOT, Terminal
@@ -130,6 +132,27 @@ def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
     assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
 
 
+def test_broker_without_redis_for_a_moment_is_survived(url: str, fake: FakeJobs) -> None:
+    job_id = create(url, ENDLESS)
+    with Terminal("jobs", "watch", job_id, columns=120, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("reward")
+        fake.has_redis, fake.ends = False, ["broken"]
+        terminal.wait_for("broker       does not answer, trying again")
+        fake.has_redis = True
+        terminal.wait_for("the broker answers again")
+        fake.jobs[job_id]["ended"] = "CANCELLED"
+        assert terminal.wait_for_end() == 1
+    assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
+
+
+def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
+        terminal.wait_until(lambda: fake.num_streams == 1, "no stream is opened")
+        fake.failures = [401]  # which the question for the rollouts gets
+        assert terminal.wait_for_end() == 1
+    assert "not now (401)" in terminal.screen.text
+
+
 def test_deleted_job_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
     with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
         terminal.wait_for("reward")
@@ -211,3 +234,42 @@ def test_top_goes_on_when_the_broker_comes_back(fake: FakeJobs) -> None:
         with serve(fake, port):
             terminal.wait_for("rollout-new")
             assert "does not answer" not in terminal.screen.text
+
+
+def test_top_goes_on_when_redis_comes_back(url: str, fake: FakeJobs) -> None:
+    with Terminal("top", columns=120, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("rollout-0")
+        fake.has_redis = False
+        terminal.wait_for("the broker does not answer since")
+        fake.workers = [{"id": "rollout-new", "state": "idle"}]
+        fake.has_redis = True
+        terminal.wait_for("rollout-new")
+        assert "does not answer" not in terminal.screen.text
+
+
+def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs) -> None:
+    port = free_port()
+    with serve(fake, port) as url:
+        terminal = Terminal("top", columns=120, ONBEAT_URL=url)
+        terminal.wait_for("rollout-0")
+    with terminal, socket.create_server(("127.0.0.1", port)):  # takes questions, and answers none
+        terminal.wait_for("the broker does not answer since")
+        pressed_at = time.monotonic()
+        terminal.press(b"q")
+        assert terminal.wait_for_end() == 0
+        assert time.monotonic() - pressed_at < 10  # a question is given up after 15 s, and asked again
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+
+
+async def test_top_asks_for_the_jobs_once_and_finds_old_ones_behind_many_new(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(url) as client:
+        jobs = [await client.jobs.create(ENDLESS) for _ in range(4)]
+        for job in jobs[1:]:
+            await client.jobs.cancel(job.id)
+        for num_newest, num_questions in ((5, 1), (4, 5), (2, 5)):
+            monkeypatch.setattr("onbeat.top.NUM_NEWEST", num_newest)
+            fake.requests.clear()
+            assert [job.id for job in (await take_snapshot(client)).jobs] == [jobs[0].id]
+            assert fake.requests.count(("GET", "/v1/jobs")) == num_questions

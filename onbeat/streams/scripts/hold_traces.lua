@@ -5,5 +5,10 @@ if not field('state') then return nil end
 local holder, time = redis.call('HGET', KEYS[3], 'broker'), tonumber(now())
 if holder and holder ~= ARGV[1] and tonumber(redis.call('HGET', KEYS[3], 'held_until')) > time then return nil end
 redis.call('HSET', KEYS[3], 'broker', ARGV[1], 'held_until', string.format('%.6f', time + tonumber(ARGV[2])))
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[3], 'next_iteration', ARGV[3]) end
-return redis.call('HGET', KEYS[3], 'next_iteration') or '0'
+local left = redis.call('HGET', KEYS[3], 'next_iteration') or '0'
+-- Never backwards: a broker that was late may find the lease free, and say what others have done since.
+if ARGV[3] ~= '' and tonumber(ARGV[3]) > tonumber(left) then
+  left = ARGV[3]
+  redis.call('HSET', KEYS[3], 'next_iteration', left)
+end
+return left

@@ -14,13 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from starlette.types import Receive, Scope, Send
 
 from onbeat.errors import JobNotFound
 from onbeat.streams.chat import ChatMessage, ChatRequest, Done, Piece
 from services.broker.api.context import Broker
-from services.broker.api.problems import documented, replace_surrogates
+from services.broker.api.problems import MAX_REDIS_TEXT, documented, replace_surrogates
 from services.broker.api.stream import EventStream
 from services.broker.chats import RETRY_AFTER_S, ChatFailed, Conversation, TrainedModel
 
@@ -208,6 +208,8 @@ class OpenAIRoute(APIRoute):
 
 def redis_failed(error: RedisError) -> ChatFailed:
     logger.error("Redis failed a chat: %s: %s", type(error).__name__, error)
+    if isinstance(error, ResponseError):
+        return ChatFailed(503, "redis_failed", f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}")
     return ChatFailed(503, "redis_failed", "Redis does not answer; ask again in a moment")
 
 

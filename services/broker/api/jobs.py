@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobDeleted, JobNotFound
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from onbeat.types import (
@@ -34,6 +35,7 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
+JOBS_AT_ONCE = 100  # of a list, in one round trip
 
 JobId = Annotated[str, Path(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -120,15 +122,14 @@ async def list_jobs(
 ) -> JobList:
     """Newest first."""
     jobs: list[JobRecord] = []
-    for job_id in reversed(await broker.ledger.job_ids()):
-        try:
-            record = job_record(await broker.ledger.job_fields(job_id))
-        except JobNotFound:  # indexed, not created yet
-            continue
-        if state in (None, record.state):
-            jobs.append(record)
-        if len(jobs) == limit:
+    may_be_over = state is None or state.is_final
+    newest_first = (await broker.ledger.job_ids(active_only=not may_be_over))[::-1]
+    for first in range(0, len(newest_first), JOBS_AT_ONCE):
+        found = await existing_jobs(broker.ledger, newest_first[first : first + JOBS_AT_ONCE])
+        jobs += [job_record(fields) for fields in found if state in (None, fields["state"])]
+        if len(jobs) >= limit:
             break
+    del jobs[limit:]
     await place_in_queue(broker.ledger, jobs)
     return JobList(jobs=jobs)
 

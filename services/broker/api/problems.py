@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
 from onbeat.errors import IllegalTransition, JobNotFound
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "onbeat.request_id"  # in the scope
+MAX_REDIS_TEXT = 200  # characters of what Redis says
 
 
 class Problem(BaseModel):
@@ -131,9 +132,16 @@ async def on_illegal_move(_: Request, error: Exception) -> ProblemResponse:
 
 async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
     logger.error("Redis failed a request: %s: %s", type(error).__name__, error)
-    return problem(
-        503, "Redis does not answer", "Nothing is lost; try again in a moment.", headers={"Retry-After": "2"}
-    )
+    title, detail = redis_problem(error)
+    return problem(503, title, detail, headers={"Retry-After": "2"})
+
+
+def redis_problem(error: Exception) -> tuple[str, str]:
+    """Title and detail: it is away, or it is there and refuses a command."""
+    if not isinstance(error, ResponseError):
+        return "Redis does not answer", "Nothing is lost; try again in a moment."
+    remedy = "Data of another version of Onbeat? A user without the rights, or no memory left? See the broker's log."
+    return "Redis refused a command", f"{str(error)[:MAX_REDIS_TEXT]}. {remedy}"
 
 
 async def on_defect(request: Request, _: Exception) -> ProblemResponse:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from onbeat.errors import GroupsTrimmed
+from onbeat.streams.inspection import group_advantages
 from onbeat.types import GroupDetail, GroupSummary, Sample
 from services.broker.alike import StillReading
 from services.broker.api.context import Broker
@@ -87,8 +88,8 @@ async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Respons
     410: its iteration is so old that it is no longer kept (`retention` of the job)."""
     with refusals():
         payload = await read_group(broker.ledger, job_id, group_id)
-    advantages = await broker.ledger.advantages(job_id, int(group_id.partition("-")[0]))
-    body = await asyncio.to_thread(detail_json, payload, advantages.get(group_id, ()))
+    advantages = await group_advantages(broker.ledger, job_id, int(group_id.partition("-")[0]), group_id)
+    body = await asyncio.to_thread(detail_json, payload, advantages)
     return Response(body, media_type="application/json")
 
 

@@ -1,8 +1,9 @@
 """REST of the timeline of a job."""
 
+import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from onbeat.advice import NUM_RECENT, advice_for
 from onbeat.streams.records import read_iterations
@@ -14,8 +15,8 @@ from services.broker.api.problems import documented
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
 
-@router.get("/jobs/{job_id}/timeline", responses=documented(404))
-async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int, Query(ge=1, le=20)] = 5) -> Timeline:
+@router.get("/jobs/{job_id}/timeline", response_model=Timeline, responses=documented(404))
+async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int, Query(ge=1, le=20)] = 5) -> Response:
     """What the trainer and each rollout did during the last iterations, and how much of the time they were idle.
 
     Groups show when they are accepted, the trainer's work when the iteration is committed.
@@ -26,4 +27,5 @@ async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int,
     records = await read_iterations(broker.ledger, job_id, first - 1, NUM_RECENT + 1)
     committed = [each for each in records if each.state is IterationState.COMMITTED]
     timeline.advice = advice_for(committed, job.num_training_devices, job.config.get("schedule", {}).get("mode"))
-    return timeline
+    # There may be tens of thousands of spans, and others wait for this thread.
+    return Response(await asyncio.to_thread(timeline.model_dump_json), media_type="application/json")

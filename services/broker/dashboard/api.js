@@ -4,6 +4,7 @@
 const KEY = "onbeat.key";
 const TIMEOUT_MS = 30_000;
 const SILENCE_MS = 45_000; // a stream has a comment every 15 s
+const HIDDEN_MS = 10_000; // then a stream is let go: a browser has 6 connections to a host over HTTP/1.1
 const RETRY_MS = [500, 1000, 2000, 5000, 10_000];
 const ROOT = new URL("v1", document.baseURI).href; // the dashboard may lie under a path of a proxy
 
@@ -85,38 +86,64 @@ function explained(error, signal, late) {
 /**
  * Server-sent events of a job, over fetch because EventSource sends no Authorization header.
  * onMessage(kind, data, id): each message, its data parsed. onState("connecting" | "open" | "lost" | "over").
- * Takes up a lost connection after the last event that was seen. Resolves when the job is over or `signal` fires;
- * rejects with ApiError when the broker refuses for good (401, 403, 404, 422).
+ * Takes up a lost connection after the last event that was seen; one that was let go because the page is hidden, when
+ * it is shown. Resolves when the job is over or `signal` fires; rejects with ApiError when the broker refuses for good
+ * (401, 403, 404, 422). What the callbacks throw goes to the console, and the stream goes on.
  */
 export async function stream(path, { after = "0", signal, onMessage, onState = () => {} }) {
+  const [tell, tellState] = [onMessage, onState].map(reported);
   const cursor = { after };
   let tries = 0;
   while (!signal.aborted) {
-    onState("connecting");
+    if (document.hidden) {
+      tellState("lost");
+      await shown(signal);
+      continue;
+    }
+    tellState("connecting");
     try {
-      const reason = await readStream(path, cursor, signal, onMessage, () => {
+      const reason = await readStream(path, cursor, signal, tell, () => {
         tries = 0;
-        onState("open");
+        tellState("open");
       });
-      if (reason === "over") return onState("over");
+      if (reason === "over") return tellState("over");
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429) throw error;
     }
-    onState("lost");
+    tellState("lost");
+    if (document.hidden) continue;
     await pause(RETRY_MS[Math.min(tries, RETRY_MS.length - 1)], signal);
     tries += 1;
   }
 }
 
+/** A defect of the page is none of the connection. */
+function reported(callback) {
+  return (...args) => {
+    try {
+      callback(...args);
+    } catch (error) {
+      reportError(error);
+    }
+  };
+}
+
 /** One connection: the reason of its `end`, or "lost". */
 async function readStream(path, cursor, signal, onMessage, onOpen) {
-  const silence = new AbortController();
-  let timer = setTimeout(() => silence.abort(), SILENCE_MS);
+  const line = new AbortController();
+  const hangUp = () => line.abort();
+  let silence = setTimeout(hangUp, SILENCE_MS);
+  let unseen;
+  const look = () => {
+    clearTimeout(unseen);
+    if (document.hidden) unseen = setTimeout(hangUp, HIDDEN_MS);
+  };
+  document.addEventListener("visibilitychange", look, { signal: line.signal });
   try {
     const response = await fetch(urlOf(path, { after: cursor.after }), {
       headers: { ...authorization(), Accept: "text/event-stream" },
-      signal: AbortSignal.any([signal, silence.signal]),
+      signal: AbortSignal.any([signal, line.signal]),
     });
     await check(response);
     onOpen();
@@ -128,13 +155,15 @@ async function readStream(path, cursor, signal, onMessage, onOpen) {
     });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
-      clearTimeout(timer);
-      timer = setTimeout(() => silence.abort(), SILENCE_MS);
+      clearTimeout(silence);
+      silence = setTimeout(hangUp, SILENCE_MS);
       feed(part.value);
     }
     return reason;
   } finally {
-    clearTimeout(timer);
+    clearTimeout(silence);
+    clearTimeout(unseen);
+    hangUp();
   }
 }
 
@@ -170,6 +199,21 @@ export function pause(ms, signal) {
     };
     const timer = setTimeout(done, ms);
     signal?.addEventListener("abort", done);
+  });
+}
+
+/** Resolves when the page is not hidden or `signal` fires. */
+function shown(signal) {
+  return new Promise((resolve) => {
+    const done = () => {
+      if (document.hidden && !signal.aborted) return;
+      document.removeEventListener("visibilitychange", done);
+      signal.removeEventListener("abort", done);
+      resolve();
+    };
+    document.addEventListener("visibilitychange", done);
+    signal.addEventListener("abort", done);
+    done();
   });
 }
 

@@ -1,9 +1,9 @@
 // Several jobs on the same axes: their curves, what they were told to do differently, and how it went.
 
-import { ApiError, get, poll } from "./api.js";
+import { ApiError, get, pause, poll } from "./api.js";
 import { lineChart, link } from "./charts.js";
 import { isOver, stateBadge } from "./controls.js";
-import { clear, duration, el, number } from "./dom.js";
+import { announce, clear, duration, el, number } from "./dom.js";
 import { addressOf } from "./jobrow.js";
 import { CHARTS, Series } from "./series.js";
 
@@ -11,6 +11,7 @@ const MOST = 8; // jobs: as many as there are colours
 const REFRESH_MS = 5000;
 const AGAIN = 5; // iterations that are asked for once more: their evaluations may come later
 const ENDS = 5; // iterations that the first and the last reward are the mean of
+const CONCERNS_ALL = [0, 401, 429]; // refusals that the other jobs would have as well
 
 export async function show(main, { jobs = "" }, signal) {
   const ids = [...new Set(jobs.split(",").filter(Boolean))];
@@ -20,17 +21,22 @@ export async function show(main, { jobs = "" }, signal) {
   if (signal.aborted) return;
   main.append(...page.elements(failures, ids.length));
   page.draw();
-  poll(REFRESH_MS, signal, () => page.refresh());
+  page.run();
 }
 
 function howTo() {
-  return el("div", { class: "empty" }, el("p", {}, "Tick two or more jobs in the list, then choose Compare."), el("a", { class: "button", href: "#/" }, "All jobs"));
+  return el(
+    "div",
+    { class: "empty" },
+    el("p", {}, "Tick two or more jobs in the list, then choose Compare."),
+    el("a", { class: "button", href: "#/" }, "All jobs"),
+  );
 }
 
 class Comparison {
   constructor(signal) {
     this.signal = signal;
-    this.runs = []; // {job, series}
+    this.runs = []; // {job, series, isGone}
     this.charts = new Map(); // by the name of the series
     this.added = []; // names of series that were chosen besides
   }
@@ -50,32 +56,57 @@ class Comparison {
     const [job, { metrics }] = await Promise.all([get(path, {}, this.signal), get(`${path}/metrics`, {}, this.signal)]);
     const series = new Series();
     series.load(metrics);
-    return { job, series };
+    return { job, series, isGone: false };
   }
 
   elements(failures, numAsked) {
     const notes = numAsked > MOST ? [...failures, `Only the first ${MOST} of ${numAsked} jobs are shown.`] : failures;
+    this.notes = el("div", {}, notes.map(note));
     this.facts = el("tbody");
     this.differences = el("div");
     this.grid = el("div", { class: "grid charts" });
     this.others = el("select", { id: "other-curves", on: { change: () => this.addCurve() } });
     link(this.grid, () => [...this.charts.values()]);
     return [
-      el("div", { class: "head" }, el("h1", {}, `Compare ${this.runs.length} jobs`), el("a", { class: "button", href: "#/" }, "Choose others")),
-      ...notes.map((text) => el("p", { class: "notice warn" }, text)),
+      el(
+        "div",
+        { class: "head" },
+        el("h1", {}, `Compare ${this.runs.length} jobs`),
+        el("a", { class: "button", href: "#/" }, "Choose others"),
+      ),
+      this.notes,
       section("How it went", this.table("How it went", this.facts)),
-      el("section", { class: "curves", "aria-label": "Curves" },
-        el("div", { class: "head" }, el("h2", {}, "Curves"), el("label", { class: "muted", for: "other-curves" }, "Another curve"), this.others), this.grid),
+      el(
+        "section",
+        { class: "curves", "aria-label": "Curves" },
+        el(
+          "div",
+          { class: "head" },
+          el("h2", {}, "Curves"),
+          el("label", { class: "muted", for: "other-curves" }, "Another curve"),
+          this.others,
+        ),
+        this.grid,
+      ),
       section("What they were told to do differently", this.differences),
     ];
   }
 
   /** Names of the jobs above their columns, in the colours of their curves. */
   table(label, body) {
-    const heads = this.runs.map(({ job }, index) => el("th", { scope: "col" }, el("span", { class: "swatch", style: { background: `var(--series-${index + 1})` } }),
-      el("a", { href: addressOf(job.id) }, this.nameOf(job))));
-    return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
-      el("table", { class: "compared" }, el("thead", {}, el("tr", {}, el("td"), heads)), body));
+    const heads = this.runs.map(({ job }, index) =>
+      el(
+        "th",
+        { scope: "col" },
+        el("span", { class: "swatch", style: { background: `var(--series-${index + 1})` } }),
+        el("a", { href: addressOf(job.id) }, this.nameOf(job)),
+      ),
+    );
+    return el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+      el("table", { class: "compared" }, el("thead", {}, el("tr", {}, el("td"), heads)), body),
+    );
   }
 
   /** Jobs of the same name have their id beside it. */
@@ -90,7 +121,8 @@ class Comparison {
     clear(this.facts).append(...FACTS.map(([name, valueOf]) => row(name, this.runs.map(valueOf))));
     this.drawDifferences();
     for (const chart of CHARTS) {
-      if (this.runs.some(({ series }) => series.lines(chart).length)) this.drawChart(headOf(chart), chart.lines[0].series);
+      if (this.runs.some(({ series }) => series.lines(chart).length))
+        this.drawChart(headOf(chart), chart.lines[0].series);
     }
     for (const name of this.added) this.drawChart({ title: name }, name);
     this.offerOthers();
@@ -102,14 +134,21 @@ class Comparison {
       this.charts.set(name, chart);
       this.grid.append(chart.element);
     }
-    this.charts.get(name).update(this.runs.map(({ job, series }) => ({ name: this.nameOf(job), points: series.of(name) })));
+    this.charts
+      .get(name)
+      .update(this.runs.map(({ job, series }) => ({ name: this.nameOf(job), points: series.of(name) })));
   }
 
   offerOthers() {
-    const names = [...new Set(this.runs.flatMap(({ series }) => [...series.points.keys()]))].filter((name) => !this.charts.has(name)).sort();
+    const names = [...new Set(this.runs.flatMap(({ series }) => [...series.points.keys()]))]
+      .filter((name) => !this.charts.has(name))
+      .sort();
     if (names.join() === this.offered) return;
     this.offered = names.join();
-    clear(this.others).append(el("option", { value: "" }, "choose"), ...names.map((name) => el("option", { value: name }, name)));
+    clear(this.others).append(
+      el("option", { value: "" }, "choose"),
+      ...names.map((name) => el("option", { value: name }, name)),
+    );
   }
 
   addCurve() {
@@ -127,27 +166,60 @@ class Comparison {
     const different = names.filter((name) => new Set(configs.map((config) => config.get(name))).size > 1);
     if (different.join() === this.drawnDifferences) return;
     this.drawnDifferences = different.join();
-    const body = el("tbody", {}, different.map((name) => row(el("span", { class: "mono" }, name), configs.map((config) => config.get(name) ?? "–"), "mono")));
-    clear(this.differences).append(different.length ? this.table("Differences", body) : el("p", { class: "muted" }, "Nothing: their configurations are equal but for the name."));
+    const body = el(
+      "tbody",
+      {},
+      different.map((name) =>
+        row(
+          el("span", { class: "mono" }, name),
+          configs.map((config) => config.get(name) ?? "–"),
+          "mono",
+        ),
+      ),
+    );
+    clear(this.differences).append(
+      different.length
+        ? this.table("Differences", body)
+        : el("p", { class: "muted" }, "Nothing: their configurations are equal but for the name."),
+    );
   }
 
   // ---- going on ----
 
+  async run() {
+    await pause(REFRESH_MS, this.signal); // it has just been read
+    poll(REFRESH_MS, this.signal, () => this.refresh());
+  }
+
   async refresh() {
-    const active = this.runs.filter(({ job }) => !isOver(job));
-    try {
-      for (const run of active) await this.update(run);
-    } catch (error) {
-      if (!this.signal.aborted && !(error instanceof ApiError)) throw error; // what is shown stays; the next look may do
+    const active = this.runs.filter(({ job, isGone }) => !isGone && !isOver(job));
+    for (const run of active) {
+      try {
+        await this.update(run);
+      } catch (error) {
+        if (this.signal.aborted) return;
+        if (!(error instanceof ApiError)) throw error;
+        if (error.status === 404) this.lose(run);
+        else if (CONCERNS_ALL.includes(error.status)) break; // what is shown stays; the next look may do
+      }
     }
     if (active.length && !this.signal.aborted) this.draw();
+  }
+
+  /** Its curves stay as they are. */
+  lose(run) {
+    run.isGone = true;
+    const text = `${this.nameOf(run.job)} is gone: it was deleted. What is shown of it is what was read before.`;
+    this.notes.append(note(text));
+    announce(text);
   }
 
   async update(run) {
     const path = `/jobs/${encodeURIComponent(run.job.id)}`;
     const after = Math.max(-1, run.job.next_iteration - 1 - AGAIN);
-    run.job = await get(path, {}, this.signal);
+    const job = await get(path, {}, this.signal);
     const { metrics } = await get(`${path}/metrics`, { after }, this.signal);
+    run.job = job; // after both: what is asked for next depends on it
     for (const [x, values] of byIteration(metrics)) run.series.add(x, values);
   }
 }
@@ -163,13 +235,27 @@ function byIteration(metrics) {
 
 /** Of a chart of one job with several lines only the first is drawn: there is one for each job. */
 function headOf({ id, title, lines, unit, isPercent, isLog, domain }) {
-  return { title: lines.length > 1 ? `${title}, ${lines[0].name}` : title, unit, isPercent, isLog, domain, testId: `chart-${id}` };
+  return {
+    title: lines.length > 1 ? `${title}, ${lines[0].name}` : title,
+    unit,
+    isPercent,
+    isLog,
+    domain,
+    testId: `chart-${id}`,
+  };
 }
+
+const note = (text) => el("p", { class: "notice warn" }, text);
 
 const section = (heading, ...content) => el("section", { class: "card stack" }, el("h2", {}, heading), content);
 
 const row = (name, values, className = "") =>
-  el("tr", {}, el("th", { scope: "row" }, name), values.map((value) => el("td", { class: className }, value)));
+  el(
+    "tr",
+    {},
+    el("th", { scope: "row" }, name),
+    values.map((value) => el("td", { class: className }, value)),
+  );
 
 /** {"data": {"type": "jsonl"}} -> "data.type": jsonl. Lists are values. */
 function flatten(value, path = "", found = new Map()) {
@@ -186,7 +272,7 @@ const mean = (values) => (values.length ? values.reduce((sum, each) => sum + eac
 const last = (values) => values.at(-1);
 
 const FACTS = [
-  ["State", ({ job }) => stateBadge(job)],
+  ["State", ({ job, isGone }) => (isGone ? "gone" : stateBadge(job))],
   ["Iterations", ({ job }) => `${job.next_iteration} of ${job.num_iterations}`],
   [`Reward, first ${ENDS}`, (run) => number(mean(valuesOf(run, "iteration/reward_mean").slice(0, ENDS)))],
   [`Reward, last ${ENDS}`, (run) => number(mean(valuesOf(run, "iteration/reward_mean").slice(-ENDS)))],

@@ -3,8 +3,8 @@
 import { serverNow } from "./api.js";
 import { isOver } from "./controls.js";
 import { ago, clock, duration, el, number, setText } from "./dom.js";
+import { isSilent } from "./heartbeats.js";
 
-const SILENT_S = 10; // of a heartbeat, as the broker's doctor counts it
 const MOST_WORKERS = 8; // that are shown, the silent ones first
 const STEPS = [
   { state: "OPEN", about: "prompts are out" },
@@ -59,7 +59,10 @@ function showFinding(finding) {
   );
 }
 
-/** `update(records, workers, job)`: IterationRecords, the newest last, and WorkerRecords that serve the job. */
+/**
+ * `update(records, workers, job, now)`: IterationRecords, the newest last, and WorkerRecords that serve the job; `now`:
+ * by the clock of their heartbeats.
+ */
 export function beatPanel() {
   const beats = el("div", { class: "beats" });
   const workers = el("ul", { class: "chips", "aria-label": "Rollouts of this job" });
@@ -72,7 +75,7 @@ export function beatPanel() {
     beats,
     rollouts,
   );
-  const update = (records, serving, job) => {
+  const update = (records, serving, job, now) => {
     rollouts.hidden = isOver(job);
     const open = records.filter(({ state }) => state !== "COMMITTED");
     const done = records.filter(({ state }) => state === "COMMITTED").slice(-1);
@@ -82,8 +85,8 @@ export function beatPanel() {
     );
     beats.replaceChildren(...open.map(showBeat), ...done.map(open.length ? showDone : showLast));
     if (!records.length) beats.append(el("p", { class: "muted" }, "No iteration has been opened yet."));
-    const shown = [...serving].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MOST_WORKERS);
-    workers.replaceChildren(...shown.map((worker) => showWorker(worker, job.policy_version)));
+    const shown = [...serving].sort((a, b) => isSilent(b, now) - isSilent(a, now)).slice(0, MOST_WORKERS);
+    workers.replaceChildren(...shown.map((worker) => showWorker(worker, job.policy_version, now)));
     if (shown.length < serving.length)
       workers.append(el("li", {}, el("a", { href: "#/workers" }, `and ${serving.length - shown.length} more`)));
     if (!serving.length) workers.append(el("li", { class: "muted" }, "No rollout serves this job at the moment."));
@@ -195,18 +198,17 @@ function showLast(record) {
   );
 }
 
-const isSilent = (worker) => serverNow() - worker.last_seen_at > SILENT_S;
-
-function showWorker(worker, newest) {
+function showWorker(worker, newest, now) {
   const parts = [worker.state];
   if (worker.num_in_flight) parts.push(`${worker.num_in_flight} in flight`);
   if (worker.policy_version !== null && worker.policy_version !== newest)
     parts.push(`version ${worker.policy_version}`);
   if (worker.tokens_per_s) parts.push(`${number(worker.tokens_per_s)} tokens/s`);
-  const told = isSilent(worker) ? `silent for ${duration(serverNow() - worker.last_seen_at)}` : parts.join(" · ");
+  const isLost = isSilent(worker, now);
+  const told = isLost ? `silent for ${duration(now - worker.last_seen_at)}` : parts.join(" · ");
   return el(
     "li",
-    { class: `chip ${isSilent(worker) ? "bad" : worker.state}` },
+    { class: `chip ${isLost ? "bad" : worker.state}` },
     el("strong", {}, worker.id),
     el("span", {}, told),
   );

@@ -1,8 +1,10 @@
 // The log of a job's events: newest first, with a filter. Screen readers are told of the important ones only.
 
+import { ApiError } from "./api.js";
 import { announce, clock, el, setText } from "./dom.js";
 
 const MOST_ROWS = 200;
+export const MOST_EVENTS = 5000; // that are kept
 // What happens in every iteration of a healthy job.
 const ROUTINE = new Set([
   "iteration.opened",
@@ -24,6 +26,7 @@ const WARN = new Set([
   "stream.foreign",
   "worker.left",
 ]);
+const LOAD = "Load older events";
 const AREAS = ["job", "iteration", "evaluation", "group", "worker", "weights", "trainer"];
 
 export const isImportant = ({ kind }) => !ROUTINE.has(kind);
@@ -73,8 +76,9 @@ class EventLog {
     this.older = el(
       "button",
       { class: "button", type: "button", hidden: !this.loadOlder, on: { click: () => this.loadMore() } },
-      "Load older events",
+      LOAD,
     );
+    this.problem = el("p", { class: "notice bad", role: "alert", hidden: true });
     this.element = el(
       "section",
       { class: "card", "data-testid": "events", "aria-labelledby": "events-heading" },
@@ -89,6 +93,7 @@ class EventLog {
       ),
       this.list,
       this.older,
+      this.problem,
     );
   }
 
@@ -96,6 +101,7 @@ class EventLog {
     const fresh = events.filter(({ id }) => !this.events.has(id));
     if (!fresh.length) return;
     for (const event of fresh) this.events.set(event.id, event);
+    this.dropOldest();
     const heard = fresh.filter((event) => isImportant(event) && event.time > this.loadedAt);
     if (heard.length)
       announce(
@@ -105,6 +111,12 @@ class EventLog {
           .join(". "),
       );
     this.draw();
+  }
+
+  dropOldest() {
+    if (this.events.size <= MOST_EVENTS) return;
+    const ids = [...this.events.keys()].sort(order);
+    for (const id of ids.slice(0, ids.length - MOST_EVENTS)) this.events.delete(id);
   }
 
   isShown(event) {
@@ -140,9 +152,19 @@ class EventLog {
     this.older.disabled = true;
     setText(this.older, "Loading…");
     const oldest = [...this.events.keys()].sort(order)[0];
-    const events = await this.loadOlder(oldest);
-    this.add(events);
-    this.older.hidden = true; // these were all
+    this.problem.hidden = true;
+    try {
+      this.add(await this.loadOlder(oldest));
+      this.older.hidden = true; // these were all
+    } catch (error) {
+      if (error.name === "AbortError") return; // the page was left
+      if (!(error instanceof ApiError)) throw error;
+      setText(this.problem, `They could not be read: ${error.detail || error.title}`);
+      this.problem.hidden = false;
+    } finally {
+      this.older.disabled = false;
+      setText(this.older, LOAD);
+    }
   }
 }
 

@@ -29,7 +29,15 @@ class Editor {
     this.input.id = path;
     this.input.setAttribute("aria-describedby", `${path}-help ${path}-error`);
     if (isRequired) this.input.setAttribute("aria-required", "true");
-    this.element = el("div", { class: `field of-${place.kind}` }, labelOf(path, isRequired), this.input, this.extra(), this.error, this.help);
+    this.element = el(
+      "div",
+      { class: `field of-${place.kind}` },
+      labelOf(path, isRequired),
+      this.input,
+      this.extra(),
+      this.error,
+      this.help,
+    );
   }
 
   extra() {
@@ -51,26 +59,50 @@ class Editor {
 /** The whole path for those who do not see the section that it stands in. */
 export function labelOf(path, isRequired, name = path.split(".").at(-1)) {
   const before = path.slice(0, path.length - name.length);
-  return el("label", { class: "mono", for: path },
-    before && el("span", { class: "visually-hidden" }, before), name,
-    isRequired && el("span", { class: "required", title: "required", "aria-hidden": "true" }, " *"));
+  return el(
+    "label",
+    { class: "mono", for: path },
+    before && el("span", { class: "visually-hidden" }, before),
+    name,
+    isRequired && el("span", { class: "required", title: "required", "aria-hidden": "true" }, " *"),
+  );
 }
 
 function helpOf(place) {
   const limits = limitsOf(place);
-  return [...marked(place.description), limits && el("span", { class: "limits" }, place.description ? ` (${limits})` : limits)];
+  return [
+    ...marked(place.description),
+    limits && el("span", { class: "limits" }, place.description ? ` (${limits})` : limits),
+  ];
 }
 
 /** `code` in descriptions. */
 export const marked = (text) => text.split("`").map((part, index) => (index % 2 ? el("code", {}, part) : part));
 
-const shown = (value) => (value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value));
+const NUMBER = /^-?\d+(\.\d+)?(e[+-]?\d+)?$/i;
+
+/** The number that `text` is; else the text itself, so that the broker says what is wrong with it. */
+function numberOf(text) {
+  const value = Number(text);
+  const isExact = Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value));
+  return NUMBER.test(text) && isExact ? value : text;
+}
+
+const shown = (value) =>
+  value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value);
 
 class TextEditor extends Editor {
   makeInput() {
     const isText = this.place.kind === "text";
     const mode = { text: null, integer: "numeric", number: "decimal" }[this.place.kind];
-    return el("input", { type: "text", inputmode: mode, placeholder: shown(this.place.fallback), autocomplete: "off", spellcheck: "false", class: isText ? "wide" : "short" });
+    return el("input", {
+      type: "text",
+      inputmode: mode,
+      placeholder: shown(this.place.fallback),
+      autocomplete: "off",
+      spellcheck: "false",
+      class: isText ? "wide" : "short",
+    });
   }
 
   /** Only a value that has a default can be wanted to be none at all. */
@@ -82,9 +114,10 @@ class TextEditor extends Editor {
 
   read() {
     if (this.none?.checked) return null;
-    const text = this.input.value;
+    const isText = this.place.kind === "text";
+    const text = isText ? this.input.value : this.input.value.trim();
     if (text === "") return undefined;
-    return this.place.kind === "text" || !Number.isFinite(Number(text)) ? text : Number(text); // the broker says what is wrong
+    return isText ? text : numberOf(text);
   }
 
   write(value) {
@@ -98,7 +131,12 @@ class ChoiceEditor extends Editor {
   makeInput() {
     const { fallback, values } = this.place;
     const usual = fallback === undefined ? "choose" : fallback === null ? "default" : `${fallback} (default)`;
-    return el("select", {}, el("option", { value: "" }, usual), values.filter((each) => each !== fallback).map((each) => el("option", { value: each }, each)));
+    return el(
+      "select",
+      {},
+      el("option", { value: "" }, usual),
+      values.filter((each) => each !== fallback).map((each) => el("option", { value: each }, each)),
+    );
   }
 
   read() {
@@ -150,16 +188,26 @@ class JsonEditor extends Editor {
   }
 }
 
-/** Fills `box`: required fields in sight, the others folded if `isFolding`. Returns what unfolds them when one is set. */
+/** Fills `box`: required fields in sight, the others folded if `isFolding`. Returns what unfolds them if one is set. */
 export function fill(box, editors, isFolding) {
   const [needed, others] = [editors.filter((each) => each.isRequired), editors.filter((each) => !each.isRequired)];
-  const grid = (fields) => el("div", { class: "fields" }, fields.map((each) => each.element));
+  const grid = (fields) =>
+    el(
+      "div",
+      { class: "fields" },
+      fields.map((each) => each.element),
+    );
   if (!isFolding || others.length === 0) {
     clear(box).append(grid([...needed, ...others]));
     return () => {};
   }
   const names = others.map((each) => each.path.split(".").at(-1)).join(", ");
-  const fold = el("details", {}, el("summary", {}, `${others.length} optional: `, el("span", { class: "mono help" }, names)), grid(others));
+  const fold = el(
+    "details",
+    {},
+    el("summary", {}, `${others.length} optional: `, el("span", { class: "mono help" }, names)),
+    grid(others),
+  );
   clear(box).append(grid(needed), fold);
   return () => (fold.open ||= others.some((each) => each.read() !== undefined));
 }

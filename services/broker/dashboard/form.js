@@ -24,21 +24,61 @@ class JobForm {
     this.view = "form";
     this.sent = { body: "", key: "" };
     this.problem = el("div", { class: "notice bad", role: "alert", tabindex: "-1", hidden: true });
-    this.text = el("textarea", { id: "json", class: "mono wide", rows: 24, spellcheck: "false", "aria-describedby": "json-help" });
+    this.text = el("textarea", {
+      id: "json",
+      class: "mono wide",
+      rows: 24,
+      spellcheck: "false",
+      "aria-describedby": "json-help",
+    });
     this.submit = el("button", { class: "button primary", type: "submit", "data-testid": "submit-job" }, "Create job");
-    this.toggle = el("button", { class: "button", type: "button", on: { click: () => this.switchView() } }, "Edit as JSON");
+    this.toggle = el(
+      "button",
+      { class: "button", type: "button", on: { click: () => this.switchView() } },
+      "Edit as JSON",
+    );
   }
 
   mount(main, config) {
-    const json = el("div", { class: "card", hidden: true }, el("label", { for: "json" }, "The job as JSON"),
-      el("p", { class: "help", id: "json-help" }, "What is left out has its default. The keys are those of the TOML files."), this.text);
+    const json = el(
+      "div",
+      { class: "card", hidden: true },
+      el("label", { for: "json" }, "The job as JSON"),
+      el(
+        "p",
+        { class: "help", id: "json-help" },
+        "What is left out has its default. The keys are those of the TOML files.",
+      ),
+      this.text,
+    );
     this.views = { form: this.layout(), json };
-    const fillIn = el("button", { class: "button", type: "button", on: { click: () => this.fillIn() } }, "Fill in the quick start");
+    const fillIn = el(
+      "button",
+      { class: "button", type: "button", on: { click: () => this.fillIn() } },
+      "Fill in the quick start",
+    );
     main.append(
       el("div", { class: "head" }, el("h1", {}, "New job"), el("div", { class: "actions" }, fillIn, this.toggle)),
-      el("p", { class: "muted" }, "Grey text in a field is its default. Fields with ", el("span", { class: "required" }, "*"), " are required."),
-      el("form", { class: "job-form", novalidate: true, "aria-label": "New job", on: { submit: (event) => this.send(event), input: () => (this.isTouched = true) } },
-        this.problem, this.views.form, json, el("div", { class: "actions" }, this.submit)),
+      el(
+        "p",
+        { class: "muted" },
+        "Grey text in a field is its default. Fields with ",
+        el("span", { class: "required" }, "*"),
+        " are required.",
+      ),
+      el(
+        "form",
+        {
+          class: "job-form",
+          novalidate: true,
+          "aria-label": "New job",
+          on: { submit: (event) => this.send(event), input: () => (this.isTouched = true) },
+        },
+        this.problem,
+        this.views.form,
+        json,
+        el("div", { class: "actions" }, this.submit),
+      ),
     );
     if (config) this.write(config);
   }
@@ -49,13 +89,28 @@ class JobForm {
     const isSection = (editor) => editor.element.tagName === "FIELDSET";
     const single = editors.filter((editor) => !isSection(editor) && editor.place.kind !== "json");
     const needed = editors.filter((editor) => isSection(editor) && editor.isRequired);
-    const others = editors.filter((editor) => !single.includes(editor) && !needed.includes(editor)).sort((a, b) => isSection(b) - isSection(a));
+    const others = editors
+      .filter((editor) => !single.includes(editor) && !needed.includes(editor))
+      .sort((a, b) => isSection(b) - isSection(a));
     const card = (...content) => el("div", { class: "card" }, content);
-    return el("div", { class: "views" },
-      card(el("div", { class: "fields" }, single.map((editor) => editor.element))),
-      el("div", { class: "columns" }, needed.map((editor) => card(editor.element))),
+    return el(
+      "div",
+      { class: "views" },
+      card(
+        el(
+          "div",
+          { class: "fields" },
+          single.map((editor) => editor.element),
+        ),
+      ),
+      el(
+        "div",
+        { class: "columns" },
+        needed.map((editor) => card(editor.element)),
+      ),
       el("h2", {}, "Optional"),
-      el("div", { class: "card folds" }, others.map(foldOf)));
+      el("div", { class: "card folds" }, others.map(foldOf)),
+    );
   }
 
   // ---- form and JSON ----
@@ -80,15 +135,23 @@ class JobForm {
   }
 
   toForm(job) {
-    if (typeof job !== "object" || job === null || Array.isArray(job)) throw new SyntaxError("it must be one object: {...}");
+    if (typeof job !== "object" || job === null || Array.isArray(job))
+      throw new SyntaxError("it must be one object: {...}");
     const unknown = this.write(job);
     if (unknown.length) {
-      throw new SyntaxError(`the form has no place for ${unknown.join(", ")}; correct that here, or create the job from here`);
+      throw new SyntaxError(
+        `the form has no place for ${unknown.join(", ")}; correct that here, or create the job from here`,
+      );
     }
   }
 
   async fillIn() {
-    const question = { heading: "Fill in the quick start?", detail: "It takes the place of what you have entered.", yes: "Fill in", no: "Keep mine" };
+    const question = {
+      heading: "Fill in the quick start?",
+      detail: "It takes the place of what you have entered.",
+      yes: "Fill in",
+      no: "Keep mine",
+    };
     if (this.isTouched && !(await confirmed(question))) return;
     const job = await (await fetch(QUICKSTART, { signal: this.signal })).json();
     this.forgive();
@@ -116,7 +179,7 @@ class JobForm {
       const body = this.read();
       const job = await post("/jobs", body, { "Idempotency-Key": this.keyFor(JSON.stringify(body)) });
       announce(`${job.name} is created`);
-      location.hash = addressOf(job.id);
+      if (!this.signal.aborted) location.hash = addressOf(job.id); // else somebody is elsewhere by now
     } catch (error) {
       this.explain(error);
     } finally {
@@ -151,12 +214,20 @@ class JobForm {
   complain(title, detail, errors) {
     const found = errors.map(({ field, message }) => {
       const editor = this.view === "form" ? this.fields.find(field) : null;
-      return { field, editor, message: message.replace(` (${editor?.place.description})`, "") }; // that is there already
+      return { field, editor, message: message.replace(` (${editor?.place.description})`, "") }; // it is there already
     });
-    for (const { editor, field, message } of found) editor?.complain(editor.path === field ? message : `${field} ${message}`);
+    for (const { editor, field, message } of found)
+      editor?.complain(editor.path === field ? message : `${field} ${message}`);
     clear(this.problem).append(
-      el("h2", {}, title), el("p", {}, detail),
-      el("ul", {}, found.map(({ editor, field, message }) => el("li", {}, editor ? linkTo(editor, field) : el("code", {}, field), ` ${message}`))),
+      el("h2", {}, title),
+      el("p", {}, detail),
+      el(
+        "ul",
+        {},
+        found.map(({ editor, field, message }) =>
+          el("li", {}, editor ? linkTo(editor, field) : el("code", {}, field), ` ${message}`),
+        ),
+      ),
     );
     this.problem.hidden = false;
     const inputs = found.map(({ editor }) => editor?.input).filter(Boolean);
@@ -174,11 +245,16 @@ class JobForm {
 
 function foldOf(editor) {
   const names = editor.fields ? [...editor.fields.editors.keys()].join(", ") : editor.place.description;
-  return el("details", { class: "fold", "data-name": editor.path },
-    el("summary", {}, el("span", { class: "mono" }, editor.path), el("span", { class: "help" }, names)), editor.element);
+  return el(
+    "details",
+    { class: "fold", "data-name": editor.path },
+    el("summary", {}, el("span", { class: "mono" }, editor.path), el("span", { class: "help" }, names)),
+    editor.element,
+  );
 }
 
-const linkTo = (editor, field) => el("button", { type: "button", class: "link mono", on: { click: () => goTo(editor.input) } }, field);
+const linkTo = (editor, field) =>
+  el("button", { type: "button", class: "link mono", on: { click: () => goTo(editor.input) } }, field);
 
 /** Unfolds what hides it. */
 function goTo(input) {

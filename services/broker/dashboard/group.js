@@ -1,6 +1,6 @@
 // One prompt with all its responses, token by token, and the same prompt in other iterations at its side.
 
-import { ApiError, get } from "./api.js";
+import { ApiError, get, pause } from "./api.js";
 import { lineChart } from "./charts.js";
 import { duration, el, number, percent, setText } from "./dom.js";
 import { jobTabs } from "./head.js";
@@ -8,6 +8,7 @@ import { advantageBar, largest, largestAdvantage, lengthOf, rewardBars } from ".
 import { tokenLegend, tokenView } from "./tokens.js";
 
 const MOST_BESIDE = 4;
+const ALIKE_WAITS_MS = [1000, 2000, 4000, 8000, 15_000]; // between looks while the broker still reads the groups
 
 /** `beside`: ids of groups, separated by commas. */
 export async function showGroups(main, params, signal) {
@@ -54,11 +55,12 @@ class GroupPage {
       { class: "token-readout", role: "status", "data-testid": "token-readout" },
       "Point at a token, or move with the arrow keys.",
     );
+    this.alikeText = el("p", { class: "muted", role: "status" }, "Looking…");
     this.alike = el(
       "section",
       { class: "card alike", "aria-labelledby": "alike-heading", "data-testid": "alike" },
       el("h2", { id: "alike-heading", text: "Same prompt in other iterations" }),
-      el("p", { class: "muted" }, "Looking…"),
+      this.alikeText,
     );
     const back = `#/jobs/${encodeURIComponent(this.id)}/samples?iteration=${group.iteration}`;
     const title =
@@ -172,22 +174,39 @@ class GroupPage {
   // ---- the same prompt elsewhere -----------------------------------------------------------------------------------
 
   async loadAlike() {
+    setText(this.alikeText, "Looking…");
     try {
-      const { groups } = await get(`${this.path}/groups/${encodeURIComponent(this.group)}/alike`, {}, this.signal);
-      this.drawAlike(groups);
+      this.drawAlike(await this.readAlike());
     } catch (error) {
       if (this.signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
-      setText(this.alike.lastElementChild, error.detail || error.title);
+      setText(this.alikeText, error.detail || error.title);
+      const again = el("button", { class: "button", type: "button" }, "Ask again");
+      again.addEventListener("click", () => {
+        again.remove();
+        this.loadAlike();
+      });
+      this.alike.append(again);
     }
+  }
+
+  /** 503: the broker still reads the groups; that is waited for. */
+  async readAlike() {
+    const path = `${this.path}/groups/${encodeURIComponent(this.group)}/alike`;
+    for (const wait of ALIKE_WAITS_MS) {
+      try {
+        return (await get(path, {}, this.signal)).groups;
+      } catch (error) {
+        if (!(error instanceof ApiError) || error.status !== 503) throw error;
+      }
+      await pause(wait, this.signal);
+    }
+    return (await get(path, {}, this.signal)).groups;
   }
 
   drawAlike(groups) {
     if (groups.length < 2)
-      return setText(
-        this.alike.lastElementChild,
-        "None is kept: this prompt came once, or its other groups are no longer kept.",
-      );
+      return setText(this.alikeText, "None is kept: this prompt came once, or its other groups are no longer kept.");
     const shown = new Set(this.groups.map(({ group_id: id }) => id));
     const rows = groups.map((summary) => this.alikeRow(summary, shown)).reverse(); // the newest first
     const names = ["Beside", "Iteration", "Version", "Group", "Responses", "Mean reward"];

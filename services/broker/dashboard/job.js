@@ -1,12 +1,13 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
-import { ApiError, del, get, poll, serverNow, stream } from "./api.js";
+import { ApiError, del, get, pause, poll, serverNow, stream } from "./api.js";
 import { lineChart, link } from "./charts.js";
 import { confirmed, isOver, tell } from "./controls.js";
 import { beatPanel, doctorPanel } from "./doctor.js";
 import { announce, el, number, setText } from "./dom.js";
-import { eventLog } from "./events.js";
+import { eventLog, MOST_EVENTS } from "./events.js";
 import { jobHead } from "./head.js";
+import { heartbeatTime } from "./heartbeats.js";
 import { CHARTS, Series } from "./series.js";
 import { configPanel } from "./config.js";
 import { timelinePanel } from "./timeline.js";
@@ -32,6 +33,8 @@ class JobPage {
     this.series = new Series();
     this.records = new Map(); // by iteration: the newest ones
     this.workers = [];
+    this.beatNow = 0; // by the clock of the workers' heartbeats
+    this.gapAfter = null; // since this iteration the curves may have holes
     this.fresh = []; // events that are not in the log yet
     this.charts = new Map();
     this.isDue = { job: false, curves: false, beat: false, doctor: false };
@@ -136,7 +139,7 @@ class JobPage {
         after: this.cursor,
         signal: this.signal,
         onMessage,
-        onState: (state) => this.head.connection(state),
+        onState: (state) => this.takeState(state),
       });
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
@@ -151,12 +154,46 @@ class JobPage {
       if (isOver(this.job)) return;
       try {
         const { workers } = await get("/workers", { pool: this.job.pool }, signal);
+        this.beatNow = heartbeatTime(workers);
         this.workers = workers.filter((worker) => worker.job_id === this.job.id);
         this.mark("beat");
       } catch (error) {
         if (!(error instanceof ApiError) && !signal.aborted) throw error; // the stream's state tells of the network
       }
     });
+  }
+
+  takeState(state) {
+    this.head.connection(state);
+    if (state === "lost") this.gapAfter ??= this.newestKnown();
+    else if (state === "open" && this.gapAfter !== null) this.fillGap();
+  }
+
+  /** The last iteration whose values are in the curves, and those of the evaluations up to it. */
+  newestKnown() {
+    const committed = [...this.records.values()].filter(({ state }) => state === "COMMITTED");
+    const iteration = Math.max(-1, ...committed.map((record) => record.iteration));
+    if (!this.job.config.evaluation) return iteration;
+    return Math.min(iteration, this.series.of("eval/reward_mean").at(-1)?.[0] ?? -1); // they may end later
+  }
+
+  /** The stream tells again only of iterations whose events are still kept. */
+  async fillGap() {
+    this.filling?.abort(); // it may have been asked before the last loss
+    this.filling = new AbortController();
+    const signal = AbortSignal.any([this.signal, this.filling.signal]);
+    while (!signal.aborted) {
+      try {
+        const { metrics } = await get(`${this.path}/metrics`, { after: this.gapAfter }, signal);
+        for (const [x, values] of byIteration(metrics)) this.series.add(x, values);
+        this.gapAfter = null;
+        return this.mark("curves");
+      } catch (error) {
+        if (signal.aborted) return;
+        if (!(error instanceof ApiError)) throw error;
+      }
+      await pause(WORKERS_MS, signal);
+    }
   }
 
   take(kind, data) {
@@ -188,6 +225,7 @@ class JobPage {
 
   takeEvent(event) {
     this.fresh.push(event);
+    if (this.fresh.length > 2 * MOST_EVENTS) this.fresh.splice(0, MOST_EVENTS); // no frame is drawn while hidden
     if (event.kind === "evaluation.done") {
       const scores = SCORES.filter((name) => name in event.data).map((name) => [`eval/${name}`, event.data[name]]);
       this.series.add(event.data.evaluation, Object.fromEntries(scores));
@@ -219,7 +257,7 @@ class JobPage {
     for (const part of Object.keys(this.isDue)) this.isDue[part] = false;
     if (job || curves || beat) this.head.update(this.job, this.series, [...this.records.values()]);
     if (curves) this.drawCurves();
-    if (beat) this.beat.update(sorted(this.records), this.workers, this.job);
+    if (beat) this.beat.update(sorted(this.records), this.workers, this.job, this.beatNow);
     if (doctor || job) this.doctor.update(this.diagnosis, isOver(this.job));
     this.log.add(this.fresh.splice(0));
   }
@@ -254,6 +292,18 @@ class JobPage {
     }
     this.charts.get(id).update(lines);
   }
+}
+
+/** {name: [[x, y], ...]} as [x, {name: y}] pairs. */
+function byIteration(metrics) {
+  const points = new Map();
+  for (const [name, values] of Object.entries(metrics)) {
+    for (const [x, y] of values) {
+      if (!points.has(x)) points.set(x, {});
+      points.get(x)[name] = y;
+    }
+  }
+  return points;
 }
 
 const sorted = (records) => [...records.values()].sort((a, b) => a.iteration - b.iteration);

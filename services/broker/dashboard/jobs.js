@@ -1,6 +1,6 @@
 // The list of jobs: asked for again while it is in sight, since lists have no stream.
 
-import { ApiError, get, poll } from "./api.js";
+import { ApiError, get, pause, poll } from "./api.js";
 import { isOver } from "./controls.js";
 import { announce, clear, clock, el, setText } from "./dom.js";
 import { JobRow } from "./jobrow.js";
@@ -25,15 +25,26 @@ class JobListPage {
     this.signal = signal;
     this.rows = new Map(); // by id
     this.jobs = [];
+    this.turn = 0; // of the newest request for the list: older answers are not wanted
     this.limit = PAGE;
     this.selected = new Set();
     this.inSight = new Set();
     this.curves = new RewardCurves(signal);
     this.sight = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "100px" });
     signal.addEventListener("abort", () => this.sight.disconnect());
-    this.state = el("select", { id: "state", on: { change: () => this.filter() } }, el("option", { value: "" }, "Any state"),
-      STATES.map((each) => el("option", { value: each, selected: each === state }, each.toLowerCase())));
-    this.text = el("input", { id: "search", type: "search", value: q, placeholder: "Name, id or pool", on: { input: () => this.filter() } });
+    this.state = el(
+      "select",
+      { id: "state", on: { change: () => this.filter() } },
+      el("option", { value: "" }, "Any state"),
+      STATES.map((each) => el("option", { value: each, selected: each === state }, each.toLowerCase())),
+    );
+    this.text = el("input", {
+      id: "search",
+      type: "search",
+      value: q,
+      placeholder: "Name, id or pool",
+      on: { input: () => this.filter() },
+    });
   }
 
   elements() {
@@ -41,24 +52,64 @@ class JobListPage {
     this.summary = el("p", { class: "muted" });
     this.problem = el("p", { class: "notice warn", role: "alert", hidden: true });
     this.empty = el("div", { class: "empty", hidden: true });
-    this.more = el("button", { type: "button", class: "button", hidden: true, on: { click: () => this.showMore() } }, "Show more");
-    this.table = el("table", { class: "jobs card", hidden: true },
-      el("thead", {}, el("tr", {}, el("th", {}, hidden("Compare")), COLUMNS.map((name) => el("th", { scope: "col" }, name)), el("th", {}, hidden("Actions")))),
-      this.body);
+    this.more = el(
+      "button",
+      { type: "button", class: "button", hidden: true, on: { click: () => this.showMore() } },
+      "Show more",
+    );
+    this.table = el(
+      "table",
+      { class: "jobs card", hidden: true },
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          el("th", {}, hidden("Compare")),
+          COLUMNS.map((name) => el("th", { scope: "col" }, name)),
+          el("th", {}, hidden("Actions")),
+        ),
+      ),
+      this.body,
+    );
     this.compareText = el("span", { role: "status" });
     this.compareLink = el("a", { class: "button primary" }, "Compare");
-    this.compare = el("div", { class: "compare-bar card", hidden: true }, this.compareText, this.compareLink,
-      el("button", { type: "button", class: "button quiet", on: { click: () => this.unselect() } }, "Clear"));
-    const filters = el("search", { class: "actions" },
-      el("label", { class: "visually-hidden", for: "search" }, "Search jobs"), this.text,
-      el("label", { class: "visually-hidden", for: "state" }, "State"), this.state);
+    this.compare = el(
+      "div",
+      { class: "compare-bar card", hidden: true },
+      this.compareText,
+      this.compareLink,
+      el("button", { type: "button", class: "button quiet", on: { click: () => this.unselect() } }, "Clear"),
+    );
+    const filters = el(
+      "search",
+      { class: "actions" },
+      el("label", { class: "visually-hidden", for: "search" }, "Search jobs"),
+      this.text,
+      el("label", { class: "visually-hidden", for: "state" }, "State"),
+      this.state,
+    );
     return [
-      el("div", { class: "head jobs-head" }, el("h1", {}, "Jobs"), filters, el("a", { class: "button primary", href: "#/new" }, "New job")),
-      this.summary, this.problem, this.table, this.empty, el("div", { class: "actions center" }, this.more), this.compare,
+      el(
+        "div",
+        { class: "head jobs-head" },
+        el("h1", {}, "Jobs"),
+        filters,
+        el("a", { class: "button primary", href: "#/new" }, "New job"),
+      ),
+      this.summary,
+      this.problem,
+      this.table,
+      this.empty,
+      el("div", { class: "actions center" }, this.more),
+      this.compare,
     ];
   }
 
-  run() {
+  async run() {
+    everySecond(this.signal, () => document.hidden || this.rows.forEach((row) => row.showTime()));
+    await pause(REFRESH_MS, this.signal); // it has just been read
     let slowness = 0; // a list that takes long is asked for less often
     poll(REFRESH_MS, this.signal, async () => {
       if (slowness-- > 0) return;
@@ -66,14 +117,15 @@ class JobListPage {
       await this.refresh();
       slowness = Math.floor((performance.now() - started) / 500);
     });
-    everySecond(this.signal, () => document.hidden || this.rows.forEach((row) => row.showTime()));
   }
 
   async refresh() {
     const asked = `${this.state.value} ${this.limitNow()}`;
+    const turn = (this.turn += 1);
     try {
       const { jobs } = await get("/jobs", { state: this.state.value, limit: this.limitNow() }, this.signal);
-      if (asked !== `${this.state.value} ${this.limitNow()}`) return; // another filter meanwhile
+      const isLate = turn !== this.turn || asked !== `${this.state.value} ${this.limitNow()}`; // asked again meanwhile
+      if (isLate) return;
       this.problem.hidden = true;
       this.tellChanges(jobs);
       this.jobs = jobs;
@@ -83,8 +135,12 @@ class JobListPage {
     } catch (error) {
       if (this.signal.aborted) return;
       if (!(error instanceof ApiError) || !this.seenAt) throw error;
+      if (turn !== this.turn) return;
       this.problem.hidden = false;
-      setText(this.problem, `${error.title}. ${error.detail} The list is as of ${clock(this.seenAt)}; it goes on by itself.`);
+      setText(
+        this.problem,
+        `${error.title}. ${error.detail} The list is as of ${clock(this.seenAt)}; it goes on by itself.`,
+      );
     }
   }
 
@@ -107,7 +163,8 @@ class JobListPage {
     const listed = new Set(jobs.map((job) => job.id));
     for (const [id, row] of this.rows) if (!listed.has(id)) this.drop(id, row);
     rows.forEach((row, place) => {
-      if (this.body.children[place] !== row.element) this.body.insertBefore(row.element, this.body.children[place] ?? null);
+      if (this.body.children[place] !== row.element)
+        this.body.insertBefore(row.element, this.body.children[place] ?? null);
     });
     this.table.hidden = jobs.length === 0;
     this.more.hidden = found.length < this.limit || this.limit >= ALL;
@@ -128,7 +185,12 @@ class JobListPage {
       known.update(job);
       return known;
     }
-    const row = new JobRow(job, this.selected.has(job.id), (isOn) => this.select(job.id, isOn), (changed) => this.changed(changed));
+    const row = new JobRow(
+      job,
+      this.selected.has(job.id),
+      (isOn) => this.select(job.id, isOn),
+      (changed) => this.changed(changed),
+    );
     this.rows.set(job.id, row);
     const curve = this.curves.curves.get(job.id);
     if (curve) row.showCurve(curve.points);
@@ -144,6 +206,7 @@ class JobListPage {
   }
 
   changed(job) {
+    this.jobs = this.jobs.map((each) => (each.id === job.id ? job : each)); // or it would be told as news
     this.rows.get(job.id)?.update(job);
     this.refresh();
   }
@@ -161,7 +224,10 @@ class JobListPage {
       this.filter();
       this.text.focus();
     };
-    return [el("p", {}, "No job is like that."), el("button", { type: "button", class: "button", on: { click: reset } }, "Show all jobs")];
+    return [
+      el("p", {}, "No job is like that."),
+      el("button", { type: "button", class: "button", on: { click: reset } }, "Show all jobs"),
+    ];
   }
 
   // ---- filter, pages, curves ----
@@ -236,7 +302,11 @@ function noJobs() {
 function summaryOf(jobs, isCut) {
   const active = jobs.filter((job) => !isOver(job));
   const count = (state) => active.filter((job) => job.state === state).length;
-  const parts = [[count("RUNNING"), "running"], [count("PENDING"), "in the queue"], [count("PAUSED"), "paused"]];
+  const parts = [
+    [count("RUNNING"), "running"],
+    [count("PENDING"), "in the queue"],
+    [count("PAUSED"), "paused"],
+  ];
   const words = parts.filter(([num]) => num).map(([num, what]) => `${num} ${what}`);
   return [...words, `${isCut ? "the newest " : ""}${jobs.length} ${jobs.length === 1 ? "job" : "jobs"}`].join(" · ");
 }

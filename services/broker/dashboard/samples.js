@@ -61,12 +61,10 @@ class SamplesPage {
 
   filters() {
     const { wanted } = this;
-    const newest = Math.max(0, this.job.num_opened - 1);
     this.iteration = el("input", {
       id: "sample-iteration",
       type: "number",
       min: 0,
-      max: newest,
       step: 1,
       value: wanted.iteration,
       placeholder: "newest",
@@ -126,18 +124,21 @@ class SamplesPage {
 
   submit(event) {
     event.preventDefault();
-    this.apply({
+    const wanted = {
       iteration: this.iteration.value,
       evaluation: this.source?.value ?? "",
       min: this.least.value,
       max: this.most.value,
       page: 1,
-    });
+    };
+    this.apply(wanted, event.type === "submit");
   }
 
-  step(by) {
+  async step(by) {
     const from =
       this.iteration.value === "" ? (this.shownIteration ?? this.job.num_opened - 1) : Number(this.iteration.value);
+    if (from + by >= this.job.num_opened) await this.readJob(); // more may have been opened
+    if (this.signal.aborted) return;
     const to = Math.min(Math.max(0, from + by), Math.max(0, this.job.num_opened - 1));
     this.iteration.value = to;
     this.apply({ ...this.wanted, iteration: String(to), evaluation: "", page: 1 });
@@ -148,13 +149,13 @@ class SamplesPage {
     this.apply({ iteration: "", evaluation: "", min: "", max: "", page: 1 });
   }
 
-  /** The address says what is shown, and the page stays as it is otherwise. */
-  apply(wanted) {
-    if (JSON.stringify(wanted) === JSON.stringify(this.wanted)) return;
+  /** The address says what is shown, and the page stays as it is otherwise. `isAsked`: read again if it is equal. */
+  apply(wanted, isAsked = false) {
+    if (!isAsked && JSON.stringify(wanted) === JSON.stringify(this.wanted)) return;
     this.wanted = wanted;
     if (this.source) this.source.value = wanted.evaluation;
     history.replaceState(null, "", this.address(wanted));
-    this.load();
+    this.load(isAsked);
   }
 
   address({ page, ...rest }) {
@@ -166,19 +167,33 @@ class SamplesPage {
 
   // ---- the list ----------------------------------------------------------------------------------------------------
 
-  async load() {
+  /** What the job is by now; without an answer what it was: the samples are refused as well then, and that is told. */
+  async readJob() {
+    try {
+      this.job = await get(this.path, {}, this.signal);
+    } catch (error) {
+      if (!(error instanceof ApiError) && !this.signal.aborted) throw error;
+    }
+  }
+
+  async load(withJob = false) {
     this.loading?.abort(); // an answer that comes late would show what is not wanted any more
     this.loading = new AbortController();
     const signal = AbortSignal.any([this.signal, this.loading.signal]);
     this.iteration.disabled = this.wanted.evaluation !== "";
     this.list.setAttribute("aria-busy", "true");
     try {
+      if (withJob) await this.readJob();
       this.showPage(this.wanted.evaluation ? await this.readEvaluation(signal) : await this.readIteration(signal));
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
       clear(this.list);
-      const again = el("button", { class: "button", type: "button", on: { click: () => this.load() } }, "Try again");
+      const again = el(
+        "button",
+        { class: "button", type: "button", on: { click: () => this.load(true) } },
+        "Try again",
+      );
       this.pages.replaceChildren(again);
       this.status.textContent = error.detail || error.title;
     }

@@ -9,6 +9,7 @@ import { describe, lanesTable, spansTable, summarise } from "./readout.js";
 const CHOICES = [1, 2, 3, 5, 10, 20];
 const SMALL = 3; // iterations on the job's page
 const REFRESH_MS = 2000;
+const REST = 10; // times as long as an answer took: large ones are asked for less often
 
 export async function show(main, { id, iterations }, signal) {
   const path = `/jobs/${encodeURIComponent(id)}`;
@@ -128,7 +129,7 @@ class TimelinePanel {
 
   // ---- reading -----------------------------------------------------------------------------------------------------
 
-  /** Read it again, but not more often than every REFRESH_MS. */
+  /** Read it again, but not more often than every REFRESH_MS, or REST times what the last answer took. */
   refresh() {
     if (!this.isLive) return;
     if (this.isReading) this.isStale = true;
@@ -139,6 +140,7 @@ class TimelinePanel {
     this.isReading = true;
     this.isStale = false;
     const turn = (this.turn = (this.turn ?? 0) + 1);
+    const begun = performance.now();
     try {
       const timeline = await get(`${this.path}/timeline`, { iterations: this.wanted }, this.signal);
       const after = (timeline.iterations[0] ?? 0) - 1;
@@ -149,10 +151,12 @@ class TimelinePanel {
       if (!(error instanceof ApiError)) throw error;
       setText(this.summary, `The timeline could not be read: ${error.detail || error.title}`);
     }
+    const restMs = Math.max(REFRESH_MS, REST * (performance.now() - begun));
     setTimeout(() => {
+      if (turn !== this.turn) return; // the later one tells when
       this.isReading = false;
       if (this.isStale && this.isLive && !this.signal.aborted) this.load();
-    }, REFRESH_MS);
+    }, restMs);
   }
 
   show(timeline, records) {

@@ -22,9 +22,12 @@ export class ValueTable {
   fill(xs, names, wordsAt) {
     const body = this.element.querySelector("tbody");
     const shape = JSON.stringify([names, xs[0]]);
-    const isLonger = body && names.length === 1 && shape === this.shape && body.rows.length <= xs.length;
-    const rows = (isLonger ? xs.slice(body.rows.length) : xs).map((x) => row(x, wordsAt(x)));
+    const isSame = body && names.length === 1 && shape === this.shape;
+    const numDrawn = body?.rows.length ?? 0;
+    const isLonger = isSame && numDrawn <= xs.length && xs[numDrawn - 1] === this.last; // none came in between
+    const rows = (isLonger ? xs.slice(numDrawn) : xs).map((x) => row(x, wordsAt(x)));
     this.shape = shape;
+    this.last = xs.at(-1);
     if (isLonger) body.append(...rows);
     else this.element.replaceChildren(this.table(names, rows));
   }

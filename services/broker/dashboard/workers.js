@@ -3,11 +3,11 @@
 import { ApiError, get, poll, serverNow } from "./api.js";
 import { ago, clear, clock, el, number, setText } from "./dom.js";
 import { marked } from "./fields.js";
+import { heartbeatTime, isSilent } from "./heartbeats.js";
 import { addressOf } from "./jobrow.js";
 
 const REFRESH_MS = 3000;
 const DOCTOR_EVERY = 3; // looks
-const SILENT_S = 10; // as the broker counts it
 const TONES = { generating: "good", updating: "accent", starting: "accent", draining: "warn" };
 const COLUMNS = ["Rollout", "State", "Job", "Version", "In flight", "Tokens/s", "Devices", "Last seen"];
 const NUMBERS = new Set(["Version", "In flight", "Tokens/s", "Devices"]);
@@ -15,8 +15,7 @@ const NUMBERS = new Set(["Version", "In flight", "Tokens/s", "Devices"]);
 export async function show(main, { pool = "default" }, signal) {
   const page = new WorkersPage(pool, signal);
   main.append(...page.elements());
-  await page.look();
-  poll(REFRESH_MS, signal, () => page.look());
+  await poll(REFRESH_MS, signal, () => page.look());
 }
 
 class WorkersPage {
@@ -76,27 +75,27 @@ class WorkersPage {
   }
 
   render(workers, status) {
+    const now = status.num_rollouts ? heartbeatTime(workers) : serverNow(); // all of them may have ended
     clear(this.tiles).append(
       ...tile("Rollouts", status.num_rollouts), ...tile("Trainers", status.num_trainers), ...tile("Active jobs", status.num_jobs),
       ...tile("Prompts out", status.num_prompts), ...tile("of them unclaimed", status.num_unclaimed_prompts),
-      ...tile("Tokens/s", alive(workers).reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0)),
+      ...tile("Tokens/s", workers.filter((worker) => !isSilent(worker, now)).reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0)),
     );
     const sorted = workers.toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
-    if (!this.body.contains(document.activeElement)) clear(this.body).append(...sorted.map(rowOf));
+    if (!this.body.contains(document.activeElement)) clear(this.body).append(...sorted.map((worker) => rowOf(worker, now)));
     this.table.hidden = workers.length === 0;
     this.empty.hidden = workers.length > 0;
   }
 }
 
-const isSilent = (worker) => serverNow() - worker.last_seen_at > SILENT_S;
-const alive = (workers) => workers.filter((worker) => !isSilent(worker));
 const tile = (name, value) => [el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))];
 
-function rowOf(worker) {
-  const silent = isSilent(worker);
+function rowOf(worker, now) {
+  const silent = isSilent(worker, now);
+  const seenAt = worker.last_seen_at + serverNow() - now; // by the broker's clock
   const badge = el("span", { class: `badge ${silent ? "bad" : TONES[worker.state] ?? "hollow"}` }, silent ? `silent, was ${worker.state}` : worker.state);
   const job = worker.job_id ? el("a", { class: "mono", href: addressOf(worker.job_id) }, worker.job_id) : "–";
   const numbers = [worker.policy_version, worker.num_in_flight, worker.tokens_per_s, worker.num_devices];
   return el("tr", {}, el("th", { scope: "row", class: "mono" }, worker.id), el("td", {}, badge), el("td", {}, job),
-    numbers.map((value) => el("td", { class: "num" }, number(value))), el("td", { title: clock(worker.last_seen_at) }, ago(worker.last_seen_at)));
+    numbers.map((value) => el("td", { class: "num" }, number(value))), el("td", { title: clock(seenAt) }, ago(seenAt)));
 }

@@ -1,0 +1,211 @@
+"""Lists, comparisons and forms while jobs go on: late answers, jobs that are deleted, and pages that were left."""
+
+import asyncio
+import json
+import re
+
+from playwright.async_api import Page, Request, Route, expect
+
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from tests.browser.conftest import Visitor
+from tests.browser.gallery import Gallery
+from tests.browser.test_form import field, write_json
+from tests.integration.broker_fixtures import commit, create_job, drain, job_body, start_training, wait_open
+from tests.integration.test_live_api import Broker
+
+LIST = re.compile(r"/v1/jobs\?")
+STEP_S = 10.0
+STAY_MS = 1000  # a look at once would come within this
+NOTE_WHAT_IS_SAID = """() => {
+    const announcer = document.getElementById("announcer");
+    window.said = [];
+    new MutationObserver(() => said.push(announcer.textContent)).observe(announcer, {childList: true});
+}"""
+
+
+def requests_for(visit: Visitor, path: re.Pattern[str]) -> list[Request]:
+    return [request for request in visit.watch.requests if path.search(request.url)]
+
+
+async def next_list(page: Page) -> None:
+    """Until a list has been asked for and shown after this."""
+    async with page.expect_request_finished(lambda request: bool(LIST.search(request.url))):
+        pass
+    await page.evaluate("new Promise((resolve) => setTimeout(resolve))")
+
+
+# ---- the list of jobs --------------------------------------------------------------------------------------------
+
+
+async def test_list_that_was_asked_for_before_a_move_is_not_shown_after_it(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    await start_training(ledger, await create_job(ledger, name="moved"))
+    page = await visit(broker.url)
+    state = page.get_by_test_id("job-state")
+    await expect(state).to_have_text("running")
+    await page.evaluate(NOTE_WHAT_IS_SAID)
+    is_held, may_go = asyncio.Event(), asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        answer = await route.fetch()
+        is_held.set()
+        await may_go.wait()
+        await route.fulfill(response=answer)
+
+    await page.route(LIST, hold, times=1)
+    await asyncio.wait_for(is_held.wait(), STEP_S)
+    await page.get_by_test_id("pause-job").click()
+    await expect(state).to_have_text("paused")
+    may_go.set()
+    await next_list(page)
+    await next_list(page)
+    assert await page.evaluate("said") == ["moved is paused"]
+
+
+async def test_opened_list_is_asked_for_once_before_the_next_look(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url)
+    await next_list(page)
+    await next_list(page)
+    first, second, *_ = requests_for(visit, LIST)
+    assert second.timing["startTime"] - first.timing["startTime"] > STAY_MS
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------------
+
+
+async def test_deleted_job_is_told_and_the_other_ones_go_on(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    visit.watch.expect("status of 404")
+    deleted, other = [await create_job(ledger, name=name) for name in ("deleted", "other")]
+    page = await visit(broker.url, f"#/compare?jobs={deleted},{other}")
+    states = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="State")).get_by_role("cell")
+    await expect(states).to_have_text(["pending", "pending"])
+    await ledger.move_job(deleted, JobState.CANCELLED)
+    await ledger.delete_job(deleted)
+    await start_training(ledger, other)
+    await expect(states).to_have_text(["gone", "running"])
+    await expect(page.get_by_text("deleted is gone")).to_have_count(2)  # in sight, and said
+    await ledger.move_job(other, JobState.PAUSED)
+    await expect(states).to_have_text(["gone", "paused"])
+    await expect(page.locator(".notice").filter(has_text="is gone")).to_have_count(1)
+
+
+async def test_opened_comparison_is_asked_for_once_before_the_next_look(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    ids = [await create_job(ledger) for _ in range(2)]
+    page = await visit(broker.url, f"#/compare?jobs={','.join(ids)}")
+    path = re.compile(f"/v1/jobs/{ids[0]}$")
+    async with page.expect_request_finished(lambda request: bool(path.search(request.url))):
+        pass
+    async with page.expect_request_finished(lambda request: bool(path.search(request.url))):
+        pass
+    first, second, *_ = requests_for(visit, path)
+    assert second.timing["startTime"] - first.timing["startTime"] > STAY_MS
+
+
+# ---- samples -----------------------------------------------------------------------------------------------------
+
+
+async def test_samples_of_iterations_that_came_later_are_reached(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 4})
+    epoch = await start_training(ledger, job_id)
+
+    async def generate(iteration: int) -> None:
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+
+    await generate(0)
+    page = await visit(broker.url, f"#/jobs/{job_id}/samples")
+    await expect(page.get_by_text("of iteration 0")).to_be_visible()
+    for iteration in range(2):
+        await commit(ledger, job_id, epoch, iteration)
+        await generate(iteration + 1)
+    await page.get_by_role("button", name="Show").click()
+    await expect(page.get_by_text("of iteration 2")).to_be_visible()
+    await commit(ledger, job_id, epoch, 2)
+    await generate(3)
+    await page.get_by_role("button", name="Next iteration").click()
+    await expect(page.get_by_text("of iteration 3")).to_be_visible()
+    await page.get_by_role("button", name="Next iteration").click()
+    await expect(page.get_by_label("Iteration", exact=True)).to_have_value("3")
+
+
+async def test_same_prompt_elsewhere_is_asked_for_again(visit: Visitor, gallery: Gallery) -> None:
+    """By itself while the broker still reads the groups, else by a button."""
+    visit.watch.expect("status of 50[03]")
+    page = await visit(gallery.url)
+    statuses = [503, 500]
+
+    async def refuse(route: Route) -> None:
+        status = statuses.pop(0)
+        await route.fulfill(status=status, json={"title": "No", "detail": f"refused with {status}"})
+
+    await page.route("**/alike", refuse, times=2)
+    await page.goto(f"{gallery.url}/{gallery.place('group')}")
+    alike = page.get_by_test_id("alike")
+    await expect(alike).to_contain_text("refused with 500")
+    await alike.get_by_role("button", name="Ask again").click()
+    await expect(alike.locator("tbody tr")).to_have_count(30)
+    assert statuses == []
+
+
+# ---- the values of a chart ---------------------------------------------------------------------------------------
+
+
+async def test_value_that_comes_late_has_its_row_in_order(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url)
+    rows = await page.evaluate(
+        """async () => {
+            const { ValueTable } = await import(new URL("assets/valuetable.js", document.baseURI));
+            const table = new ValueTable({ title: "a", unit: "", x: "iteration" });
+            for (const xs of [[0, 2], [0, 1, 2], [0, 1, 2, 3]]) table.fill(xs, ["m"], (x) => [`of ${x}`]);
+            return [...table.element.querySelectorAll("tbody tr")].map((row) => row.textContent);
+        }"""
+    )
+    assert rows == ["0of 0", "1of 1", "2of 2", "3of 3"]
+
+
+# ---- the form ----------------------------------------------------------------------------------------------------
+
+
+async def test_form_that_was_left_does_not_lead_to_its_job(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    page = await visit(broker.url, "#/new")
+    may_go = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await may_go.wait()
+        await route.continue_()
+
+    await page.route("**/v1/jobs", hold)
+    await write_json(page, job_body(name="created-later"))
+    await page.get_by_test_id("submit-job").click()
+    await page.get_by_role("link", name="Workers").click()
+    heading = page.get_by_role("heading", level=1)
+    await expect(heading).to_have_text("Workers")
+    may_go.set()
+    await expect(page.locator("#announcer")).to_have_text("created-later is created")
+    assert page.url.endswith("#/workers")
+    await expect(heading).to_have_text("Workers")
+    assert len(await ledger.job_ids()) == 1
+
+
+async def test_what_is_no_number_is_sent_as_it_is_and_a_blank_is_not(visit: Visitor, broker: Broker) -> None:
+    visit.watch.expect("status of 422")
+    page = await visit(broker.url, "#/new")
+    await write_json(page, job_body(optimizer={"learning_rate": 1e-5}))
+    await page.get_by_role("button", name="Back to the form").click()
+    wrong = field(page, "rollout.num_samples_per_prompt")
+    await wrong.fill("0x10")
+    await field(page, "schedule.num_iterations").fill(" 7 ")
+    await field(page, "optimizer.learning_rate").fill(" ")
+    async with page.expect_request("**/v1/jobs") as asked:
+        await page.get_by_test_id("submit-job").click()
+    body = json.loads((await asked.value).post_data or "")
+    assert (body["rollout"]["num_samples_per_prompt"], body["schedule"]["num_iterations"]) == ("0x10", 7)
+    assert "learning_rate" not in body.get("optimizer", {})
+    await expect(wrong).to_have_attribute("aria-invalid", "true")
+    await expect(page.locator("[id='rollout.num_samples_per_prompt-error']")).to_contain_text("valid integer")

@@ -1,0 +1,168 @@
+"""What a page does with its stream: let go while nobody looks, complete after a loss, and honest about defects."""
+
+import time
+from pathlib import Path
+
+from playwright.async_api import Page, Route, expect
+
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState, WorkerRecord
+from tests.browser.conftest import Visitor
+from tests.browser.seeding import seed_job
+from tests.browser.test_live import cursors, expect_progress
+from tests.integration.broker_fixtures import create_job, eventually, start_training
+from tests.integration.test_live_api import Broker, ledger_events, train
+
+HIDDEN_MS = 10_000  # as api.js has it
+SET_HIDDEN = """(isHidden) => {
+    Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+LISTEN = """async (path) => {
+    const { stream } = await import("/assets/api.js");
+    const heard = [];
+    const states = [];
+    const onMessage = (kind, data, id) => {
+        if (kind !== "event") return;
+        heard.push(id);
+        if (heard.length === 1) throw new Error("this page has a defect");
+    };
+    await stream(path, { signal: AbortSignal.timeout(8000), onMessage, onState: (state) => states.push(state) });
+    return { heard, states };
+}"""
+FILL_LOG = """async (count) => {
+    const { eventLog } = await import("/assets/events.js");
+    const log = eventLog({ loadOlder: null, loadedAt: Infinity });
+    const event = (number) => ({ id: `${number}-0`, time: number, kind: "worker.updated", message: "", data: {} });
+    log.add(Array.from({ length: count }, (_, number) => event(number)));
+    return log.element.querySelector(".head").textContent;
+}"""
+
+
+async def open_with_clock(visit: Visitor, broker: Broker, job_id: str) -> Page:
+    """Its timers are moved by the test as well."""
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await page.clock.install()
+    await page.reload()
+    await expect(page.get_by_test_id("live")).to_have_text("live")
+    await eventually("only the page as it is now listens", lambda: watches(broker, 1))
+    return page
+
+
+async def watches(broker: Broker, count: int) -> bool:
+    return broker.num_watchers == count
+
+
+async def test_hidden_page_holds_no_connection_and_goes_on_where_it_was_when_shown(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 4})
+    epoch = await start_training(ledger, job_id)
+    page = await open_with_clock(visit, broker, job_id)
+    await train(ledger, job_id, epoch, range(1))
+    told = page.get_by_test_id("events").get_by_role("listitem")
+    await expect_progress(page, 1, 4)
+    await page.evaluate(SET_HIDDEN, True)
+    await page.clock.fast_forward(HIDDEN_MS + 1000)
+    await eventually("nobody listens", lambda: watches(broker, 0))
+    num_connections = len(cursors(visit))
+    await train(ledger, job_id, epoch, range(1, 3))
+    await page.clock.fast_forward(HIDDEN_MS)
+    assert (broker.num_watchers, len(cursors(visit))) == (0, num_connections), "it came back, and nobody looks"
+    await page.evaluate(SET_HIDDEN, False)
+    await expect_progress(page, 3, 4)
+    await expect(told).to_have_count(len(await ledger_events(ledger, job_id)))
+    assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was told again from the beginning"
+
+
+async def test_page_that_is_hidden_for_a_moment_keeps_its_connection(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    job_id = await create_job(ledger)
+    page = await open_with_clock(visit, broker, job_id)
+    num_connections = len(cursors(visit))
+    await page.evaluate(SET_HIDDEN, True)
+    await page.clock.fast_forward(HIDDEN_MS // 2)
+    await page.evaluate(SET_HIDDEN, False)
+    await page.clock.fast_forward(HIDDEN_MS)
+    await start_training(ledger, job_id)
+    await expect(page.get_by_test_id("job-state").first).to_have_text("running")
+    assert len(cursors(visit)) == num_connections
+
+
+async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 8})
+    epoch = await start_training(ledger, job_id)
+    page = await open_with_clock(visit, broker, job_id)
+    await train(ledger, job_id, epoch, range(2))
+    await expect_progress(page, 2, 8)
+    await page.evaluate(SET_HIDDEN, True)
+    await page.clock.fast_forward(HIDDEN_MS + 1000)
+    await eventually("nobody listens", lambda: watches(broker, 0))
+    await train(ledger, job_id, epoch, range(2, 7))
+    await ledger.redis.xtrim(JobKeys(job_id).events, maxlen=1, approximate=False)
+    await page.evaluate(SET_HIDDEN, False)
+    await expect_progress(page, 7, 8)
+    reward = page.get_by_test_id("chart-reward")
+    await reward.get_by_text("Values").click()
+    await expect(reward.locator("tbody tr")).to_have_count(7)
+
+
+async def test_defect_of_a_page_reaches_the_console_and_its_stream_goes_on(
+    visit: Visitor, broker: Broker, ledger: Ledger
+) -> None:
+    visit.watch.expect("this page has a defect")
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    await ledger.move_job(job_id, JobState.FAILED, "no more memory")
+    page = await visit(broker.url)
+    told = await page.evaluate(LISTEN, f"/jobs/{job_id}/stream")
+    assert told == {"heard": await ledger_events(ledger, job_id), "states": ["connecting", "open", "over"]}
+    assert any("this page has a defect" in said for said in visit.watch.complaints)
+
+
+async def test_older_events_can_be_asked_for_again_after_a_failure(
+    visit: Visitor, ledger: Ledger, tmp_path: Path
+) -> None:
+    visit.watch.expect("status of 503")
+    job_id = await seed_job(ledger, "twelve")
+    async with visit.broker(ledger, tmp_path) as broker:
+        page = await visit(broker.url, f"#/jobs/{job_id}")
+        log = page.get_by_test_id("events")
+        older = log.get_by_role("button", name="Load older events")
+
+        async def refuse(route: Route) -> None:
+            await route.fulfill(status=503, json={"title": "Busy", "detail": "Redis does not answer"})
+
+        await page.route("**/events?*", refuse)
+        await older.click()
+        await expect(log.get_by_role("alert")).to_have_text("They could not be read: Redis does not answer")
+        await page.unroute("**/events?*")
+        await older.click()
+        await expect(older).to_be_hidden()
+        await expect(log.get_by_role("alert")).to_be_hidden()
+        await expect(log.get_by_role("listitem")).to_have_count(len(await ledger_events(ledger, job_id)))
+
+
+async def test_log_keeps_the_newest_events_only(visit: Visitor, broker: Broker) -> None:
+    page = await visit(broker.url)
+    assert await page.evaluate(FILL_LOG, 6000) == "Eventsthe newest 200 of 5000"
+
+
+async def test_rollout_is_silent_by_the_clock_of_the_others(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    ahead = time.time() + 600
+    for name, seen_at in (("quick", ahead), ("slow", ahead - 30)):
+        worker = WorkerRecord(id=name, pool="default", state="generating", job_id=job_id, last_seen_at=seen_at)
+        await ledger.heartbeat("default", worker)
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    chips = page.get_by_role("list", name="Rollouts of this job").get_by_role("listitem")
+    await expect(chips.filter(has_text="slow")).to_contain_text("silent for 30 s")
+    await expect(chips.filter(has_text="quick")).not_to_contain_text("silent")
+    await page.goto(f"{broker.url}/#/workers")
+    rows = page.get_by_role("region", name="Rollouts").get_by_role("row")
+    await expect(rows.filter(has_text="slow")).to_contain_text("silent, was generating")
+    await expect(rows.filter(has_text="quick")).not_to_contain_text("silent")
