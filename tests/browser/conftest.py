@@ -51,7 +51,7 @@ def chromium() -> str:
     pytest.skip(f"no browser: {why.splitlines()[-1]}")
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def browser(chromium: str) -> AsyncIterator[Browser]:
     # Chromium's sandbox does not start as root; the only pages that it sees here are ours.
     no_sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -135,7 +135,7 @@ async def broker(visit: Visitor, ledger: Ledger, tmp_path: Path) -> AsyncIterato
         yield broker
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def gallery(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gallery]:
     folder = tmp_path_factory.mktemp("gallery")
     async with own_ledger(folder) as ledger, open_gallery(ledger, folder) as gallery:

@@ -84,6 +84,7 @@ async def is_refused_beside_the_field(page: Page) -> None:
 async def shows_both_sides_of_the_pipeline(page: Page) -> None:
     """Lanes with what each did; the spans are told by the arrow keys as well."""
     await page.get_by_role("navigation", name="Pages of this job").get_by_role("link", name="Timeline").click()
+    await expect(page.get_by_role("heading", level=1, name="Timeline of")).to_be_focused()  # the page is there
     timeline = page.get_by_test_id("timeline")
     for lane, kinds in (("trainer", "micro-batch|optimizer|publish|wait"), ("rollout-0", "generat|scor|pull|load")):
         slider = timeline.get_by_role("slider", name=lane)

@@ -66,7 +66,7 @@ class Workplace:
             self.stack.wait(job_id)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # the environment of its services is no other test's
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     folder = tmp_path_factory.mktemp("docs")
     installed = folder / "installed"

@@ -623,6 +623,8 @@ def test_password_of_redis_is_not_in_the_log_of_a_service_that_cannot_reach_it(
 
 
 def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ONBEAT_")]:
+        monkeypatch.delenv(name)
     for name in ("API_KEY", "API_KEYS_FILE", "TLS_KEY", "REDIS_PASSWORD_FILE", "REDIS_RETRY_S"):
         monkeypatch.setenv(f"ONBEAT_{name}", "of-the-shell")
     found = tmp_path / "found"

@@ -88,16 +88,18 @@ export class LaneView {
     this.draw();
   }
 
-  /** What was chosen stays so when the same span comes again. */
+  /** What was chosen stays so when the same span comes again; its start may have become known better meanwhile. */
   keep() {
     if (!this.chosen) return;
     const { span } = this.chosen.item;
     const lane = this.lanes.find(({ id }) => id === span.lane);
-    const item = lane?.items.find(
-      ({ span: { kind, start, iteration } }) =>
-        kind === span.kind && start === span.start && iteration === span.iteration,
+    const same = (lane?.items ?? []).filter(
+      ({ span: { kind, iteration, group_id: group } }) =>
+        kind === span.kind && iteration === span.iteration && group === span.group_id,
     );
-    this.chosen = item ? { item, lane } : null;
+    const distance = (item) => Math.abs(item.span.start - span.start);
+    same.sort((one, other) => distance(one) - distance(other));
+    this.chosen = same.length ? { item: same[0], lane } : null;
   }
 
   drawNames() {
