@@ -126,7 +126,7 @@ class StaleRollouts:
         self._snapshots[snapshot.policy_version] = snapshot
         self._snapshots.pop(snapshot.policy_version - self._staleness - 2, None)
 
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], is_published: bool) -> bool:
+    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], *told: Any) -> bool:
         self.metrics.append(metrics)
         return True
 

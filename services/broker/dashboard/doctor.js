@@ -108,15 +108,19 @@ function showBeat(record) {
   return el(
     "article",
     { class: "beat" },
-    el(
-      "div",
-      { class: "head" },
-      el("h3", {}, `Iteration ${number(record.iteration)}`),
-      el("span", { class: "muted" }, `policy version ${record.policy_version}`),
-    ),
+    beatHead(record),
     el("ol", { class: "steps" }, steps),
     groupsBar(record),
     el("p", { class: "muted" }, NEXT[record.state], refusals(record)),
+  );
+}
+
+function beatHead({ iteration, policy_version: version }) {
+  return el(
+    "div",
+    { class: "head" },
+    el("h3", {}, `Iteration ${number(iteration)}`),
+    el("span", { class: "muted" }, `policy version ${version}`),
   );
 }
 
@@ -183,12 +187,7 @@ function showLast(record) {
   return el(
     "article",
     { class: "beat" },
-    el(
-      "div",
-      { class: "head" },
-      el("h3", {}, `Iteration ${number(record.iteration)}`),
-      el("span", { class: "muted" }, `policy version ${record.policy_version}`),
-    ),
+    beatHead(record),
     el(
       "dl",
       { class: "facts" },
