@@ -20,6 +20,7 @@ from onbeat.types import (
     WorkerRecord,
 )
 
+YOUNG_S = 10.0  # a problem that began later may end by itself: services that start together look for each other
 LONG_WAIT_S = 20.0  # waiting for less, or for less than an iteration takes, is the ordinary course of things
 NUM_RECENT = 5  # iterations of which means are taken
 
@@ -88,10 +89,10 @@ class JobProgress:
 
     @property
     def waits_for(self) -> Finding | None:
-        """The first problem that the doctor has found, or else the first wait that is long."""
+        """The first problem that the doctor has found and that has lasted, or else the first wait that is long."""
         findings = self.diagnosis.findings if self.diagnosis is not None and not self.job.state.is_final else []
         long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
-        problems = [finding for finding in findings if finding.is_problem]
+        problems = [each for each in findings if each.is_problem and (each.since_s is None or each.since_s >= YOUNG_S)]
         waits = [finding for finding in findings if finding.waits_for and (finding.since_s or 0.0) >= long_s]
         return next(iter(problems + waits), None)
 

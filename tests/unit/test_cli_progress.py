@@ -100,6 +100,15 @@ def test_live_view_fits_any_terminal(width: int, height: int) -> None:
     assert "\x1b" not in "".join(lines)
 
 
+def test_a_problem_is_told_once_it_has_lasted() -> None:
+    """A job that is submitted while its trainer starts is no cause for alarm."""
+    progress = progress_of(0)
+    for since_s, is_told in ((0.0, False), (9.9, False), (10.0, True)):
+        finding = Finding(sentence="no trainer has asked for jobs", is_problem=True, since_s=since_s)
+        progress.apply(Diagnosis(is_healthy=False, findings=[finding]))
+        assert (progress.waits_for is not None) is is_told, since_s
+
+
 def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
     progress = progress_of(4)
     short = Finding(sentence="waits a little", waits_for="a group", since_s=2)
