@@ -29,6 +29,18 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def physical_cores(cores: Sequence[int], topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """One of the hardware threads of each core: two that compute on one core gain nothing."""
+    first: dict[str, int] = {}
+    for core in cores:
+        try:
+            siblings = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+        except OSError:  # not told: every one counts
+            siblings = str(core)
+        first.setdefault(siblings, core)
+    return list(first.values())
+
+
 def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """CPUs that a container's limit gives this process, whatever cores it may run on. No limit: infinity."""
     try:

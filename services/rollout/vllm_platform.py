@@ -2,11 +2,11 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from onbeat.local.cores import divide, format_cores, parse_cores
+from onbeat.local.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
 
 GIB = 1024**3
 
@@ -86,6 +86,10 @@ def engine_arguments(
         # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens
         # shares nothing of a short prompt; 32 is the least that the CPU's attention takes.
         arguments["block_size"] = 32
+        if tensor_parallel_size == 1:
+            # By this name, because "uni" is turned into "mp" on a CPU: a worker process, for which the engine core
+            # then waits by spinning, on a core that the worker or the trainer needs.
+            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments
 
 
@@ -94,7 +98,8 @@ def engine_environment(
 ) -> dict[str, str | None]:
     """Variables to set before vLLM is imported; None: to unset.
 
-    cpu_cores: CPU only; `0-3`, or one list per rank of tensor parallelism: `0-1|2-3`. One list is shared out.
+    cpu_cores: CPU only; `0-3`, or one list per rank of tensor parallelism: `0-1|2-3`. One list is shared out. None: all
+        that this process may use.
     """
     environment: dict[str, str | None] = {
         "HF_HUB_OFFLINE": "1",
@@ -110,9 +115,25 @@ def engine_environment(
         environment["GLIBC_TUNABLES"] = present.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
         environment["VLLM_CPU_KVCACHE_SPACE"] = None  # whole GiB; would override kv_cache_memory_bytes
-        if cpu_cores is not None:
+        if tensor_parallel_size == 1:
+            cores = parse_cores(cpu_cores) if cpu_cores else physical_cores(available_cores())
+            environment |= openmp_environment(cores, cpu_quota())
+        elif cpu_cores is not None:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_per_rank(cpu_cores, tensor_parallel_size)
     return environment
+
+
+def openmp_environment(cores: Sequence[int], quota: float) -> dict[str, str | None]:
+    """One thread per core, free to move between these cores; no more threads than a container's limit of CPUs.
+
+    >>> openmp_environment([0, 1, 2, 3], quota=2.5)
+    {'OMP_NUM_THREADS': '2', 'OMP_PLACES': '{0,1,2,3}', 'OMP_PROC_BIND': 'true'}
+    """
+    return {
+        "OMP_NUM_THREADS": str(max(1, int(min(len(cores), quota)))),
+        "OMP_PLACES": f"{{{','.join(map(str, cores))}}}",
+        "OMP_PROC_BIND": "true",
+    }
 
 
 def cores_per_rank(cores: str, num_ranks: int) -> str:
@@ -120,6 +141,6 @@ def cores_per_rank(cores: str, num_ranks: int) -> str:
     >>> cores_per_rank("0-3", num_ranks=2)
     '0-1|2-3'
     """
-    if "|" in cores or num_ranks == 1:
+    if "|" in cores:
         return cores
     return "|".join(format_cores(share) for share in divide(parse_cores(cores), num_ranks))

@@ -428,7 +428,8 @@ async def test_failed_load_serves_nothing_until_a_good_one(
 
 
 @pytest.mark.parametrize(
-    ("write_bad_file", "message"), [(write_nothing, "No such file"), (write_file_with_a_wrong_shape, "Worker failed")]
+    ("write_bad_file", "message"),
+    [(write_nothing, "No such file"), (write_file_with_a_wrong_shape, "Attempted to load weight")],
 )
 async def test_load_that_fails_in_the_vllm_worker_is_repaired_by_a_good_one(
     tied: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_bad_file, message: str

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onbeat.local.cores import cpu_quota
+from onbeat.local.cores import cpu_quota, physical_cores
 from services.trainer import device
 
 
@@ -42,3 +42,12 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, quota: float, num_ra
     monkeypatch.setattr(device, "cpu_quota", lambda: quota)
     assert device.pin_cores("", 0, num_ranks) == num_threads
     assert used == [num_threads]
+
+
+def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for core, siblings in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():
+        (topology := tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    assert physical_cores([0, 1, 2, 3], tmp_path) == [0, 1]
+    assert physical_cores([2, 3], tmp_path) == [2, 3]
+    assert physical_cores([0, 2], tmp_path / "not told") == [0, 2]

@@ -1,5 +1,6 @@
 """What vLLM is told on each device, and what a user is told when the vLLM for it is missing. vLLM is not imported."""
 
+import math
 import re
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError
 from pathlib import Path
@@ -108,13 +109,34 @@ def test_environment_of_an_accelerator_turns_nothing_off(device: str) -> None:
     assert not {"TORCH_COMPILE_DISABLE", "GLIBC_TUNABLES", "VLLM_CPU_OMP_THREADS_BIND"} & environment.keys()
 
 
-def test_environment_of_the_cpu_binds_threads_and_leaves_the_users_choices() -> None:
-    environment = engine_environment("cpu", {"GLIBC_TUNABLES": "x", "VLLM_LOGGING_LEVEL": "INFO"}, cpu_cores="0-3")
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
+def test_one_rank_on_the_cpu_computes_in_the_engine_core_which_would_wait_for_it_by_spinning() -> None:
+    assert engine_arguments("cpu")["distributed_executor_backend"].endswith(".UniProcExecutor")
+    assert "distributed_executor_backend" not in engine_arguments("cuda")
+
+
+def test_environment_of_the_cpu_binds_threads_and_leaves_the_users_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_platform, "cpu_quota", lambda: 3.5)
+    environment = engine_environment("cpu", {"GLIBC_TUNABLES": "x", "VLLM_LOGGING_LEVEL": "INFO"}, cpu_cores="4-7")
+    threads = {name: value for name, value in environment.items() if name.startswith("OMP_")}
+    assert threads == {"OMP_NUM_THREADS": "3", "OMP_PLACES": "{4,5,6,7}", "OMP_PROC_BIND": "true"}
     assert (environment["GLIBC_TUNABLES"], environment["VLLM_LOGGING_LEVEL"]) == ("x", "INFO")
     assert environment["TORCH_COMPILE_DISABLE"] == "1"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] is None
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment("cpu", {})
+
+
+def test_without_a_choice_of_cores_there_is_a_thread_for_each_physical_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_platform, "available_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(vllm_platform, "physical_cores", lambda cores: cores[:2])
+    monkeypatch.setattr(vllm_platform, "cpu_quota", lambda: math.inf)
+    environment = engine_environment("cpu", {})
+    assert (environment["OMP_NUM_THREADS"], environment["OMP_PLACES"]) == ("2", "{0,1}")
+
+
+def test_ranks_of_tensor_parallelism_are_bound_by_vllm_itself() -> None:
+    environment = engine_environment("cpu", {}, cpu_cores="0-3", tensor_parallel_size=2)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1|2-3"
+    assert not any(name.startswith("OMP_") for name in environment)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment("cpu", {}, tensor_parallel_size=2)
 
 
 def test_environment_is_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +146,7 @@ def test_environment_is_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine.os, "environ", environ)
     engine._set_environment()
     assert "VLLM_CPU_KVCACHE_SPACE" not in environ
-    assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+    assert environ["OMP_PLACES"] == "{1}"
 
 
 @pytest.mark.parametrize(
