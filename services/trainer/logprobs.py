@@ -1,20 +1,23 @@
 """Log-probabilities of target tokens from hidden states, without ever holding [N, V] logits in float32.
 
 The head of a small model with a large vocabulary costs more memory traffic than arithmetic: float32 logits are written
-and read about ten times by softmax and its gradient. Here rows are done in small chunks that stay in the cache, the
-backward pass computes the logits again, and gradients are formed directly:
+and read about ten times by softmax and its gradient. Here they exist for a few rows at a time, which stay in the cache,
+and leave behind, in the compute dtype, all that the backward pass needs of them:
 
-    l = h W^T / T,  logp = l[y] - logsumexp(l),  d logp / d l = onehot(y) - softmax(l)
+    l = h W^T / T,  logp = l[y] - logsumexp(l),  d logp / d l = onehot(y) - softmax(l) = -E
+    d logp / d h = -E W / T,  d logp / d W = -E^T h / T
 
-Legend: N target tokens, V vocabulary, D model, y the target, T the temperature.
+E of one block is kept for the backward pass; of more blocks, each is computed again when its turn comes.
+
+Legend: N target tokens, M of them in a block, V vocabulary, D model, y the target, T the temperature.
 """
 
 from typing import Any
 
 import torch
 
-ROWS = 64  # rows of float32 logits at a time: 64 x 50,000 x 4 bytes is 13 MB
-BLOCK_ROWS = 1024  # rows of logit gradients at a time, in the compute dtype, for one matrix product
+BLOCK_ROWS = 1024  # rows for one matrix product: 1,024 x 50,000 x 2 bytes is 100 MB
+ROWS = 16  # rows of float32 at a time: 16 x 50,000 x 4 bytes is 3 MB
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -24,51 +27,51 @@ class TargetLogprobs(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, normaliser = (torch.empty(len(hidden), dtype=precise, device=hidden.device) for _ in "123")
-        for start in range(0, len(hidden), ROWS):
-            rows = slice(start, start + ROWS)
-            logits = torch.mm(hidden[rows], weight.T).to(precise).div_(temperature)
-            normaliser[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser[rows]
-            probabilities = (logits - normaliser[rows, None]).exp_()
-            entropy[rows] = normaliser[rows] - probabilities.mul_(logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, normaliser)
+        logprobs, entropy, excess = [], [], None
+        for block in blocks(hidden):
+            excess, *values = excess_probabilities(hidden[block], weight, targets[block], temperature)
+            logprobs.append(values[0])
+            entropy.append(values[1])
+        ctx.save_for_backward(hidden, weight, targets, excess if len(logprobs) == 1 else None)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        joined = torch.cat(logprobs), torch.cat(entropy)
+        ctx.mark_non_differentiable(joined[1])
+        return joined
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:  # type: ignore[override]
-        hidden, weight, targets, normaliser = ctx.saved_tensors
+        hidden, weight, targets, kept = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for start in range(0, len(hidden), BLOCK_ROWS):
-            block = slice(start, start + BLOCK_ROWS)
-            grad_logits = logit_gradients(
-                hidden[block], weight, targets[block], normaliser[block], grads[0][block], ctx.temperature
-            )
-            torch.mm(grad_logits, weight, out=grad_hidden[block])
+        for block in blocks(hidden):
+            excess = kept
+            if excess is None:
+                excess, _, _ = excess_probabilities(hidden[block], weight, targets[block], ctx.temperature)
+            scale_M1 = grads[0][block, None] / -ctx.temperature
+            grad_hidden[block] = torch.mm(excess, weight) * scale_M1
             if ctx.needs_input_grad[1]:  # a frozen head (LoRA) has none
-                product = torch.mm(grad_logits.T, hidden[block])
+                product = torch.mm(excess.T, (hidden[block] * scale_M1).to(hidden.dtype))
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         return grad_hidden, grad_weight, None, None
 
 
-def logit_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    normaliser: torch.Tensor,
-    grad_logprobs: torch.Tensor,
-    temperature: float,
-) -> torch.Tensor:
-    """[M, V] in the compute dtype: the gradient with respect to h W^T, grad (onehot - softmax) / T, of M rows."""
-    gradients = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
-    scale = grad_logprobs / temperature
+def blocks(hidden: torch.Tensor) -> list[slice]:
+    return [slice(start, start + BLOCK_ROWS) for start in range(0, len(hidden), BLOCK_ROWS)]
+
+
+def excess_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(E = softmax - onehot(target), [M, V] in the compute dtype; logprobs [M]; entropy [M])."""
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    logprobs, entropy = (torch.empty(len(hidden), dtype=precise, device=hidden.device) for _ in range(2))
+    logits = torch.mm(hidden, weight.T)
     for start in range(0, len(hidden), ROWS):
         rows = slice(start, start + ROWS)
-        logits = torch.mm(hidden[rows], weight.T).to(normaliser.dtype).div_(temperature)
-        minus_softmax = logits.sub_(normaliser[rows, None]).exp_().mul_(-scale[rows, None])
-        minus_softmax.scatter_add_(-1, targets[rows, None], scale[rows, None])
-        gradients[rows] = minus_softmax
-    return gradients
+        target_R1 = targets[rows, None]
+        log_probabilities = logits[rows].to(precise).div_(temperature).log_softmax(-1)
+        probabilities = log_probabilities.exp()
+        logprobs[rows] = log_probabilities.gather(-1, target_R1)[:, 0]
+        entropy[rows] = -torch.matmul(probabilities[:, None], log_probabilities[..., None])[:, 0, 0]
+        target_excess = torch.expm1(logprobs[rows, None])  # not p - 1, which is 0 for a p that rounds to 1
+        logits[rows] = probabilities.scatter_(-1, target_R1, target_excess)
+    return logits, logprobs, entropy

@@ -13,13 +13,15 @@ from services.trainer.attention import PLANNERS, build_layout, dense_mask, packe
 from services.trainer.attention.flex import label_places, plan_flex
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
+from services.trainer.attention.short import MAX_KEYS, ShortPlan
 
 LAYOUTS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4
 )
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention and the short-row limit of sdpa
+LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
+CPU_KERNELS = pytest.mark.parametrize("plan", [plan_sdpa, ShortPlan])
 
 
 def random_inputs(layout, heads, dtype=torch.float64, size=8):
@@ -46,26 +48,29 @@ def assert_equals_dense_mask(plan, layout, heads):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
 
 
+@CPU_KERNELS
 @settings(max_examples=60, deadline=None)
 @given(LAYOUTS, HEADS)
-def test_sdpa_and_its_gradients_equal_the_dense_mask(groups, heads):
+def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, heads):
     layout = build_layout(groups)
-    assert_equals_dense_mask(plan_sdpa(layout), layout, heads)
+    assert_equals_dense_mask(plan(layout), layout, heads)
 
 
-def test_sdpa_equals_the_dense_mask_on_long_rows():
+@CPU_KERNELS
+def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
     layout = build_layout([(300, [310, 2, 1]), *LONG])
-    assert_equals_dense_mask(plan_sdpa(layout), layout, (6, 2))
+    assert_equals_dense_mask(plan(layout), layout, (6, 2))
 
 
+@CPU_KERNELS
 @pytest.mark.parametrize("groups", [LONG, [(300, [310, 2, 1])]], ids=["short keys", "long keys"])
-def test_sdpa_in_bfloat16_is_as_near_as_the_dense_mask_in_bfloat16(groups):
+def test_cpu_kernels_in_bfloat16_are_as_near_as_the_dense_mask_in_bfloat16(groups, plan):
     layout = build_layout(groups)
     inputs = random_inputs(layout, (6, 2), torch.bfloat16, size=32)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
     dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
-    found = outputs_and_gradients(plan_sdpa(layout).attend(*inputs, 0.3), inputs)
+    found = outputs_and_gradients(plan(layout).attend(*inputs, 0.3), inputs)
     for ours, reference, truth in zip(found, dense, exact, strict=True):
         assert (ours - truth).abs().mean() <= 1.25 * (reference - truth).abs().mean()
 
@@ -145,9 +150,15 @@ def test_npu_without_torch_npu_says_what_to_install(monkeypatch):
         plan_npu(build_layout([(2, [3])]))
 
 
-@pytest.mark.parametrize(("device", "kernel"), [("cpu", "SdpaPlan"), ("cuda", "FlexPlan"), ("npu", "NpuPlan")])
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", "ShortPlan"), ("cuda", "FlexPlan"), ("npu", "NpuPlan")])
 def test_the_device_chooses_the_kernel(documented_npu, device, kernel):
     assert type(PLANNERS[device](build_layout([(2, [3])]))).__name__ == kernel
+
+
+@pytest.mark.parametrize(("num_keys", "kernel"), [(MAX_KEYS, "ShortPlan"), (MAX_KEYS + 1, "SdpaPlan")])
+def test_the_longest_sequence_chooses_the_kernel_on_the_cpu(num_keys, kernel):
+    layout = build_layout([(2, [3]), (num_keys - 10, [2, 11])])
+    assert type(PLANNERS["cpu"](layout)).__name__ == kernel
 
 
 def test_a_device_without_a_kernel_is_named():

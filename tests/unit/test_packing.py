@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import BloomConfig, Gemma2Config, LlamaConfig, MistralConfig
 
-from services.trainer.attention.sdpa import SdpaPlan
+from services.trainer.attention.short import ShortPlan
 from services.trainer.batch import pack
 from services.trainer.model import response_logprobs, use_attention
 from services.trainer.packing import choose_attention, try_kernel
@@ -54,11 +54,11 @@ def test_a_right_kernel_passes_its_trial(dtype):
     ],
 )
 def test_a_wrong_kernel_is_noticed(monkeypatch, kernel, complaint):
-    monkeypatch.setattr(SdpaPlan, "attend", kernel)
+    monkeypatch.setattr(ShortPlan, "attend", kernel)
     assert complaint in try_kernel(tiny_config(), torch.device("cpu"), torch.float32)
 
 
-attend = SdpaPlan.attend
+attend = ShortPlan.attend
 
 
 def right_output_wrong_gradient(plan, query, key, value):

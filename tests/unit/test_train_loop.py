@@ -58,6 +58,22 @@ def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path)
     assert gap.abs().max() < 1e-3
 
 
+def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):
+    groups = recorded_iterations(num_iterations=1)
+    config = job_config(schedule=PERIODIC | {"num_iterations": 1})
+    _, apart = train(config, groups, tmp_path / "apart", arrivals=1)
+    _, close = train(config, groups, tmp_path / "close", arrivals=1, is_steady=True)
+    assert [len(batch) for batch in apart.recorded[0]] == [1, 1, 1, 1]
+    assert [len(batch) for batch in close.recorded[0]] == [4]
+
+
+def test_a_full_micro_batch_waits_for_nobody(tmp_path):
+    groups = recorded_iterations(num_iterations=1)
+    config = job_config(schedule=PERIODIC | {"num_iterations": 1}, training={"max_tokens_per_micro_batch": 1})
+    _, link = train(config, groups, tmp_path, arrivals=1, is_steady=True)
+    assert [len(batch) for batch in link.recorded[0]] == [1, 1, 1, 1]
+
+
 def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
     groups = shuffled_within_iterations(recorded_iterations(), 7)
     budget = {"max_tokens_per_micro_batch": 45}

@@ -86,14 +86,26 @@ def job_config(**sections) -> JobConfig:
 
 
 class RecordedLink:
-    """Hands out prepared groups in a given order and records what the loop does; speaks to nobody."""
+    """Hands out prepared groups in a given order and records what the loop does; speaks to nobody.
 
-    def __init__(self, config, groups, arrivals=1, micro_batches=None):
+    `arrivals` groups come at a time, with a pause after them unless `is_steady`.
+    """
+
+    def __init__(self, config, groups, arrivals=1, micro_batches=None, is_steady=False):
         self.config, self.job_id = config, "job"
+        self._is_steady, self._is_pause = is_steady, False
         self._all, self._groups, self._arrivals = list(groups), list(groups), arrivals
         self._micro_batches = micro_batches or {}
         self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
-        self.spans, self.advantages = [], []
+        self.spans, self.advantages, self.events, self.doings = [], [], [], []
+
+    @property
+    def doing(self):
+        return self.doings[-1]
+
+    @doing.setter
+    def doing(self, doing):
+        self.doings.append(doing)
 
     def check(self):
         return JobState.RUNNING
@@ -102,6 +114,10 @@ class RecordedLink:
         return []
 
     def take_groups(self, count, timeout_s):
+        if self._is_pause:
+            self._is_pause = False
+            return []
+        self._is_pause = not self._is_steady
         taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
         return taken
 
@@ -139,11 +155,14 @@ class RecordedLink:
     def wait_for_evaluation(self):
         pass
 
+    def emit(self, kind, message):
+        self.events.append((kind, message))
 
-def train(config, groups, tmp_path, model=None, resume_from=None, **link_options):
+
+def train(config, groups, tmp_path, model=None, resume_from=None, link=None, **link_options):
     """Run the real loop over recorded groups; returns (model, link)."""
     model = model or tiny_model(tiny_config(), torch.float32)
-    link = RecordedLink(config, groups, **link_options)
+    link = link or RecordedLink(config, groups, **link_options)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
     state = TrainState.fresh("job", config.model.path)

@@ -1,6 +1,6 @@
 """Shared-prompt attention in the signature of transformers' attention interface; `model.py` registers it there.
 
-`layout` says in integers who sees whom; `sdpa` (CPU), `flex` (CUDA) and `npu` (Ascend) compute it.
+`layout` says in integers who sees whom; `short` and `sdpa` (CPU), `flex` (CUDA) and `npu` (Ascend) compute it.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from services.trainer.attention.flex import plan_flex
 from services.trainer.attention.layout import PackedLayout, build_layout, dense_mask
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
+from services.trainer.attention.short import ShortPlan, is_short
 
 __all__ = ["PackedLayout", "build_layout", "dense_mask", "no_mask", "packed_attention", "plan_attention"]
 
@@ -25,7 +26,11 @@ class AttentionPlan(Protocol):
         """B is 1. Returns [B, T, H, D]."""
 
 
-PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_sdpa, "cuda": plan_flex, "npu": plan_npu}
+def plan_cpu(layout: PackedLayout) -> AttentionPlan:
+    return ShortPlan(layout) if is_short(layout) else plan_sdpa(layout)
+
+
+PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_cpu, "cuda": plan_flex, "npu": plan_npu}
 
 
 def plan_attention(layout: PackedLayout) -> AttentionPlan:

@@ -1,4 +1,4 @@
-"""Shared-prompt attention on the CPU, following the structure instead of a dense T x T mask.
+"""Shared-prompt attention on the CPU by fused kernels, following the structure instead of a dense T x T mask.
 
 Per group: the prompt once, causally; then the responses over [prompt | own]: see `responses.py`.
 
