@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
+ROOM_GB ?= 5# of disk for .venv; 3.7 are used for PLATFORM=cpu
 
 .PHONY: setup images engine run test test-unit lint bench chaos model docs proto clean
 
@@ -12,6 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
+	test -x $(BIN)/pip || $(PYTHON) -I onbeat/room.py .venv $(ROOM_GB) "the packages in requirements/$(PLATFORM).lock"
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --no-deps -r requirements/$(PLATFORM).lock -r requirements/dev.lock \
 		|| { echo "pip could not install the pinned packages. If it finds no torch==...+cpu, add PyTorch's CPU wheel index" \

@@ -7,13 +7,12 @@ the iteration are all of one run. The definitions are in the result. Goal: under
 
 import json
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, save
+from harness import ROOT, save, temporary_folder
 
 from onbeat.config import read_job_file
 from onbeat.local.supervisor import ServiceSpec
@@ -57,8 +56,8 @@ def quickstart_job(folder: Path) -> dict[str, Any]:
 
 
 def measure(engine: str, make_job: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as name:
-        folder, clock = Path(name), Path(name) / "clock"
+    with temporary_folder() as folder:
+        clock = folder / "clock"
         clock.mkdir()
         with running(folder, engine=engine, lease_s=LEASE_S, change=clocked(clock)) as stack:
             job = make_job(folder)

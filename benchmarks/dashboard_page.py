@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +35,7 @@ from dashboard_api import (
     wait_ready,
     write_jobs,
 )
-from harness import save
+from harness import save, temporary_folder
 from playwright.async_api import Browser, CDPSession, Page, async_playwright
 
 from onbeat.config import JobConfig
@@ -245,7 +244,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 async def run(num_iterations: int, num_loads: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder, services(folder) as (redis_url, _):
+    with temporary_folder() as folder, services(folder) as (redis_url, _):
         redis = connect(redis_url)
         ledger = Ledger(redis)
         await write_more_jobs(ledger, NUM_JOBS - 4)

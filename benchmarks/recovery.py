@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-from harness import save
+from harness import save, temporary_folder
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -237,8 +237,7 @@ def changed(folder: Path, has_standby: bool) -> Callable[[list[ServiceSpec]], li
 def run(cases: list[Case], repeats: int, has_standby: bool) -> dict[str, dict[str, dict[str, float]]]:
     """Case -> mark -> seconds."""
     table = {}
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         (folder / "orders").mkdir()
         with running(folder, num_rollouts=1 + has_standby, change=changed(folder / "orders", has_standby)) as stack:
             chaos = ChaosStack(stack, folder)

@@ -10,11 +10,10 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from harness import ROOT, run_job, save
+from harness import ROOT, run_job, save, temporary_folder
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE = 32, 8, 32, 5, 1, 64, 0
 
@@ -86,8 +85,8 @@ def main() -> None:
     plain: list[float] = []
     for _ in range(2):
         service += through_the_service()
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "rates.json"
+        with temporary_folder() as folder:
+            output = folder / "rates.json"
             command = [sys.executable, str(ROOT / "benchmarks" / "rollout_overhead.py"), model, str(output)]
             subprocess.run(command, check=True, timeout=900)
             plain += json.loads(output.read_text())

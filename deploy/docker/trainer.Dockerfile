@@ -77,7 +77,8 @@ ENV PATH=/opt/onbeat/bin:$PATH \
 
 # ---- trainer alone ----
 EXPOSE 8801 8802
-ENV ONBEAT_WEIGHTS_HOST=0.0.0.0 \
+ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296 \
+    ONBEAT_WEIGHTS_HOST=0.0.0.0 \
     ONBEAT_WEIGHTS_PORT=8801 \
     ONBEAT_METRICS_HOST=0.0.0.0 \
     ONBEAT_METRICS_PORT=8802

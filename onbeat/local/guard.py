@@ -4,7 +4,8 @@
 
 - the parent dies, even by SIGKILL: the guard notices within a second and stops the service
 - SIGTERM: the service alone gets it and may drain; after `--grace-s` everything is killed
-- the service dies: what it left behind is killed, whatever session or process group it moved to
+- the service dies: what it left behind is killed, whatever session or process group it moved to, and its shared memory
+  is removed
 - the guard itself is killed: the kernel kills the service (Linux), and the parent kills the process group
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 IS_LINUX = sys.platform == "linux"
+SEGMENT = "/dev/shm/psm_"  # begins the paths of multiprocessing.shared_memory
 ORPHAN_GRACE_S = 5.0  # everybody is stopping at once, nobody waits for a drained queue
 
 
@@ -100,15 +102,30 @@ def reap(child: int) -> int | None:
 def kill_descendants(deadline_s: float = 5.0) -> None:
     """Kill children until there are none; as their subreaper we then inherit theirs. Linux only."""
     deadline = time.monotonic() + deadline_s
+    segments: set[Path] = set()
     while IS_LINUX and time.monotonic() < deadline:
         for pid in children_of(os.getpid()):
+            segments |= shared_memory_of(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(0.01)
         except ChildProcessError:
-            return
+            break
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Segments that Python gave a name and the process has mapped, such as an engine's queues. The process of Python's
+    that would remove them is killed, too."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has just ended
+        return set()
+    paths = [line.partition(SEGMENT)[2] for line in maps if SEGMENT in line]
+    return {Path(SEGMENT + name) for name in paths if not name.endswith(" (deleted)")}
 
 
 def children_of(parent: int) -> list[int]:

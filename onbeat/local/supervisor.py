@@ -6,6 +6,7 @@ Each child runs under its own guard (see guard.py) in its own session, with its 
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,8 +52,8 @@ class ServiceSpec:
 class Service:
     """One child under its guard."""
 
-    def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int]) -> None:
-        self.spec, self.log_path = spec, log_path
+    def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int], scratch: Path | None) -> None:
+        self.spec, self.log_path, self._scratch = spec, log_path, scratch
         self.num_failures = 0
         self.restart_at: float | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -66,10 +67,11 @@ class Service:
 
     def spawn(self) -> None:
         guard = [sys.executable, "-P", "-m", "onbeat.local.guard", "--parent", str(os.getpid())]
+        temporary = {"TMPDIR": str(self._empty_scratch())} if self._scratch else {}
         with self.log_path.open("ab") as output:
             self._guard = subprocess.Popen(
                 [*guard, "--grace-s", str(self.spec.grace_s), "--", *self.spec.command],
-                env={**inherited_environment(), **self.spec.env, "PYTHONUNBUFFERED": "1"},
+                env={**inherited_environment(), **temporary, **self.spec.env, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -78,6 +80,13 @@ class Service:
             )
         self._started_at = time.monotonic()
         self.restart_at = None
+
+    def _empty_scratch(self) -> Path:
+        """Its folder for temporary files, without those of a predecessor: nothing of that one is alive."""
+        assert self._scratch is not None
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        return self._scratch
 
     def exit_code(self) -> int | None:
         return self._guard.poll() if self._guard is not None else None
@@ -112,12 +121,17 @@ class Supervisor:
     """Call `start` once, `check` about every second, and `stop` in any case.
 
     Guards keep `held_fds` open: a lock among them stays taken until the last child is gone, even if we are killed.
+    Temporary files of a service go to its own folder in `scratch`, which is emptied before each of its starts.
     """
 
     def __init__(
-        self, log_dir: Path, report: Callable[[str], None] = log.warning, held_fds: Sequence[int] = ()
+        self,
+        log_dir: Path,
+        report: Callable[[str], None] = log.warning,
+        held_fds: Sequence[int] = (),
+        scratch: Path | None = None,
     ) -> None:
-        self._log_dir = log_dir
+        self._log_dir, self._scratch = log_dir, scratch
         self._held_fds = held_fds
         self._report = report
         self.services: list[Service] = []
@@ -133,7 +147,8 @@ class Supervisor:
         log_path = self._log_dir / f"{spec.name}.log"
         if log_path.exists():
             log_path.replace(log_path.with_suffix(".log.1"))
-        service = Service(spec, log_path, self._held_fds)
+        scratch = self._scratch / spec.name if self._scratch else None
+        service = Service(spec, log_path, self._held_fds, scratch)
         self.services.append(service)
         service.spawn()
         return service

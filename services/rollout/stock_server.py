@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -30,6 +29,7 @@ from onbeat.errors import OnbeatError, WeightsError
 from onbeat.logging import configure
 from onbeat.streams.connection import RedisSettings
 from onbeat.streams.ledger import Ledger
+from onbeat.temporary import private_folder
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import Manifest
 from onbeat.weights.host import host_id
@@ -190,7 +190,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
             raise ValueError(f"the server's model is {model_dir}, no folder here; name its checkpoint with --model")
         ledger = Ledger(settings.connect_redis())  # connects when it is asked
         cleanup.push_async_callback(ledger.redis.aclose)
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="onbeat-weights-"))
+        folder = cleanup.enter_context(private_folder("onbeat-weights-"))
 
         def connect_weights(address: str) -> WeightsClient:
             return WeightsClient(address, options.job, security)
@@ -199,7 +199,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
             return options.weights or await address_in_job(ledger, options.job)
 
         peer = Peer(f"stock-server-{socket.gethostname()}-{os.getpid()}", host_id=host_id())  # it serves nobody
-        mover = WeightsMover(connect_weights, find_address, peer, Path(folder))
+        mover = WeightsMover(connect_weights, find_address, peer, folder)
         puller = WeightsPuller(mover, connect_weights, find_address)
         cleanup.push_async_callback(puller.close)
         logger.info("%s is to serve job %s with the model %s", server.url, options.job, model_dir)

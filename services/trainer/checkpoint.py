@@ -38,6 +38,10 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Sizes = dict[str, int]  # bytes of each file, by its name in the checkpoint's folder
 
 
+class NotWritten(JobFailed):
+    """A checkpoint found no room, or no right to be written. Nothing of it is left; those before it are whole."""
+
+
 @dataclass(frozen=True)
 class TrainState:
     """Where training stands: all iterations before `next_iteration` are in the weights."""
@@ -81,7 +85,7 @@ class CheckpointStore:
         """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease, a number.
         `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
         self._timeout_s, self._while_waiting = timeout_s, while_waiting
-        self._folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
+        self.folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future[None]] | None = None
@@ -113,7 +117,7 @@ class CheckpointStore:
         self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when nothing is being written. Raises JobFailed, with the cause, when a write fails or takes long."""
+        """Returns when nothing is being written. Raises NotWritten when that failed, JobFailed when it takes long."""
         if self._in_flight is None:
             return
         next_iteration, written = self._in_flight
@@ -127,7 +131,7 @@ class CheckpointStore:
             ) from None
         except (OSError, SafetensorError) as error:
             self._in_flight = None
-            raise JobFailed(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
+            raise NotWritten(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
         self._in_flight = None
         self._finished.append((next_iteration, path))
 
@@ -153,10 +157,15 @@ class CheckpointStore:
 
     def _write(self, content: Content) -> None:
         target = self.path(content.state.next_iteration)
-        partial = self._folder / f".{target.name}.{self._writer}.partial"
-        self._together(lambda: prepare(partial) if self._world.is_main else {})
-        files = self._together(lambda: write_content(partial, content, self._world.rank, self._world.size))
-        self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
+        partial = self.folder / f".{target.name}.{self._writer}.partial"
+        try:
+            self._together(lambda: prepare(partial) if self._world.is_main else {})
+            files = self._together(lambda: write_content(partial, content, self._world.rank, self._world.size))
+            self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
+        except OSError:  # on every rank: nobody writes there any more
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)  # what was written takes the room that is missing
+            raise
 
     def _together(self, step: Callable[[], Sizes]) -> Sizes:
         """One step on every rank: the files that all of them wrote. Raises OSError everywhere when it failed on any."""
@@ -175,7 +184,7 @@ class CheckpointStore:
         check_files(partial, files)
         write_state(partial, state, files)
         appear(partial, target)
-        for leftover in self._folder.glob(".*.partial"):
+        for leftover in self.folder.glob(".*.partial"):
             if epoch_of(leftover) < epoch_of(partial):  # never what a successor is writing
                 shutil.rmtree(leftover, ignore_errors=True)
         for old in self.complete()[: -self._keep]:
@@ -185,11 +194,11 @@ class CheckpointStore:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def path(self, next_iteration: int) -> Path:
-        return self._folder / folder_name(next_iteration)
+        return self.folder / folder_name(next_iteration)
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self._folder.glob("iteration-*/state.json"))
+        return sorted(path.parent for path in self.folder.glob("iteration-*/state.json"))
 
     def restore(
         self,
@@ -207,7 +216,7 @@ class CheckpointStore:
         """
         usable = [folder for folder in self.complete() if before is None or folder.name <= folder_name(before)]
         name = self._world.broadcast_bytes((usable[-1].name if usable else "").encode()).decode()
-        folder = self._folder / name
+        folder = self.folder / name
         if not name:
             return None
         if b"" in self._world.all_gather_bytes(b"here" if folder.is_dir() else b""):

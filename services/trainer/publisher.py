@@ -9,7 +9,7 @@ from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
-from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.checkpoint import CheckpointStore, NotWritten, TrainState
 from services.trainer.distributed import ALONE, World
 from services.trainer.link import Link
 from services.trainer.optimizer import Written
@@ -19,6 +19,9 @@ from services.trainer.stats import IterationStats
 from services.trainer.weight_store import Snapshot, SnapshotWriter
 
 logger = logging.getLogger(__name__)
+
+# Of a checkpoint that the job cannot do without. Counted, not timed, so that all ranks give up together.
+NUM_TRIES, RETRY_S = 20, 30.0
 
 
 class Publisher:
@@ -44,6 +47,7 @@ class Publisher:
         self._published: Snapshot | None = None  # what rollouts hold, if served here; the base of the next delta
         self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
         self._written: set[str] = set()  # by whichever rank
+        self._has_failed = False  # to write a checkpoint
         self._last_checkpoint: list[Span] = []  # written after a commit, told with the next one
 
     def start(self) -> None:
@@ -96,10 +100,32 @@ class Publisher:
         self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:
-        """Returns when everything is on disk. Raises JobFailed when it cannot be written."""
-        self._link.doing = "waiting until the last checkpoint is on disk"
-        self._checkpoints.wait()
+        """Returns when everything is on disk. Raises JobFailed when it cannot be written, tried again and again."""
+        self._insist("the last one")
+
+    def _insist(self, which: str) -> None:
+        """Wait until the newest checkpoint is on disk, for room as well. Raises NotWritten after the last try."""
+        for num_tries in range(1, NUM_TRIES + 1):
+            self._link.doing = f"waiting until the checkpoint after {self.state.next_iteration} iterations is on disk"
+            try:
+                self._checkpoints.wait()
+                break
+            except NotWritten as error:
+                if num_tries == NUM_TRIES:
+                    raise
+                self._wait_for_room(error, num_tries, which)
+                self._save()
         self._tell_durable()
+
+    def _wait_for_room(self, error: NotWritten, num_tries: int, which: str) -> None:
+        """Raises what `link.check` does: the user may cancel the job, or another trainer take it."""
+        if num_tries == 1:
+            self._tell_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
+        self._link.doing = f"waiting for room: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
+        deadline = time.monotonic() + RETRY_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._link.check()
+            time.sleep(min(left_s, 0.5))
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
         """Divergence-triggered publishing (arXiv 2507.10990). The bound comes first: no iteration may wait for ever."""
@@ -165,17 +191,43 @@ class Publisher:
         if not is_last and done % self._config.checkpoint.every_iterations:
             return False
         self._link.doing = f"writing the checkpoint after {done} iterations"
+        try:
+            self._checkpoints.wait()
+        except NotWritten as error:
+            self._go_on_without(error)
+        self._tell_durable()  # from here on all ranks know the same of the one before
+        self._save()
+        if self._has_failed and self._durable_until == 0:  # perhaps this disk will never hold one
+            self._insist("the first one")
+        return True
+
+    def _save(self) -> None:
         snapshots = self._policy.old.snapshots.items()
         older = {version: held.tensors() for version, held in snapshots if version < self.state.policy_version}
         assert self._newest is not None
         holders = self._newest.holders() if self._policy.is_sharded else None
         tensors = self._policy.state_tensors()
         self._checkpoints.save(self.state, self._newest.tensors(), tensors, self._files, older, holders)
-        return True
+
+    def _go_on_without(self, error: NotWritten) -> None:
+        """Nothing is lost by it: the checkpoint before stays the one to go on from, with the groups since in Redis."""
+        self._has_failed = True
+        since = f"until the next one the groups from iteration {self._durable_until} on stay in Redis"
+        self._tell_failure(f"{error}; training goes on without it, {since}")
+
+    def _tell_failure(self, message: str) -> None:
+        if self._world.is_main:
+            logger.error("job %s: %s", self._link.job_id, message)
+            self._link.emit("checkpoint.failed", message)
 
     def _tell_durable(self) -> None:
         """Checkpoints are written in the background; only on disk do they let go of the groups that they contain."""
-        for next_iteration, path in self._checkpoints.finished():
+        try:
+            finished = self._checkpoints.finished()
+        except NotWritten as error:
+            self._go_on_without(error)
+            finished = self._checkpoints.finished()  # those before it
+        for next_iteration, path in finished:
             if self._world.is_main:
                 self._link.checkpointed(self._durable_until, next_iteration, str(path))
             self._durable_until = next_iteration

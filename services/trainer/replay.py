@@ -97,6 +97,9 @@ class RecordedLink:
     def wait_for_evaluation(self) -> None:
         pass
 
+    def emit(self, kind: str, message: str) -> None:
+        pass
+
 
 class NoCheckpoints(CheckpointStore):
     """A replay leaves nothing behind."""

@@ -13,6 +13,7 @@ from services.trainer.link import JobLink
 from services.trainer.loop import TrainLoop
 from services.trainer.model import model_files, resolve_model
 from services.trainer.policy import Policy, load_policy
+from services.trainer.room import little_room
 from services.trainer.settings import Settings
 from services.trainer.trackers.follow import LinkedJob, Tracking
 from services.trainer.weight_store import take_snapshot
@@ -48,6 +49,9 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     restored = restore(checkpoints, link.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # whoever wrote it may have died before telling
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
+    if world.is_main and (problem := little_room(checkpoints, policy, config)):
+        logger.warning("job %s: %s", link.job_id, problem)
+        link.emit("job.warning", problem)
     state = restored or TrainState.fresh(link.job_id, config.model.path)
     files = model_files(source)
     link.serve_weights(files, settings, world if is_sharded else ALONE)

@@ -12,6 +12,7 @@ import pytest
 
 from onbeat.client import BrokerUnreachable, Client
 from onbeat.errors import ApiError
+from tests.containers.leftovers import remove_dead
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "docker"
@@ -34,13 +35,14 @@ class Images:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[None]:
-    """The one that runs, or one that runs as long as the tests do."""
+    """The one that runs, or one that runs as long as the tests do; without what killed sessions of tests left there."""
     was_running = run(["docker", "info"]).returncode == 0
     started = run([str(SCRIPTS / "engine.sh"), "start"], timeout_s=ENGINE_S)
     if started.returncode != 0 and os.environ.get("CI"):
         pytest.fail(f"CI needs a container engine:\n{started.stderr}")
     if started.returncode != 0:
         pytest.skip(f"no container engine: {started.stderr.strip().splitlines()[-1]}")
+    remove_dead()
     yield
     if not was_running:
         checked("stopping the engine", run([str(SCRIPTS / "engine.sh"), "stop"]))

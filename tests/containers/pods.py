@@ -3,6 +3,7 @@ network of their own. What a cluster adds (scheduling, network policies) is not 
 
 import secrets
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -14,6 +15,7 @@ from testcontainers.core.network import Network
 from tests.conftest import free_port
 from tests.containers.conftest import Images
 from tests.containers.kustomize import Manifests
+from tests.containers.leftovers import LABEL, new_project
 from tests.containers.pod_run import ContainerRun, Probe, docker_run_arguments
 
 READY_S = 180.0
@@ -26,7 +28,9 @@ class Pods:
 
     def __init__(self, manifests: Manifests, images: Images, folder: Path) -> None:
         self._manifests, self._images, self._folder = manifests, images, folder
-        self._network = Network()
+        self._labels = {LABEL: new_project("onbeat-test")}  # of all that is made here
+        self._network = Network(docker_network_kw={"labels": self._labels})
+        self._cleanup = ExitStack()
         self._port = free_port()  # the same after a restart
         self._containers: dict[str, DockerContainer] = {}
         self._claims: dict[str, Volume] = {}
@@ -34,14 +38,15 @@ class Pods:
 
     def __enter__(self) -> Self:
         self._network.create()
+        self._cleanup.callback(self._network.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for container in self._containers.values():
-            container.stop()
-        for claim in self._claims.values():
-            claim.remove()
-        self._network.remove()
+        with self._cleanup:  # each step, whatever becomes of the others: containers before what they use
+            for claim in self._claims.values():
+                self._cleanup.callback(claim.remove)
+            for container in self._containers.values():
+                self._cleanup.callback(container.stop)
 
     def start(self, service: str, name: str = "", **settings: str) -> None:
         """One pod of a workload, with environment variables besides its own. Returns when its probes pass."""
@@ -59,7 +64,9 @@ class Pods:
             container.with_volume_mapping(self._claim(claim), path, "rw,nocopy")
         for path, tmpfs_options in options.pop("tmpfs").items():
             container.with_tmpfs_mount(path, tmpfs_options)
-        container.with_kwargs(hostname=name, **options).with_network(self._network).with_network_aliases(name)
+        container.with_kwargs(hostname=name, labels=self._labels, **options).with_network(
+            self._network
+        ).with_network_aliases(name)
         if service == "broker":
             container.with_bind_ports(PORT, self._port)
         self._containers[name], self.runs[name] = container, run
@@ -112,9 +119,10 @@ class Pods:
         """Name of its volume, which belongs to the pods' group, as fsGroup makes it."""
         if name not in self._claims:
             client = self._network._docker.client
-            volume = client.volumes.create()
+            volume = client.volumes.create(labels=self._labels)
             self._claims[name] = volume
             owner = ["chown", "10001:10001", "/claim"]
             mounted = {volume.name: {"bind": "/claim", "mode": "rw"}}
-            client.containers.run(self._images.redis, entrypoint=owner, user="0", remove=True, volumes=mounted)
+            once = {"entrypoint": owner, "user": "0", "remove": True, "volumes": mounted, "labels": self._labels}
+            client.containers.run(self._images.redis, **once)
         return self._claims[name].name

@@ -1,10 +1,10 @@
 """`docker compose up`, then a job, as docs/deploy.md tells it, with real vLLM: scaled and upgraded while it runs."""
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +14,7 @@ from onbeat.errors import ApiError
 from onbeat.types import IterationState, JobState
 from tests.conftest import free_port
 from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wait_until_served
+from tests.containers.leftovers import UPGRADED, new_project
 
 UP_S, DOWN_S = 300.0, 180.0
 NUM_ITERATIONS = 40
@@ -53,7 +54,7 @@ def compose(images: Images) -> Iterator[Compose]:
     """The stack with one rollout, everything healthy; afterwards containers, networks and volumes are gone."""
     cores = sorted(os.sched_getaffinity(0))
     compose = Compose(
-        project=f"onbeat-test-{secrets.token_hex(3)}",
+        project=new_project("onbeat-test"),
         env={
             "COMPOSE_PROFILES": "cpu",
             "ONBEAT_TAG": images.tag,
@@ -63,13 +64,12 @@ def compose(images: Images) -> Iterator[Compose]:
             "ONBEAT_TRAINER_CORES": str(cores[-1]),
         },
     )
-    try:
+    with ExitStack() as cleanup:  # each step, whatever becomes of the others
+        cleanup.callback(run, ["docker", "image", "rm", f"{UPGRADED}:{compose.project}"])
+        cleanup.callback(compose, "down", "--volumes", "--remove-orphans", "--timeout", "30", timeout_s=DOWN_S)
+        cleanup.callback(lambda: sys.stdout.write(compose("logs", "--no-color")[-20_000:]))  # shown when a test failed
         compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", "240", timeout_s=UP_S)
         yield compose
-    finally:
-        sys.stdout.write(compose("logs", "--no-color")[-20_000:])  # shown when a test failed
-        compose("down", "--volumes", "--timeout", "30", timeout_s=DOWN_S)
-        run(["docker", "image", "rm", f"onbeat/broker:{compose.project}"])
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def upgrade_broker(compose: Compose, images: Images) -> None:
     """An image that differs, under a tag of its own, as a new release would."""
     before = compose("ps", "--quiet", "broker").strip()
     dockerfile = f"FROM {images.of('broker')}\nLABEL org.opencontainers.image.version=next\n"
-    upgraded = f"onbeat/broker:{compose.project}"
+    upgraded = f"{UPGRADED}:{compose.project}"
     built = subprocess.run(["docker", "build", "-q", "-t", upgraded, "-"], input=dockerfile, text=True, timeout=120)
     assert built.returncode == 0
     tag = {"ONBEAT_TAG": compose.project}

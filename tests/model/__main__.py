@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-import tempfile
 import time
 
 import redis
 
+from onbeat.temporary import private_folder
 from tests.conftest import free_port, start_redis
 from tests.model.bounds import LARGE
 from tests.model.search import Search
@@ -15,9 +15,9 @@ from tests.model.search import Search
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(LARGE), help=f"of {', '.join(LARGE)}; default: all")
-    with tempfile.TemporaryDirectory() as folder:
+    with private_folder("onbeat-model-") as folder:
         port = free_port()
-        server = start_redis(port, folder)
+        server = start_redis(port, str(folder))
         try:
             for name in parser.parse_args().names:
                 started = time.monotonic()

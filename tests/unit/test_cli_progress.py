@@ -250,6 +250,15 @@ def test_events_become_words() -> None:
     assert said("worker.updated") is None
 
 
+@pytest.mark.parametrize("kind", ["checkpoint.failed", "job.warning"])
+def test_a_full_disk_is_noticed(kind: str) -> None:
+    lines: list[str] = []
+    Notices(lines.append).show(
+        [Event(id="1", time=0, kind=kind, message="no room"), Event(id="2", time=1, kind="x", message="")]
+    )
+    assert lines == [f"{kind}: no room"]
+
+
 def test_notices_of_one_kind_are_bounded() -> None:
     lines: list[str] = []
     Notices(lines.append).show([Event(id=str(i), time=0, kind="group.failed", message=f"g{i}") for i in range(100)])

@@ -1,13 +1,18 @@
 """The local stack with stand-ins for the services: what starts, what restarts, and that nothing survives."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from onbeat.config import JobConfig
@@ -15,6 +20,7 @@ from onbeat.errors import OnbeatError
 from onbeat.local.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.local.redis_server import free_port, redis_service
 from onbeat.local.run import stage_data
+from onbeat.local.scratch import make_scratch
 from onbeat.local.stack import StackOptions, service_specs
 from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
@@ -90,6 +96,36 @@ def test_dead_service_leaves_no_grandchild_and_is_restarted(
     assert not any(map(is_alive, before))
     assert all(map(is_alive, pids_in(pids_file)))
     assert "family was killed by SIGKILL; restart 1 of" in reports[0]
+    supervisor.stop()
+
+
+# As an engine does: a child has shared memory, which a third process is to remove. Its name goes to argv[1].
+SHARING = """
+import multiprocessing, os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+def share(path):
+    segment = SharedMemory(create=True, size=1000)
+    open(path + ".new", "w").write(segment.name)
+    os.rename(path + ".new", path)
+    time.sleep(300)
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=share, args=(sys.argv[1],)).start()
+    time.sleep(300)
+"""
+
+
+def test_killed_service_leaves_no_shared_memory(tmp_path: Path) -> None:
+    script, told = tmp_path / "sharing.py", tmp_path / "told"
+    script.write_text(SHARING)
+    command = [sys.executable, str(script), str(told)]
+    supervisor = Supervisor(tmp_path, lambda line: None)
+    supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "" if told.exists() else "its name")])
+    segment = Path("/dev/shm") / told.read_text()
+    assert segment.exists()
+    (service,) = psutil.Process(supervisor.services[0].pid).children()
+    service.kill()
+    wait_for(lambda: supervisor.services[0].exit_code() is not None)
+    assert not segment.exists()
     supervisor.stop()
 
 
@@ -234,8 +270,6 @@ def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypa
 
 
 def test_taken_port_is_not_handed_out() -> None:
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -276,6 +310,64 @@ def test_core_lists_read_and_written() -> None:
     for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
         with pytest.raises(ValueError, match="list of cores"):
             parse_cores(wrong)
+
+
+# ---- temporary files -------------------------------------------------------------------------------------------
+
+# What it puts among temporary files stays there, as that of a killed service does.
+LITTERER = """
+import os, sys, tempfile, time
+folder = tempfile.gettempdir()
+tempfile.mkdtemp(prefix="litter-")
+open(sys.argv[1] + ".new", "w").write(folder + " " + " ".join(os.listdir(folder)))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(300)
+"""
+
+
+def test_each_service_has_temporary_files_of_its_own_and_none_of_a_predecessor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
+    told = tmp_path / "told"
+    spec = ServiceSpec(
+        "s", [sys.executable, "-c", LITTERER, str(told)], 0, missing=lambda: "" if told.exists() else "-"
+    )
+    supervisor = Supervisor(tmp_path, lambda line: None, scratch=tmp_path / "scratch")
+    supervisor.start([spec])
+    folder, *litter = told.read_text().split()
+    assert (folder, len(litter)) == (str(tmp_path / "scratch" / "s"), 1)
+    told.unlink()
+    os.killpg(supervisor.services[0].pid or 0, signal.SIGKILL)
+    wait_for(lambda: supervisor.check() or told.exists())
+    assert len(told.read_text().split()) == 2, "what the first one left was removed"
+    supervisor.stop()
+
+
+@pytest.mark.parametrize("length", [30, 38, 39, 60])
+def test_paths_of_sockets_among_temporary_files_are_short_enough(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    outer = Path(tempfile.mkdtemp(dir="/tmp"))
+    parent = outer / ("x" * (length - len(f"{outer}/")))
+    parent.mkdir()
+    reports: list[str] = []
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        folder = make_scratch(reports.append)
+        with socket.socket(socket.AF_UNIX) as listener:
+            (folder.path / "rollout-999").mkdir()
+            listener.bind(str(folder.path / "rollout-999" / str(uuid.uuid4())))
+        folder.remove()
+    finally:
+        shutil.rmtree(outer)
+    is_long = length > 38
+    assert folder.path.parent == (Path("/tmp") if is_long else parent)
+    assert [str(parent) in report for report in reports] == [True] * is_long
+
+
+def test_no_room_for_temporary_files_is_told_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(OnbeatError, match=r"no temporary folder can be made in /proc: .*set TMPDIR to another folder"):
+        make_scratch(lambda line: None)
 
 
 # ---- a job's data file -----------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ import sys, time
 import onbeat.local.daemon, onbeat.local.stack, onbeat.progress
 onbeat.progress.POLL_S = 0.1
 broker = [sys.executable, "-m", "tests.unit.fake_broker"]
-idle = [sys.executable, "-c", "import time; print('idle', flush=True); time.sleep(300)"]
+idle = [sys.executable, "-c", "import tempfile, time; tempfile.mkdtemp(); print('idle', flush=True); time.sleep(300)"]
 onbeat.local.stack.service_command = lambda name: broker if name == "broker" else idle
 if sys.argv[1] == "daemon":
     del sys.argv[1]
@@ -42,6 +44,13 @@ def cli(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     return tmp_path / "data"
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """For temporary files; short, because sockets have to fit in."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def start(
@@ -84,10 +93,12 @@ def wait_until_gone(data_dir: Path) -> None:
     assert processes_of(data_dir) == []
 
 
-def test_run_succeeds_writes_its_report_and_leaves_nothing(cli: list[str], data_dir: Path, tmp_path: Path) -> None:
+def test_run_succeeds_writes_its_report_and_leaves_nothing(
+    cli: list[str], data_dir: Path, tmp_path: Path, temporary: Path
+) -> None:
     report = tmp_path / "report.json"
     arguments = ["run", str(QUICKSTART), "--rollouts", "2", "--set", "schedule.num_iterations=4"]
-    process = start([*cli, *arguments, "--report", str(report)], data_dir)
+    process = start([*cli, *arguments, "--report", str(report)], data_dir, TMPDIR=str(temporary))
     out = finish(process)
     assert process.returncode == 0, out
     assert "iteration 4/4" in out
@@ -99,6 +110,7 @@ def test_run_succeeds_writes_its_report_and_leaves_nothing(cli: list[str], data_
     }
     assert processes_of(data_dir) == []
     assert not has_processes(data_dir)
+    assert list(temporary.iterdir()) == []
 
 
 INTERRUPTIONS = [
@@ -145,12 +157,24 @@ def test_up_serves_until_down_and_run_uses_it(cli: list[str], data_dir: Path) ->
     wait_until_gone(data_dir)
 
 
-def test_killed_stack_leaves_nothing_and_can_start_again(cli: list[str], data_dir: Path) -> None:
-    finish(start([*cli, "up"], data_dir))
+def test_killed_stack_leaves_nothing_and_can_start_again(cli: list[str], data_dir: Path, temporary: Path) -> None:
+    finish(start([*cli, "up"], data_dir, TMPDIR=str(temporary)))
+    (left,) = temporary.iterdir()
+    wait_for_litter(left)
     state = running_stack(data_dir)
     assert state is not None
     os.kill(state.pid, signal.SIGKILL)
     wait_until_gone(data_dir)
     assert running_stack(data_dir) is None
-    assert "up at" in finish(start([*cli, "up"], data_dir))
+    assert "up at" in finish(start([*cli, "up"], data_dir, TMPDIR=str(temporary)))
+    assert not left.exists()
     assert finish(start([*cli, "down"], data_dir)) == "stopped\n"
+    assert list(temporary.iterdir()) == []
+
+
+def wait_for_litter(folder: Path) -> None:
+    """Until both idle services have left something among their temporary files."""
+    deadline = time.monotonic() + 15
+    while len(list(folder.glob("*/tmp*"))) < 2:
+        assert time.monotonic() < deadline, f"in vain: {list(folder.rglob('*'))}"
+        time.sleep(0.05)

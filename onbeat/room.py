@@ -1,0 +1,36 @@
+"""Is there room on a disk? Also a program, before anything is installed: `python -I onbeat/room.py FOLDER GB WHAT`."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+GB = 10**9
+
+
+def free_bytes(folder: Path) -> int:
+    """For this user, on the file system that the folder is on, or will be on once it is made."""
+    folder = folder.absolute()
+    while not os.path.exists(folder):
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def shortage(folder: Path, needed_bytes: float, what: str) -> str:
+    """What to tell the user; '' where there is room. `what`: who needs it, in the plural."""
+    free = free_bytes(folder)
+    if free >= needed_bytes:
+        return ""
+    return f"{folder} has {free / GB:.1f} GB free, {what} need {needed_bytes / GB:.1f} GB"
+
+
+def main(arguments: list[str]) -> int:
+    folder, needed_gb, what = arguments
+    problem = shortage(Path(folder).absolute(), float(needed_gb) * GB, what)
+    if problem:
+        sys.stderr.write(f"{problem}; make room first\n")
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

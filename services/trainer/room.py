@@ -1,0 +1,34 @@
+"""Whether the disk has room for a job's checkpoints: estimated at its start, from the sizes of what they hold."""
+
+import math
+
+from onbeat.config import JobConfig
+from onbeat.room import GB, shortage
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.lora import published_sizes
+from services.trainer.policy import Policy
+
+FLOAT32_BYTES = 4
+
+
+def checkpoint_bytes(policy: Policy, config: JobConfig) -> int:
+    """Of one checkpoint, whole, without its small files: weights, masters, both moments, GAC's last gradient, and
+    versions that open iterations are generated with."""
+    num_trained = sum(parameter.numel() for parameter in policy.optimizer.parameters.values())
+    num_copies = 3 + (config.gac.mode != "off")
+    version_bytes = sum(published_sizes(policy.model).values()) * policy.compute_dtype.itemsize
+    return num_trained * num_copies * FLOAT32_BYTES + version_bytes * (1 + config.max_staleness)
+
+
+def little_room(checkpoints: CheckpointStore, policy: Policy, config: JobConfig) -> str:
+    """What to tell the user; '' where all that are kept, and the one being written, find room beside what is there."""
+    size = checkpoint_bytes(policy, config)
+    num_folders = min(
+        config.checkpoint.keep + 1, math.ceil(config.schedule.num_iterations / config.checkpoint.every_iterations)
+    )
+    there = sum(
+        file.stat().st_size for folder in checkpoints.complete() for file in folder.rglob("*") if file.is_file()
+    )
+    what = f"this job's checkpoints (at most {num_folders} of {size / GB:.1f} GB at a time)"
+    problem = shortage(checkpoints.folder, max(0, num_folders * size - there), what)
+    return f"{problem}; make room, or checkpoints cannot be written" if problem else ""

@@ -1,0 +1,67 @@
+"""What tests and benchmarks make on a container engine says who made it, so that what killed ones left can be removed.
+
+A project is named KIND-HOST-PROCESS-TOKEN. It is the name of a compose project, or the value of LABEL. Only things of a
+project whose process has ended on this machine are removed. Images stay, but for a tag that is named like a project.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+import subprocess
+
+LABEL = "onbeat.test.project"
+COMPOSE_LABEL = "com.docker.compose.project"
+KINDS = ("onbeat-test", "onbeat-bench")
+PROJECT = re.compile(rf"(?:{'|'.join(KINDS)})-(?P<host>[0-9a-f]{{6}})-(?P<pid>[0-9]+)-[0-9a-f]{{6}}")
+UPGRADED = "onbeat/broker"  # tagged with the name of a project, as another release of its broker
+TIMEOUT_S = 120.0
+
+
+def new_project(kind: str) -> str:
+    assert kind in KINDS, kind
+    return f"{kind}-{host_token()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def host_token() -> str:
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+
+
+def is_dead(project: str) -> bool:
+    """False for any name that is not one of ours, or is another machine's."""
+    found = PROJECT.fullmatch(project)
+    if found is None or found["host"] != host_token():
+        return False
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        pass
+    return False
+
+
+def remove_dead() -> list[str]:
+    """What was removed, by name. What cannot be removed stays for the next time."""
+    removed = []
+    for what, all_of_them, remove in (
+        ("container", ["--all"], ["rm", "--force", "--volumes"]),
+        ("network", [], ["rm"]),
+        ("volume", [], ["rm"]),
+    ):
+        name_field = "{{.Names}}" if what == "container" else "{{.Name}}"
+        for label in (COMPOSE_LABEL, LABEL):
+            row = f'{name_field} {{{{.Label "{label}"}}}}'
+            listed = docker(what, "ls", *all_of_them, "--filter", f"label={label}", "--format", row)
+            rows = [row.split(" ", 1) for row in listed.splitlines()]
+            names = [name for name, project in rows if is_dead(project)]
+            removed += [name for name in names if docker(what, *remove, name)]
+    tags = docker("image", "ls", "--format", "{{.Tag}}", UPGRADED).split()
+    return removed + [tag for tag in tags if is_dead(tag) and docker("image", "rm", f"{UPGRADED}:{tag}")]
+
+
+def docker(*arguments: str) -> str:
+    """Its output; '' when it fails: what is left costs room, and no test."""
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return done.stdout if done.returncode == 0 else ""

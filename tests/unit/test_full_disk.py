@@ -1,0 +1,163 @@
+"""A full disk costs a checkpoint, not the job; the last one is waited for; little room is told at the start."""
+
+import errno
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onbeat.errors import JobFailed
+from onbeat.room import GB
+from services.trainer import checkpoint, publisher
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.link import JobCancelled
+from services.trainer.policy import Policy
+from services.trainer.room import checkpoint_bytes, little_room
+from tests.unit.trainer_fixtures import RecordedLink, job_config, recorded_iterations, tiny_config, tiny_model, train
+
+EVERY = {"every_iterations": 1}
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Call it with the checkpoints (by next iteration) that find no room once they are half written, and how often."""
+    write, left = checkpoint.write_content, {}
+
+    def write_if_room(partial, content, *place):
+        files = write(partial, content, *place)
+        if left.get(content.state.next_iteration, 0) > 0:
+            left[content.state.next_iteration] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return files
+
+    monkeypatch.setattr(checkpoint, "write_content", write_if_room)
+    monkeypatch.setattr(publisher, "RETRY_S", 0.01)
+    return left
+
+
+def files_of(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix == ".safetensors")
+
+
+def test_a_checkpoint_without_room_is_left_out_and_told_and_the_next_holds_its_groups(tmp_path, full_disk):
+    full_disk[1] = 1
+    _, link = train(job_config(checkpoint=EVERY), recorded_iterations(), tmp_path)
+    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 2), (2, 3)]
+    ((kind, message),) = link.events
+    assert kind == "checkpoint.failed"
+    assert "iteration-000001 cannot be written: " in message
+    assert "No space left on device" in message
+    assert "training goes on without it, until the next one the groups from iteration 0 on stay in Redis" in message
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "iteration-000002",
+        "iteration-000003",
+    ]
+
+
+def test_each_left_out_in_a_row_is_told(tmp_path, full_disk):
+    full_disk.update({2: 1, 3: 1})
+    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
+    _, link = train(config, recorded_iterations(4), tmp_path)
+    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 1), (1, 4)]
+    assert ["iteration-000002" in link.events[0][1], "iteration-000003" in link.events[1][1]] == [True, True]
+
+
+def test_no_job_goes_on_for_long_on_a_disk_that_has_never_held_a_checkpoint(tmp_path, full_disk):
+    full_disk.update({1: 99, 2: 99})
+    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
+    link = RecordedLink(config, recorded_iterations(4))
+    with pytest.raises(JobFailed, match="iteration-000002 cannot be written"):
+        train(config, recorded_iterations(4), tmp_path, link=link)
+    assert [iteration for iteration, *_ in link.commits] == [0, 1]
+    assert [kind for kind, _ in link.events] == ["checkpoint.failed"] * 2
+    assert "it is the first one and tried again" in link.events[1][1]
+
+
+def test_the_first_checkpoint_that_is_on_disk_ends_the_waiting(tmp_path, full_disk):
+    full_disk.update({1: 1, 2: 3, 3: 1})
+    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
+    _, link = train(config, recorded_iterations(4), tmp_path)
+    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 2), (2, 4)]
+    assert ["training goes on without it" in message for _, message in link.events] == [True, False, True]
+
+
+def test_what_was_half_written_gives_its_room_back(tmp_path, full_disk):
+    full_disk[3] = 99
+    with pytest.raises(JobFailed):
+        train(job_config(), recorded_iterations(), tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
+    full_disk[3] = 4
+    _, link = train(job_config(), recorded_iterations(), tmp_path)
+    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 3)]
+    ((kind, message),) = link.events
+    assert kind == "checkpoint.failed"
+    assert "it is the last one and tried again" in message
+    assert [doing.partition(": ")[0] for doing in link.doings[-9:]] == [
+        "waiting until the checkpoint after 3 iterations is on disk",
+        *["waiting for room", "waiting until the checkpoint after 3 iterations is on disk"] * 4,
+    ]
+    assert "No space left on device" in link.doings[-2]
+    assert "(try 5 of 20 in 0 s)" in link.doings[-2]
+
+
+def test_the_last_checkpoint_is_tried_so_often_and_then_the_job_fails(tmp_path, full_disk):
+    full_disk[3] = 99
+    with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; make room"):
+        train(job_config(), recorded_iterations(), tmp_path)
+    assert full_disk[3] == 99 - publisher.NUM_TRIES
+
+
+def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatch):
+    full_disk[3] = 99
+    monkeypatch.setattr(publisher, "RETRY_S", 60.0)
+
+    def check(link):
+        if link.events:
+            raise JobCancelled
+
+    monkeypatch.setattr(RecordedLink, "check", check)
+    with pytest.raises(JobCancelled):
+        train(job_config(), recorded_iterations(), tmp_path)
+
+
+# ---- room, at the start --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"gac": {"mode": "off"}}, {"schedule": {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}}],
+    ids=["periodic", "without gac", "bounded"],
+)
+def test_the_size_of_a_checkpoint_is_known_before_the_first(tmp_path, sections):
+    config = job_config(checkpoint=EVERY, **sections)
+    groups = recorded_iterations()
+    estimate = checkpoint_bytes(Policy.create(tiny_model(tiny_config(), torch.float32), config), config)
+    train(config, groups, tmp_path)
+    assert files_of(tmp_path / "checkpoints" / "iteration-000003") == pytest.approx(estimate, rel=0.1)
+
+
+def test_little_room_is_told_with_what_is_there_and_what_is_needed(tmp_path, monkeypatch):
+    policy = Policy.create(tiny_model(tiny_config()), job_config())
+    size = 2 * GB
+    monkeypatch.setattr("services.trainer.room.checkpoint_bytes", lambda policy, config: size)
+    store = CheckpointStore(tmp_path / "job" / "checkpoints", keep=2)
+
+    def told(free, **schedule):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+        return little_room(store, policy, job_config(schedule={"num_iterations": 3, **schedule}, checkpoint=EVERY))
+
+    assert told(3 * size) == ""
+    message = told(3 * size - GB)
+    assert f"{store.folder} has 5.0 GB free" in message
+    assert "checkpoints (at most 3 of 2.0 GB at a time) need 6.0 GB; make room" in message
+    assert told(2 * size, num_iterations=2) == "", "there are only two"
+    (store.folder / "iteration-000001").mkdir(parents=True)
+    (store.folder / "iteration-000001" / "state.json").write_text("{}")
+    with (store.folder / "iteration-000001" / "weights").open("wb") as sparse:
+        sparse.truncate(size)
+    assert told(2 * size) == "", "one of them is there already"
+    assert told(2 * size - 1e8) != ""

@@ -1,0 +1,116 @@
+"""Room on disks is told before it is needed, and sessions of tests give theirs back."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from onbeat.room import GB, main, shortage
+from tests import room
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import subprocess, sys, tempfile
+def test_passes(tmp_path):
+    (tmp_path / "passed").touch()
+    tempfile.mkdtemp(prefix="litter-")
+    subprocess.run([sys.executable, "-c", "import tempfile; tempfile.mkdtemp(prefix='litter-')"], check=True)
+def test_fails(tmp_path):
+    (tmp_path / "failed").touch()
+    assert {is_fine}
+"""
+
+
+def usage(free: float):
+    return lambda folder: SimpleNamespace(free=int(free))
+
+
+# ---- is there room? ----------------------------------------------------------------------------------------------
+
+
+def test_folder_free_and_needed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", usage(1.26 * GB))
+    told = f"{tmp_path}/not/there has 1.3 GB free, three checkpoints need 5.7 GB"
+    assert shortage(tmp_path / "not" / "there", 5.7 * GB, "three checkpoints") == told
+    assert shortage(tmp_path, 1.26 * GB, "three checkpoints") == ""
+
+
+def test_a_folder_that_is_not_there_yet_counts_as_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or SimpleNamespace(free=0))
+    shortage(tmp_path / "a" / "b", 1, "they")
+    monkeypatch.chdir(tmp_path)
+    shortage(Path("a"), 1, "they")
+    assert asked == [tmp_path, tmp_path]
+
+
+def test_make_asks_before_anything_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-I", str(ROOT / "onbeat" / "room.py"), str(tmp_path), "0", "packages"]
+    assert subprocess.run(command, capture_output=True, cwd="/").returncode == 0
+    monkeypatch.setattr(shutil, "disk_usage", usage(1 * GB))
+    assert main([str(tmp_path), "5", "packages"]) == 1
+    assert capsys.readouterr().err == f"{tmp_path} has 1.0 GB free, packages need 5.0 GB; make room first\n"
+
+
+def item(area: str, *fixtures: str) -> SimpleNamespace:
+    return SimpleNamespace(nodeid=f"tests/{area}/test_x.py::test_y", fixturenames=fixtures)
+
+
+def test_each_choice_of_tests_asks_for_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tmp_path / "engine"
+    monkeypatch.setattr(room, "engine_folder", lambda: engine)
+    monkeypatch.setattr(shutil, "disk_usage", usage(1.5 * GB))
+    room.check_room([item("unit"), item("fuzz")])
+    room.check_room([])
+    with pytest.raises(
+        pytest.UsageError, match=r" has 1\.5 GB free, temporary files of these tests need 8\.0 GB: make"
+    ):
+        room.check_room([item("unit"), item("e2e")])
+    monkeypatch.setattr(shutil, "disk_usage", usage(9 * GB))
+    room.check_room([item("e2e"), item("containers")])  # of manifests
+    told = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: make room"
+    with pytest.raises(pytest.UsageError, match=told):
+        room.check_room([item("containers", "images")])
+    (engine / "overlay2").mkdir(parents=True)  # images are there
+    room.check_room([item("containers", "images")])
+
+
+def test_where_no_engine_can_be_none_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("ONBEAT_ENGINE_DIR", "/engine")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert room.engine_folder() == Path("/engine/data")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert room.engine_folder() is None
+
+
+# ---- sessions of tests -------------------------------------------------------------------------------------------
+
+
+def run_session(folder: Path, temporary: Path, is_fine: bool) -> str:
+    (folder / "test_it.py").write_text(TESTS.format(is_fine=is_fine))
+    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", *options, "-o", "tmp_path_retention_policy=failed", str(folder)]
+    env = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if is_fine else 1), done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_session_leaves_what_failed_tests_had_until_the_next(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    out = run_session(tmp_path, temporary, is_fine=False)
+    (left,) = temporary.iterdir()
+    assert f"temporary files of failed tests are in {left} until the next session" in out
+    assert [path.name for path in left.rglob("*") if path.is_file() and path.name in ("passed", "failed")] == ["failed"]
+    out = run_session(tmp_path, temporary, is_fine=True)
+    assert list(temporary.iterdir()) == []
+    assert "temporary files" not in out
