@@ -16,7 +16,7 @@ from onbeat.streams.connection import public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
-from services.rollout.engines import check_engine, create_engine
+from services.rollout.engines import check_engine, create_engine, prepare_engine
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 
@@ -52,17 +52,21 @@ async def supervise(settings: Settings) -> int:
         logger.error("%s", error)
         return 1
 
+    place = {
+        "device": device,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "cpu_cores": settings.cpu_cores or None,
+    }
+
     def engine_of(config: JobConfig) -> Engine:
         return create_engine(
             settings.engine,
             max_model_len=config.model.max_context_tokens,
             max_num_seqs=settings.max_num_seqs,
             dtype=config.model.dtype,
-            device=device,
-            tensor_parallel_size=settings.tensor_parallel_size,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_gib=settings.kv_cache_gib,
-            cpu_cores=settings.cpu_cores or None,
+            **place,
         )
 
     worker = Worker(settings, ledger, engine_of, lambda address, job_id: WeightsClient(address, job_id, security))
@@ -71,6 +75,7 @@ async def supervise(settings: Settings) -> int:
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)
     try:
         await ledger.redis.ping()
+        prepare_engine(settings.engine, **place)  # goes on while this one registers, waits for a job, gets its model
         await worker.run()
         return 0
     except Exception as error:  # the supervisor: an unknown defect ends the process, loudly

@@ -4,7 +4,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -29,12 +30,36 @@ def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
     factory = load_engine(name)
     if "device" not in inspect.signature(factory).parameters:
         return device
-    from services.device import choose_device  # imports torch
-
-    chosen = choose_device(device).type
+    try:
+        chosen = find_device(device)
+    except ImportError as error:
+        raise ValueError(f"engine {name!r} gets no device: {error}; docs/platforms.md says what each needs") from error
     if (check_device := getattr(factory, "check_device", None)) is not None:
         check_device(chosen, tensor_parallel_size)
     return chosen
+
+
+def find_device(device: str) -> str:
+    """auto, cpu, cuda, npu -> cpu, cuda, npu. Raises ValueError where it cannot be used, ImportError for torch."""
+    if device in ("auto", "cpu") and not knows_accelerators():
+        return "cpu"  # without torch: importing it takes more than a second
+    from services.device import choose_device
+
+    return choose_device(device).type
+
+
+def knows_accelerators() -> bool:
+    """Whether the installed PyTorch is made for more than the CPU, as far as the names of the packages tell."""
+    return not version("torch").endswith("+cpu") or find_spec("torch_npu") is not None
+
+
+def prepare_engine(name: str, **options: Any) -> None:
+    """Let the engine begin with what it can do before it has a model. Its static method `prepare`, which it may have,
+    gets those options that it knows, and returns at once.
+    """
+    if (prepare := getattr(load_engine(name), "prepare", None)) is not None:
+        known = inspect.signature(prepare).parameters
+        prepare(**{option: value for option, value in options.items() if option in known})
 
 
 def create_engine(name: str, **options: Any) -> Engine:

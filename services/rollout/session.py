@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -14,6 +13,7 @@ from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.chat import Chats
 from onbeat.streams.ledger import Ledger
+from onbeat.temporary import private_folder
 from onbeat.types import JobState, WeightUpdate
 from onbeat.weights.client import ModelDescription, Peer
 from onbeat.weights.host import host_id, shared_space
@@ -60,6 +60,7 @@ class Session:
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to leave it
         self._hurry = asyncio.Event()  # do not even finish
+        self._has_model = asyncio.Event()
         self._is_stopping = False
         self._newest_served: int | None = None
         self._engine: Engine | None = None
@@ -74,10 +75,11 @@ class Session:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
             puller = await self._create_puller(cleanup, staging_dir)
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._follow_job())]
+                early = (self._follow_job(), self._follow_weights(puller))
+                background = [tasks.create_task(work) for work in early]
                 loop = await self._unless_ending(self._attach(cleanup, staging_dir, puller))
                 if loop is not None:
-                    steady = (puller.follow(), loop.keep_leases(), self._load_when_idle(puller))
+                    steady = (loop.keep_leases(), self._load_when_idle(puller))
                     background += [tasks.create_task(work) for work in steady]
                     if self._chats is not None:
                         background.append(tasks.create_task(self._chats.serve()))
@@ -142,6 +144,7 @@ class Session:
     async def _attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> ClaimLoop:
         """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order."""
         description, pull = await self._fetch_model(puller)
+        self._has_model.set()
         model_dir = staging_dir / "model"
         write_model_files(model_dir, description.files)
         loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
@@ -248,6 +251,11 @@ class Session:
                 self._loop.num_workers = 1 + await self._num_peers()
             await asyncio.sleep(FOLLOW_S)
 
+    async def _follow_weights(self, puller: WeightsPuller) -> None:
+        """Also while the engine starts: when it has read its first version, the newest is pulled at once."""
+        await self._has_model.wait()
+        await puller.follow()
+
     async def _is_served(self) -> bool:
         try:
             return await self._ledger.job_state(self.job_id) in SERVED_STATES
@@ -299,11 +307,11 @@ class Session:
 
 @contextmanager
 def staging_folder(parent: Path | None) -> Iterator[Path]:
-    """A private folder for one session, removed with everything inside."""
+    """A private folder for one session, removed with everything inside, and with what a killed process left there."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="onbeat-rollout-", dir=parent, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    with private_folder("onbeat-rollout-", parent) as folder:
+        yield folder
 
 
 def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:

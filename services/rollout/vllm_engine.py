@@ -1,20 +1,21 @@
 """The rollout engine over vLLM's AsyncLLM: continuous batching in processes of its own, weights replaced in place.
 
-vLLM is imported in `start`, after the environment that it reads while being imported has been set.
+vLLM is imported in a thread, once per process, after the environment that it reads while being imported has been set:
+from `prepare` on, or else in `start`.
 """
 
 import asyncio
+import functools
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from services.device import choose_device
 from services.rollout.arrivals import Arrivals, gathered
 from services.rollout.engine import (
     ChatSampling,
@@ -24,6 +25,7 @@ from services.rollout.engine import (
     VersionMismatch,
     VersionSpan,
 )
+from services.rollout.engines import find_device
 from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment
 from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
@@ -64,7 +66,7 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.85,
     ) -> None:
-        self._device = choose_device(device).type
+        self._device = find_device(device)
         self.check_device(self._device, tensor_parallel_size)
         self._max_num_seqs = max_num_seqs
         self._engine_args: dict[str, Any] = {
@@ -93,17 +95,31 @@ class VllmEngine:
     def check_device(device: str, tensor_parallel_size: int = 1) -> None:
         """Raises ValueError, with the remedy, where vLLM cannot run on this kind of device."""
         check_vllm(device)
-        if device != "cpu" and tensor_parallel_size > (visible := torch.get_device_module(device).device_count()):
+        if device == "cpu":
+            return
+        import torch
+
+        if tensor_parallel_size > (visible := torch.get_device_module(device).device_count()):
             raise ValueError(
                 f"ONBEAT_TENSOR_PARALLEL_SIZE={tensor_parallel_size}, but {visible} {device} devices are visible"
             )
+
+    @staticmethod
+    def prepare(device: str, cpu_cores: str | None, tensor_parallel_size: int) -> None:
+        """Begin to import vLLM, for an engine with the same arguments that this process starts later: it need not wait
+        for that any more. What goes wrong, `start` raises.
+        """
+        set_environment(
+            engine_environment(device, os.environ, cpu_cores=cpu_cores, tensor_parallel_size=tensor_parallel_size)
+        )
+        importing()
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         assert self._llm is None, "the engine is already started"
         assert self._building is None, "an engine that did not start has to be stopped first"
         self._shapes = read_checkpoint_shapes(model_dir)
         self._is_tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
-        self._set_environment()
+        set_environment(self._environment)
         # In a thread, because it takes many seconds in which heartbeats and leases have to go on.
         self._building = asyncio.create_task(asyncio.to_thread(self._build, model_dir), name="build vLLM")
         await asyncio.shield(self._building)
@@ -113,14 +129,13 @@ class VllmEngine:
         self._version = policy_version
         logger.info("vLLM serves %s as policy version %d", model_dir, policy_version)
 
-    def _set_environment(self) -> None:
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
     def _build(self, model_dir: Path) -> None:
+        importing().result()
+        started = time.monotonic()
+        self._llm = self._create_llm(model_dir)
+        logger.info("built vLLM in %.2f s", time.monotonic() - started)
+
+    def _create_llm(self, model_dir: Path) -> "AsyncLLM":
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -134,7 +149,7 @@ class VllmEngine:
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             **self._engine_args,
         )
-        self._llm = AsyncLLM.from_engine_args(engine_args)
+        return AsyncLLM.from_engine_args(engine_args)
 
     async def generate(
         self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, expected_version: int
@@ -219,6 +234,38 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if not building.cancelled() and llm is not None:
             asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
+
+
+def set_environment(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@functools.cache
+def importing() -> Future[None]:
+    """The one import of vLLM in this process, begun by the first call. A second try after a failure would not tell the
+    same: what vLLM has registered by then stays.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="import-vllm").submit(import_vllm)
+
+
+def import_vllm() -> None:
+    """Takes seconds. It may raise whatever the libraries raise that are imported."""
+    started, process_s, thread_s = time.monotonic(), time.process_time(), time.thread_time()
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+    import services.rollout.weight_transfer  # noqa: F401
+
+    # Who wants to know how long the import alone takes can tell it from this, also where there is but one core.
+    others_s = (time.process_time() - process_s) - (time.thread_time() - thread_s)
+    logger.info(
+        "imported vLLM in %.2f s, other threads of this process used a core for %.2f s of them",
+        time.monotonic() - started,
+        others_s,
+    )
 
 
 async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrivals) -> None:

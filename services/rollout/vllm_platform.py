@@ -13,6 +13,8 @@ GIB = 1024**3
 PLATFORM_PLUGINS = "vllm.platform_plugins"  # entry points: an accelerator that vLLM itself does not know
 ASCEND_PLUGIN = "ascend"  # of vllm-ascend
 
+CPU_KERNELS = "onbeat_cpu"  # what `vllm_kernels` registers
+
 # The first that stamps each token with the version of the weights that it was sampled from.
 MIN_VERSION = (0, 32)
 
@@ -86,6 +88,8 @@ def engine_arguments(
         # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens
         # shares nothing of a short prompt; 32 is the least that the CPU's attention takes.
         arguments["block_size"] = 32
+        preferred = {operation: [CPU_KERNELS] for operation in ("rms_norm", "fused_add_rms_norm")}
+        arguments["kernel_config"] = {"ir_op_priority": preferred}
         if tensor_parallel_size == 1:
             # By this name, because "uni" is turned into "mp" on a CPU: a worker process, for which the engine core
             # then waits by spinning, on a core that the worker or the trainer needs.

