@@ -7,16 +7,15 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from harness import ROOT, median_of, run_job, save
+from harness import ROOT, median_of, run_job, save, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 8, 2, 8, 8, 32
 
 
 def run_trl(model: str) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         output = Path(folder) / "trl.json"
         sizes = [str(value) for value in (NUM_STEPS, NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS)]
         command = [sys.executable, str(ROOT / "benchmarks" / "trl_baseline.py"), model, *sizes, str(output)]
