@@ -1,9 +1,9 @@
 """A pull of a 135M-parameter model's weights, until they are verified in the host's memory, against a bare gRPC stream.
 
-The server is a process on one core, the puller is this process on another. The bare stream sends the same bytes in
-messages of the same size, through the same kind of server and channel, and nobody looks at them. All kinds alternate,
-round by round, each when the machine is idle; medians over the rounds. GB/s counts the bytes of the weights, also of a
-delta, which stands for them.
+The server is a process on one core; the puller is this process on another and then, once more, on both: a puller hashes
+in threads. The bare stream sends the same bytes in messages of the same size, through the same kind of server and
+channel to the same cores, and nobody looks at them. All kinds alternate, round by round, each when the machine is idle;
+medians over the rounds. GB/s counts the bytes of the weights, also of a delta, which stands for them.
 
     full         everything, into memory that the process has had before
     first        the same in a new process: the system hands out and clears every page meanwhile
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from harness import save
+from harness import save, temporary_folder
 from weights_peer import BARE_METHOD, JOB, Process
 
 from onbeat.weights.client import Peer, WeightsClient
@@ -198,7 +198,7 @@ def summary(rounds: Rounds, sizes: dict[str, int], full_bytes: int) -> dict[str,
     return {
         "full_bytes": full_bytes,
         "rounds": ROUNDS,
-        "cores": {"server": SERVER_CORE, "puller": PULLER_CORE},
+        "cores": {"server": SERVER_CORE, "puller": sorted(os.sched_getaffinity(0))},
         "load_average": os.getloadavg(),
         "kinds": kinds,
         "ratios": ratios,
@@ -214,14 +214,16 @@ def bound_on_one_core(rounds: Rounds) -> float:
 
 
 async def run() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+    with temporary_folder() as folder:
         async with AsyncExitStack() as stack:
-            return await measure(stack, Path(folder))
+            return await measure(stack, folder)
 
 
 def main() -> None:
     os.sched_setaffinity(0, {PULLER_CORE})
-    save("weights_pull", asyncio.run(run()))
+    on_one_core = asyncio.run(run())
+    os.sched_setaffinity(0, {SERVER_CORE, PULLER_CORE})
+    save("weights_pull", on_one_core | {"puller_on_both_cores": asyncio.run(run())})
 
 
 if __name__ == "__main__":
