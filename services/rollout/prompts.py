@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.streams.codec import PromptTask
+from services.rollout.imports import IMPORTING
 from services.rollout.token_text import TokenText
 
 
@@ -28,9 +29,10 @@ class PromptEncoder:
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
         """Takes seconds (it imports transformers): not for the event loop."""
-        from transformers import AutoTokenizer
+        with IMPORTING:
+            from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)  # imports more
         limits = [limit for limit in (max_context_tokens, read_context_tokens(model_dir)) if limit is not None]
         return cls(tokenizer, min(limits, default=None))
 

@@ -26,6 +26,7 @@ from services.rollout.engine import (
     VersionSpan,
 )
 from services.rollout.engines import find_device
+from services.rollout.imports import IMPORTING
 from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment
 from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
@@ -255,9 +256,10 @@ def importing() -> Future[None]:
 def import_vllm() -> None:
     """Takes seconds. It may raise whatever the libraries raise that are imported."""
     started, process_s, thread_s = time.monotonic(), time.process_time(), time.thread_time()
-    import vllm.v1.engine.async_llm  # noqa: F401
+    with IMPORTING:
+        import vllm.v1.engine.async_llm  # noqa: F401
 
-    import services.rollout.weight_transfer  # noqa: F401
+        import services.rollout.weight_transfer  # noqa: F401
 
     # Who wants to know how long the import alone takes can tell it from this, also where there is but one core.
     others_s = (time.process_time() - process_s) - (time.thread_time() - thread_s)

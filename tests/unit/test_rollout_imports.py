@@ -1,0 +1,29 @@
+"""vLLM and the tokenizer's library are never imported by two threads at once."""
+
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from services.rollout.imports import IMPORTING
+from services.rollout.prompts import PromptEncoder
+from services.rollout.vllm_engine import import_vllm
+
+
+def load_nothing() -> None:
+    with pytest.raises((OSError, ValueError)):
+        PromptEncoder.load(Path("no such model"), None)
+
+
+@pytest.mark.parametrize("work", [import_vllm, load_nothing])
+def test_a_large_import_waits_for_the_other_one(monkeypatch: pytest.MonkeyPatch, work) -> None:
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm", "services.rollout.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: (work(), ended.set()), daemon=True)
+    with IMPORTING:
+        thread.start()
+        assert not ended.wait(0.3), "it did not wait"
+    assert ended.wait(60)
