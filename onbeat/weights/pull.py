@@ -31,7 +31,6 @@ from onbeat.weights.payload import Payload, PayloadKey, Plan
 logger = logging.getLogger(__name__)
 
 SHARED_CHUNK_BYTES = 16 << 20  # read at a time from another process on this machine
-STEP_BYTES = 8 << 20  # of tensors that are verified in one go: smaller steps cost more than they hide
 MAX_SOURCES = 8  # tried for one payload
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
 
@@ -465,16 +464,12 @@ class ShardPull:
             self._pull.announce(self._manifest.shards[self._wanted.shard])
 
     async def _apply_available(self) -> None:
-        """In steps worth their change of threads, and at the end whatever is left."""
         payload = self._payload
         if payload is None:
             return
         while (ready := bisect_right(payload.plan.starts, payload.available) - 1) > self._num_applied:
             started = time.monotonic()
             entries = payload.plan.entries[self._num_applied : ready]
-            size_bytes = sum(self._manifest.tensors[entry.tensor_index].size_bytes for entry in entries)
-            if size_bytes < STEP_BYTES and not payload.is_complete:
-                return
             await asyncio.to_thread(self._apply, payload, self._num_applied, ready)
             self._num_applied = ready
             self._pull.stats.apply_s += time.monotonic() - started
