@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from onbeat.local.accelerators import device_environments
 from onbeat.local.cores import available_cores, format_cores, plan_cores
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.scratch import make_scratch
@@ -99,6 +100,7 @@ class LocalStack:
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
     """Broker, then trainer and rollouts. All they know comes from these environment variables."""
     plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
+    trainer_devices, rollout_devices = device_environments(os.environ, options.num_rollouts)
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
     if plan.is_shared:
         common["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHARED_SPINS)
@@ -128,7 +130,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         "trainer",
         service_command("trainer"),
         wave=2,
-        env={**common, **data_dir, **wire, **kernels, **trainer_env},
+        env={**common, **data_dir, **wire, **kernels, **trainer_devices, **trainer_env},
         grace_s=20.0,
     )
     rollouts = [
@@ -140,6 +142,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
                 **common,
                 **wire,
                 **kernels,
+                **rollout_devices[index],
                 "ONBEAT_WORKER_ID": f"rollout-{index}",
                 "ONBEAT_ENGINE": options.engine,
                 "ONBEAT_CPU_CORES": format_cores(cores),

@@ -1,0 +1,89 @@
+"""Which accelerators serve the rollouts and which the trainer, by variables and device files: asks no driver.
+
+The first is the trainer's, which is one process; the rollouts share out the rest. With a single one all share it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# In the order of ONBEAT_DEVICE=auto: the variable that makes devices visible, and the names of their files.
+KINDS = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", re.compile(r"nvidia\d+")),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES", re.compile(r"davinci\d+")),
+}
+MEMORY = "ONBEAT_GPU_MEMORY_UTILIZATION"
+# Of a device, for all its rollouts together: without the trainer as much as one rollout takes by default.
+ROLLOUTS_MEMORY, BESIDE_TRAINER_MEMORY = 0.85, 0.4
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    trainer: list[str]
+    rollouts: list[list[str]]  # one list per replica; replicas share when there are too few
+
+    def memory_share(self, rollout: int) -> float:
+        """Of each of its devices' memory."""
+        own = self.rollouts[rollout]
+        num_sharing = max(sum(device in devices for devices in self.rollouts) for device in own)
+        is_beside_trainer = any(device in self.trainer for device in own)
+        return (BESIDE_TRAINER_MEMORY if is_beside_trainer else ROLLOUTS_MEMORY) / num_sharing
+
+
+def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")) -> tuple[str, list[str]]:
+    """The variable that chooses among the visible devices, and their names in it; without devices: "" and none.
+
+    Files are counted, because drivers count: a container's only device is number 0, whatever its file is called.
+    """
+    wanted = environment.get("ONBEAT_DEVICE", "auto")
+    for kind, (variable, file_name) in KINDS.items():
+        if wanted not in ("auto", kind):
+            continue
+        if variable in environment:
+            names = parse_devices(environment[variable])
+        else:
+            num_files = sum(file_name.fullmatch(path.name) is not None for path in files.glob("*"))
+            names = [str(number) for number in range(num_files)]
+        if names:
+            return variable, names
+    return "", []
+
+
+def parse_devices(text: str) -> list[str]:
+    """`2,GPU-8932f937` -> ["2", "GPU-8932f937"]. Nothing counts from the first that is no device on: `-1` is none."""
+    names: list[str] = []
+    for name in (part.strip() for part in text.split(",")):
+        if not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
+            break
+        names.append(name)
+    return names
+
+
+def plan_devices(devices: Sequence[str], num_rollouts: int, per_rollout: int = 1) -> DevicePlan:
+    """So many devices for each rollout, in turn when there are too few; further ones stay idle.
+
+    >>> plan_devices(["0", "1", "2"], num_rollouts=3)
+    DevicePlan(trainer=['0'], rollouts=[['1'], ['2'], ['1']])
+    """
+    rest = devices[1:] if len(devices) > per_rollout else devices
+    num_places = max(1, len(rest) // per_rollout)
+    places = [list(rest[place * per_rollout : (place + 1) * per_rollout]) for place in range(num_places)]
+    return DevicePlan(list(devices[:1]), [places[rollout % num_places] for rollout in range(num_rollouts)])
+
+
+def device_environments(
+    environment: Mapping[str, str], num_rollouts: int, files: Path = Path("/dev")
+) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """What to add to the environment of the trainer and of each rollout. Without devices: nothing."""
+    variable, devices = available_devices(environment, files)
+    if not devices:
+        return {}, [{} for _ in range(num_rollouts)]
+    size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # a wrong one: the rollouts say so, and end
+    plan = plan_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
+    rollouts = [{variable: ",".join(own)} for own in plan.rollouts]
+    for index, added in enumerate(rollouts):
+        share = plan.memory_share(index)
+        if MEMORY not in environment and share < ROLLOUTS_MEMORY:
+            added[MEMORY] = f"{share:.3g}"
+    return {variable: ",".join(plan.trainer)}, rollouts

@@ -1,0 +1,148 @@
+"""How a machine's accelerators are found and divided. Device files are empty files: nothing runs on a device."""
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.local.accelerators import (
+    KINDS,
+    ROLLOUTS_MEMORY,
+    DevicePlan,
+    available_devices,
+    device_environments,
+    plan_devices,
+)
+from services.rollout.settings import Settings
+from services.trainer.device import VISIBLE_DEVICES
+
+CUDA, ASCEND, MEMORY = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ONBEAT_GPU_MEMORY_UTILIZATION"
+
+
+def machine(folder: Path, *files: str) -> Path:
+    for name in files:
+        (folder / name).touch()
+    return folder
+
+
+def test_variables_and_memory_are_those_of_the_services() -> None:
+    assert {kind: variable for kind, (variable, _) in KINDS.items()} == VISIBLE_DEVICES
+    assert Settings.model_fields["gpu_memory_utilization"].default == ROLLOUTS_MEMORY
+
+
+# ---- which there are -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["null", "nvidiactl", "nvidia-uvm", "davinci_manager", "nvidia0.old"], ("", [])),
+        (["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"], (CUDA, ["0", "1", "2"])),
+        (["nvidia5"], (CUDA, ["0"])),
+        (["davinci4", "davinci5", "davinci_manager", "devmm_svm"], (ASCEND, ["0", "1"])),
+        (["davinci0", "nvidia0"], (CUDA, ["0"])),
+    ],
+    ids=["no devices", "nvidia", "one of a larger machine", "ascend", "both"],
+)
+def test_device_files_are_counted(tmp_path: Path, files: list[str], found: tuple[str, list[str]]) -> None:
+    assert available_devices({}, machine(tmp_path, *files)) == found
+    assert available_devices({}, tmp_path / "not there") == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("2,3", ["2", "3"]),
+        ("3, 1", ["3", "1"]),
+        ("GPU-8932f937,MIG-41b35f6c", ["GPU-8932f937", "MIG-41b35f6c"]),
+        ("0,-1,1", ["0"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_what_the_user_made_visible_is_all_there_is(tmp_path: Path, value: str, names: list[str]) -> None:
+    files = machine(tmp_path, "nvidia0", "nvidia1", "nvidia2", "nvidia3")
+    assert available_devices({CUDA: value}, files) == (CUDA if names else "", names)
+
+
+def test_npus_serve_where_no_gpu_is_visible(tmp_path: Path) -> None:
+    files = machine(tmp_path, "nvidia0", "davinci0", "davinci1")
+    assert available_devices({CUDA: ""}, files) == (ASCEND, ["0", "1"])
+    assert available_devices({CUDA: "", ASCEND: "1"}, files) == (ASCEND, ["1"])
+
+
+def test_device_of_the_services_decides_the_kind(tmp_path: Path) -> None:
+    files = machine(tmp_path, "nvidia0", "davinci0", "davinci1")
+    assert available_devices({"ONBEAT_DEVICE": "auto"}, files) == (CUDA, ["0"])
+    assert available_devices({"ONBEAT_DEVICE": "npu"}, files) == (ASCEND, ["0", "1"])
+    assert available_devices({"ONBEAT_DEVICE": "cpu"}, files) == ("", [])
+
+
+# ---- who gets which --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_rollouts", "per_rollout", "rollouts"),
+    [
+        ("0", 1, 1, ["0"]),
+        ("0", 3, 1, ["0", "0", "0"]),
+        ("01", 1, 1, ["1"]),
+        ("01", 2, 1, ["1", "1"]),
+        ("75310", 1, 1, ["5"]),
+        ("0123", 3, 1, ["1", "2", "3"]),
+        ("0123", 5, 1, ["1", "2", "3", "1", "2"]),
+        ("01234", 2, 2, ["12", "34"]),
+        ("0123", 2, 2, ["12", "12"]),
+        ("012", 1, 2, ["12"]),
+        ("01", 1, 2, ["01"]),
+        ("01", 1, 4, ["01"]),
+    ],
+)
+def test_first_device_trains_and_the_rest_is_shared_out(
+    devices: str, num_rollouts: int, per_rollout: int, rollouts: list[str]
+) -> None:
+    expected = DevicePlan([devices[0]], [list(names) for names in rollouts])
+    assert plan_devices(list(devices), num_rollouts, per_rollout) == expected
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "shares"),
+    [
+        (["1", "2"], [0.85, 0.85]),
+        (["0"], [0.4]),
+        (["0", "0"], [0.2, 0.2]),
+        (["1", "2", "1"], [0.425, 0.85, 0.425]),
+        (["10"], [0.4]),
+        (["12", "12"], [0.425, 0.425]),
+    ],
+)
+def test_those_who_share_a_device_share_its_memory(rollouts: list[str], shares: list[float]) -> None:
+    plan = DevicePlan(["0"], [list(names) for names in rollouts])
+    assert [plan.memory_share(rollout) for rollout in range(len(rollouts))] == shares
+
+
+# ---- what the services are told --------------------------------------------------------------------------------
+
+
+def test_machine_without_devices_adds_nothing(tmp_path: Path) -> None:
+    assert device_environments({}, 2, machine(tmp_path, "null")) == ({}, [{}, {}])
+
+
+def test_every_service_sees_its_own_devices_only(tmp_path: Path) -> None:
+    files = machine(tmp_path, "nvidia0", "nvidia1", "nvidia2")
+    assert device_environments({}, 2, files) == ({CUDA: "0"}, [{CUDA: "1"}, {CUDA: "2"}])
+    assert device_environments({CUDA: "GPU-a,2,GPU-c"}, 1, files) == ({CUDA: "GPU-a"}, [{CUDA: "2"}])
+
+
+def test_memory_is_lowered_on_a_shared_device_unless_the_user_set_it(tmp_path: Path) -> None:
+    files = machine(tmp_path, "davinci0")
+    assert device_environments({}, 1, files) == ({ASCEND: "0"}, [{ASCEND: "0", MEMORY: "0.4"}])
+    assert device_environments({}, 3, files)[1] == [{ASCEND: "0", MEMORY: "0.133"}] * 3
+    assert device_environments({MEMORY: "0.6"}, 1, files)[1] == [{ASCEND: "0"}]
+
+
+@pytest.mark.parametrize(("size", "rollouts"), [("2", ["1,2", "3,4"]), ("two", ["1", "2"]), ("0", ["1", "2"])])
+def test_rollout_gets_as_many_devices_as_hold_its_model(tmp_path: Path, size: str, rollouts: list[str]) -> None:
+    files = machine(tmp_path, *(f"nvidia{number}" for number in range(5)))
+    told = device_environments({"ONBEAT_TENSOR_PARALLEL_SIZE": size}, 2, files)[1]
+    assert told == [{CUDA: names} for names in rollouts]
