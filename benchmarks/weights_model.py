@@ -10,7 +10,9 @@ computed, at sizes that no machine here has.
     chain      d / min(L, relay) + (N - 1) * (m / L + h)    a message more for each hop, and a delay h
     both       at least the work at the end: for a delta, B / apply + B / hash, in one thread, while it is received
 
-    send       a bare stream, one core             relay   receives, verifies and sends: 1 / (1 / pull + 1 / send)
+    send       a bare stream, one core
+    relay      receives, verifies and sends: 1 / (1 / pull - 1 / checksum + 1 / hash + 1 / send); what was measured as
+               `pull` came from the trainer and was checked with checksums, what a relay sends is hashed
     m          bytes of a message: see `onbeat/weights/server.py`
 """
 
@@ -35,7 +37,8 @@ class Measured:
     """Bytes a second, of one core; seconds."""
 
     send: float
-    pull: float
+    pull: float  # from the trainer
+    checksum: float
     hash: float
     apply: dict[float, float]  # by the share of the weights that change
     encode: dict[float, float]
@@ -45,7 +48,7 @@ class Measured:
 
     @property
     def relay(self) -> float:
-        return 1 / (1 / self.pull + 1 / self.send)
+        return 1 / (1 / self.pull - 1 / self.checksum + 1 / self.hash + 1 / self.send)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -63,6 +66,7 @@ def measured() -> Measured:
     return Measured(
         send=kinds["bare"]["gb_per_s"] * 1e9,
         pull=kinds["full"]["gb_per_s"] * 1e9,
+        checksum=kinds["checksum"]["gb_per_s"] * 1e9,
         hash=kinds["hash"]["gb_per_s"] * 1e9,
         apply={share: deltas[share]["apply_gb_per_s"] * 1e9 for share in SHARES},
         encode={share: deltas[share]["encode_gb_per_s"] * 1e9 for share in SHARES},
@@ -135,7 +139,8 @@ def show_relays() -> None:
 
 
 def show_parameters(by: Measured) -> None:
-    rows = [("send", by.send), ("pull", by.pull), ("relay (computed)", by.relay), ("hash", by.hash)]
+    rows = [("send", by.send), ("pull", by.pull), ("relay (computed)", by.relay)]
+    rows += [("checksum", by.checksum), ("hash", by.hash)]
     rows += [(f"apply, {share:.0%} changed", by.apply[share]) for share in SHARES]
     rows += [(f"encode, {share:.0%} changed", by.encode[share]) for share in SHARES]
     print("| parameter | value |\n|---|---|")

@@ -1,6 +1,8 @@
 """Tensors as bytes: the manifest of a version, its digests, and the safetensors layout that a host keeps it in.
 
-Digests are BLAKE3: fast enough to be always on, strong enough for an audit.
+Digests are BLAKE3: nobody can make other bytes with the same one, so they hold against whoever passes weights on, and
+in an audit. Checksums are XXH3-128: they find faults in a fraction of the time, but other bytes with the same one can
+be made on purpose. They are for bytes from the process that named them.
 """
 
 import json
@@ -25,6 +27,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     size_bytes: int
     digest: bytes  # BLAKE3 over the raw little-endian bytes
+    checksum: bytes  # XXH3-128 over the same; empty: none was made
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,10 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are."""
+        """BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are.
+
+        Checksums are left out: jobs record this digest. A pull fails where one of them is wrong, and is tried again.
+        """
         whole = blake3()
         for tensor in self.tensors:
             whole.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())

@@ -1,10 +1,11 @@
 """Moving a host's weights from version to version: manifest -> locate -> receive and apply -> verify, tensor by tensor.
 
     receive   writes the payload's bytes as they come, from one source after another if need be
-    apply     follows: patches or keeps each tensor whose bytes are there, checks its digest, says that it is final
+    apply     follows: patches or keeps each tensor whose bytes are there, checks it, says that it is final
     peers     follow too, and get the same bytes
 
-A tensor is final when its digest is the manifest's: engines may read it from then on. A version is held when all are.
+A tensor is final when its digest is the manifest's, or, where every byte came from the trainer that also sent the
+manifest, its checksum: engines may read it from then on. A version is held when all are.
 What fails on the way of deltas is pulled in full; what no source gives is tried again until the deadline.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
@@ -279,18 +281,23 @@ class WeightsMover:
         if not steps or held is None:
             steps = [(pull.version, None)]
         touched: set[int] = set()
+        relayed: set[int] = set()
         for version, base in steps:
             keys = [PayloadKey(version, base, shard) for shard in range(len(manifest.shards))]
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for key in keys:
-                        tasks.create_task(ShardPull(self, pull, host, trainer, key, held, touched).run())
+                        tasks.create_task(ShardPull(self, pull, host, trainer, key, held, touched, relayed).run())
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
 
 
 class ShardPull:
-    """One payload: from its sources to verified tensors. `touched`: the tensors that this or earlier steps changed."""
+    """One payload: from its sources to verified tensors.
+
+    Shared with the other steps and shards: `touched`, the tensors that this or earlier steps changed; `relayed`, the
+    shards that this or earlier steps have asked of anybody but the trainer that sent the manifest.
+    """
 
     def __init__(
         self,
@@ -301,10 +308,12 @@ class ShardPull:
         key: PayloadKey,
         held: Manifest | None,
         touched: set[int],
+        relayed: set[int],
     ) -> None:
         assert pull.manifest is not None
         self._mover, self._pull, self._host, self._trainer = mover, pull, host, trainer
-        self._wanted, self._manifest, self._held, self._touched = key, pull.manifest, held, touched
+        self._wanted, self._manifest, self._held = key, pull.manifest, held
+        self._touched, self._relayed = touched, relayed
         self._is_last = key.policy_version == pull.version
         self._payload: Payload | None = None
         self._num_applied = 0  # entries of the plan
@@ -344,6 +353,8 @@ class ShardPull:
         logger.warning("%s: %s did not deliver, another source is asked for: %s", self._wanted, source.address, error)
 
     async def _pull_from(self, source: Source) -> None:
+        if source.shared_path or self._mover.client(source.address) is not self._trainer:
+            self._relayed.add(self._wanted.shard)  # before its first byte, and for good
         key = replace(self._wanted, base_version=None) if source.shared_path else self._wanted
         self._host.expect(self._wanted)
         offset = 0 if self._payload is None else self._payload.available
@@ -501,9 +512,14 @@ class ShardPull:
         return self._held is not None and self._held.tensors[index].digest == self._manifest.tensors[index].digest
 
     def _check(self, index: int) -> None:
-        tensor = self._manifest.tensors[index]
-        if blake3(self._host.tensor(index), max_threads=blake3.AUTO).digest() != tensor.digest:
-            raise WrongBytes(f"{tensor.name} of version {self._manifest.policy_version} does not match its digest")
+        """The trainer could name a digest for any bytes that it sends, so of these the cheap checksum says as much."""
+        tensor, content = self._manifest.tensors[index], self._host.tensor(index)
+        if tensor.checksum and self._wanted.shard not in self._relayed:
+            kind, is_right = "checksum", xxh3_128_digest(content) == tensor.checksum
+        else:
+            kind, is_right = "digest", blake3(content, max_threads=blake3.AUTO).digest() == tensor.digest
+        if not is_right:
+            raise WrongBytes(f"{tensor.name} of version {self._manifest.policy_version} does not match its {kind}")
 
     async def _start_over(self, reason: str) -> None:
         if self._applying is not None:  # it writes to the copy, too

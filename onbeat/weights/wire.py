@@ -120,6 +120,7 @@ def tensor_messages(manifest: Manifest) -> list[weights_pb2.Tensor]:
             shape=tensor.shape,
             size_bytes=tensor.size_bytes,
             digest=tensor.digest,
+            checksum=tensor.checksum,
         )
         for tensor in manifest.tensors
     ]
@@ -128,7 +129,7 @@ def tensor_messages(manifest: Manifest) -> list[weights_pb2.Tensor]:
 def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
     """Raises WeightsError when it contradicts its own digest or itself."""
     tensors = tuple(
-        TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest)
+        TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest, tensor.checksum)
         for tensor in answer.tensors
     )
     manifest = Manifest(answer.policy_version, tensors, tuple(answer.shard_starts))

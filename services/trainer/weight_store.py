@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from onbeat.weights import delta
 from onbeat.weights.client import Step
@@ -31,7 +32,7 @@ class Snapshot:
     buffers: tuple[memoryview, ...]
     shard: int = 0  # the rank that holds it; a version in one piece has one shard
     delta: Payload | None = None  # from `delta.key.base_version`
-    encode_s: float = 0.0  # of a thread, for digests and delta
+    encode_s: float = 0.0  # of a thread, for digests, checksums and delta
     started_at: float = 0.0  # time.monotonic() when the optimizer's step began
 
     @property
@@ -61,17 +62,27 @@ class Snapshot:
         return Payload(key, full_plan(self.manifest, self.shard), self.buffers)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What the thread makes of a tensor."""
+
+    digest: bytes
+    checksum: bytes
+    encoding: delta.Encoding  # of the delta
+    change: memoryview
+
+
 class SnapshotWriter:
     """Takes a snapshot tensor by tensor, while the optimizer is at the next ones.
 
-    `put` copies and returns; a thread makes the digest, and the delta from `base` if there is one.
+    `put` copies and returns; a thread makes the digest, the checksum, and the delta from `base` if there is one.
     """
 
     def __init__(self, version: int, base: Snapshot | None = None) -> None:
         self._version, self._base = version, base
         self._started_at = time.monotonic()
         self._buffers: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}  # dtype, shape, bytes
-        self._encoded: dict[str, Future[tuple[bytes, delta.Encoding, memoryview]]] = {}
+        self._encoded: dict[str, Future[Encoded]] = {}
         self._held = {}
         if base is not None:
             entries = zip(base.entries, base.buffers, strict=True)
@@ -95,11 +106,11 @@ class SnapshotWriter:
         entries, encoded_sizes, segments = [], [], []
         for index, name in enumerate(self._encoded if order is None else order):
             dtype, shape, buffer = self._buffers[name]
-            digest, encoding, encoded = self._encoded[name].result()
-            entries.append(TensorEntry(name, dtype, shape, len(buffer), digest))
-            if encoding is not delta.Encoding.UNCHANGED:
-                encoded_sizes.append((index, encoding, len(encoded)))
-                segments.append(encoded)
+            encoded = self._encoded[name].result()
+            entries.append(TensorEntry(name, dtype, shape, len(buffer), encoded.digest, encoded.checksum))
+            if encoded.encoding is not delta.Encoding.UNCHANGED:
+                encoded_sizes.append((index, encoded.encoding, len(encoded.change)))
+                segments.append(encoded.change)
         self._thread.shutdown()
         manifest = join_shards(self._version, entries, world)
         first = manifest.shards[world.rank].start
@@ -111,31 +122,34 @@ class SnapshotWriter:
         buffers = tuple(self._buffers[entry.name][2] for entry in entries)
         return Snapshot(manifest, buffers, world.rank, change, self._encode_s, self._started_at)
 
-    def _encode(self, name: str, buffer: memoryview, item_bytes: int) -> tuple[bytes, delta.Encoding, memoryview]:
+    def _encode(self, name: str, buffer: memoryview, item_bytes: int) -> Encoded:
         started = time.monotonic()
-        digest = blake3(buffer).digest()
-        encoding, encoded = delta.Encoding.RAW, buffer
+        digest, checksum = blake3(buffer).digest(), xxh3_128_digest(buffer)
+        encoding, change = delta.Encoding.RAW, buffer
         entry, base = self._held.get(name, (None, None))
         if entry is not None and base is not None and len(base) == len(buffer):
             if entry.digest == digest:
-                encoding, encoded = delta.Encoding.UNCHANGED, buffer[:0]
+                encoding, change = delta.Encoding.UNCHANGED, buffer[:0]
             else:
-                encoding, change = delta.encode(base, buffer, item_bytes)
-                encoded = memoryview(change)
+                encoding, encoded = delta.encode(base, buffer, item_bytes)
+                change = memoryview(encoded)
         self._encode_s += time.monotonic() - started
-        return digest, encoding, encoded
+        return Encoded(digest, checksum, encoding, change)
 
 
 def join_shards(version: int, entries: list[TensorEntry], world: World) -> Manifest:
     """One manifest of what all ranks hold."""
     own = json.dumps(
-        [[entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex()] for entry in entries]
+        [
+            [entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex(), entry.checksum.hex()]
+            for entry in entries
+        ]
     )
     shards = [json.loads(message) for message in world.all_gather_bytes(own.encode())]
     tensors = [
-        TensorEntry(name, dtype, tuple(shape), size_bytes, bytes.fromhex(digest))
+        TensorEntry(name, dtype, tuple(shape), size_bytes, bytes.fromhex(digest), bytes.fromhex(checksum))
         for shard in shards
-        for name, dtype, shape, size_bytes, digest in shard
+        for name, dtype, shape, size_bytes, digest, checksum in shard
     ]
     *starts, _ = accumulate(len(shard) for shard in shards)
     return Manifest(version, tuple(tensors), tuple(starts))

@@ -291,7 +291,7 @@ async def test_wrong_bytes_that_a_relay_passes_on_are_noticed_by_its_child_as_we
     plane.trainer.server.faults = [flip]
     relay, child = await plane.join("relay"), await plane.join("child")
     pulls = await asyncio.gather(relay.pull(0), child.pull(0))
-    assert "does not match its digest" in str([pull.stats.faults for pull in pulls])
+    assert "does not match its checksum" in str([pull.stats.faults for pull in pulls])
 
 
 async def test_a_relay_that_is_full_sends_its_children_elsewhere(plane, tmp_path):
