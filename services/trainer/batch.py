@@ -11,6 +11,8 @@ from services.trainer.algorithm.online_dpo import best_and_worst
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.objective import has_signal
 
+MIN_PREFIX = 16  # tokens; every kernel has a call or two more for a prefix
+
 
 @dataclass(frozen=True)
 class Part:
@@ -45,14 +47,15 @@ class MicroBatch:
 
 
 def pack(groups: Sequence[RolloutGroup | Part], device: torch.device) -> MicroBatch:
-    """Shapes as in MicroBatch; groups and responses keep their order."""
+    """Shapes as in MicroBatch; groups and responses keep their order. What all prompts begin with comes once."""
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
-    inputs: list[int] = []
+    prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts])
+    inputs = [*prefix]
     responses: list[Response] = []
     shape = []
     for part in parts:
         here = [part.group.responses[member] for member in part.members]
-        inputs += part.group.prompt_token_ids
+        inputs += part.group.prompt_token_ids[len(prefix) :]
         for response in here:
             inputs += response.token_ids[:-1]
         responses += here
@@ -61,7 +64,7 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device) -> MicroBa
     rollout_logprobs = [logprob for response in responses for logprob in response.rollout_logprobs]
     return MicroBatch(
         token_ids=torch.tensor(inputs, device=device),
-        layout=build_layout(shape, device),
+        layout=build_layout(shape, device, len(prefix)),
         target_ids=torch.tensor(targets, device=device),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32, device=device),
         response_lengths=torch.tensor([len(response.token_ids) for response in responses], device=device),
@@ -69,6 +72,20 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device) -> MicroBa
         members=[torch.tensor(part.members, device=device) for part in parts],
         group_ids=[part.group.group_id for part in parts],
     )
+
+
+def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
+    """What several prompts begin with, but no prompt's last token: that one predicts responses. Empty if it is short.
+
+    >>> common_prefix([[*range(20), 7], [*range(20), 8, 9]]) == list(range(20))
+    True
+    """
+    if len(prompts) < 2:
+        return []
+    lowest, highest = min(prompts), max(prompts)  # in the order of lists: what they share, all in between share
+    longest = min(map(len, prompts)) - 1
+    length = next((place for place in range(longest) if lowest[place] != highest[place]), longest)
+    return lowest[:length] if length >= MIN_PREFIX else []
 
 
 def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> torch.Tensor:
@@ -127,13 +144,13 @@ def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:
-    """Places of the packed row that training the group takes; 0 when it has no signal."""
+    """Places of the packed row that training the group takes at most; 0 when it has no signal."""
     if not has_signal(config.objective, group_rewards(group)):
         return 0
     return num_places(group, trained_members(group, config))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:
-    """Places of the packed row for the prompt and those responses (default: all)."""
+    """Places of the packed row for the prompt and those responses (default: all), if no prefix is shared."""
     members = range(len(group.responses)) if members is None else members
     return len(group.prompt_token_ids) + sum(len(group.responses[member].token_ids) - 1 for member in members)

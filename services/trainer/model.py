@@ -194,11 +194,12 @@ def packed_inputs(batch: MicroBatch) -> Prepared:
 def separate_inputs(batch: MicroBatch) -> Prepared:
     """A padded row per response, its prompt repeated: for attentions that cannot be packed."""
     rows, places = [], []
+    prefix = batch.token_ids[: batch.layout.prefix_length]
     for group in batch.layout.groups:
-        prompt = batch.token_ids[group.start : group.start + group.prompt_length]
+        prompt = torch.cat([prefix, batch.token_ids[group.start : group.start + group.prompt_length]])
         for start, length in zip(group.response_starts, group.response_lengths, strict=True):
             rows.append(torch.cat([prompt, batch.token_ids[start : start + length]]))
-            places.append((group.prompt_length - 1, group.prompt_length + length))
+            places.append((len(prompt) - 1, len(prompt) + length))
     input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
     attention_mask = (torch.arange(input_ids.shape[1], device=input_ids.device)[None] < lengths[:, None]).long()

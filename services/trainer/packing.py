@@ -19,7 +19,7 @@ from services.trainer.attention import build_layout, dense_mask, packed_attentio
 from services.trainer.batch import MicroBatch, pack
 from services.trainer.model import PACKED_ATTENTION, register_attention, response_logprobs, use_attention
 
-PROBE_PROMPT, PROBE_RESPONSES = 40, (20, 1, 9)
+PROBE_PREFIX, PROBE_PROMPT, PROBE_RESPONSES = 16, 40, (20, 1, 9)
 PROBE_LAYERS, PROBE_VOCAB, PROBE_GAIN = 2, 256, 8.0
 TOLERANCE = 1e-3  # mean gap of logprobs, in nats
 KERNEL_TOLERANCE = 0.02  # of the mean magnitude; bfloat16 resolves 0.004
@@ -60,7 +60,7 @@ def try_architecture(config: Any) -> tuple[str, bool]:
 
 def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """'' or what is wrong with the device's kernel: its output and gradients against those of a dense mask."""
-    layout = build_layout([(PROBE_PROMPT, list(PROBE_RESPONSES))] * 2, device)
+    layout = build_layout([(PROBE_PROMPT, list(PROBE_RESPONSES))] * 2, device, PROBE_PREFIX)
     num_heads = config.num_attention_heads
     num_keys = getattr(config, "num_key_value_heads", None) or num_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads

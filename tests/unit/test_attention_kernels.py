@@ -15,13 +15,20 @@ from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
 from services.trainer.attention.short import MAX_KEYS, ShortPlan
 
-LAYOUTS = st.lists(
+GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4
 )
+PREFIXES = st.integers(0, 6)
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
+BEHIND_LONG_PREFIX = [(152, [3, 40, 1]), (131, [200, 7])]
 CPU_KERNELS = pytest.mark.parametrize("plan", [plan_sdpa, ShortPlan])
+
+
+def behind_prefix(groups, length):
+    """The same groups behind a prefix of that length."""
+    return build_layout([(length + prompt, responses) for prompt, responses in groups], prefix_length=length)
 
 
 def random_inputs(layout, heads, dtype=torch.float64, size=8):
@@ -50,9 +57,9 @@ def assert_equals_dense_mask(plan, layout, heads):
 
 @CPU_KERNELS
 @settings(max_examples=60, deadline=None)
-@given(LAYOUTS, HEADS)
-def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, heads):
-    layout = build_layout(groups)
+@given(GROUPS, PREFIXES, HEADS)
+def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, prefix_length, heads):
+    layout = behind_prefix(groups, prefix_length)
     assert_equals_dense_mask(plan(layout), layout, heads)
 
 
@@ -60,34 +67,40 @@ def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, head
 def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
     layout = build_layout([(300, [310, 2, 1]), *LONG])
     assert_equals_dense_mask(plan(layout), layout, (6, 2))
+    layout = build_layout(BEHIND_LONG_PREFIX, prefix_length=130)
+    assert_equals_dense_mask(plan(layout), layout, (6, 2))
 
 
 @CPU_KERNELS
-@pytest.mark.parametrize("groups", [LONG, [(300, [310, 2, 1])]], ids=["short keys", "long keys"])
-def test_cpu_kernels_in_bfloat16_are_as_near_as_the_dense_mask_in_bfloat16(groups, plan):
-    layout = build_layout(groups)
+@pytest.mark.parametrize(
+    ("groups", "prefix_length"),
+    [(LONG, 0), ([(300, [310, 2, 1])], 0), (BEHIND_LONG_PREFIX, 130)],
+    ids=["short keys", "long keys", "prefix"],
+)
+def test_cpu_kernels_in_bfloat16_are_as_near_as_the_dense_mask_in_bfloat16(groups, prefix_length, plan):
+    layout = build_layout(groups, prefix_length=prefix_length)
     inputs = random_inputs(layout, (6, 2), torch.bfloat16, size=32)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
     dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
     found = outputs_and_gradients(plan(layout).attend(*inputs, 0.3), inputs)
     for ours, reference, truth in zip(found, dense, exact, strict=True):
-        assert (ours - truth).abs().mean() <= 1.25 * (reference - truth).abs().mean()
+        assert (ours - truth).abs().mean() <= 1.4 * (reference - truth).abs().mean()
 
 
 @settings(max_examples=15, deadline=None)
-@given(LAYOUTS, HEADS)
-def test_flex_equals_the_dense_mask(groups, heads):
-    assert_flex_equals_dense_mask(groups, heads)
+@given(GROUPS, PREFIXES, HEADS)
+def test_flex_equals_the_dense_mask(groups, prefix_length, heads):
+    assert_flex_equals_dense_mask(behind_prefix(groups, prefix_length), heads)
 
 
 def test_flex_equals_the_dense_mask_over_several_blocks():
-    assert_flex_equals_dense_mask(LONG, (6, 2))
+    assert_flex_equals_dense_mask(build_layout(LONG), (6, 2))
+    assert_flex_equals_dense_mask(build_layout(BEHIND_LONG_PREFIX, prefix_length=130), (6, 2))
 
 
 @torch.no_grad()
-def assert_flex_equals_dense_mask(groups, heads):
-    layout = build_layout(groups)
+def assert_flex_equals_dense_mask(layout, heads):
     inputs = random_inputs(layout, heads, size=16)
     found = plan_flex(layout).attend(*inputs, 0.3)
     torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
@@ -97,6 +110,9 @@ def test_flex_labels_places():
     groups, segments = label_places(build_layout([(2, [3, 1, 2]), (1, [2])]), num_padding=2)
     assert groups.tolist() == [0, 0, 0, 0, 0, 1, 1, -1, -1]
     assert segments.tolist() == [0, 0, 1, 1, 3, 0, 1, 0, 0]
+    groups, segments = label_places(build_layout([(3, [2]), (4, [2])], prefix_length=2), num_padding=1)
+    assert groups.tolist() == [-2, -2, 0, 0, 1, 1, 1, -1]
+    assert segments.tolist() == [0, 0, 0, 1, 0, 0, 1, 0]
 
 
 def test_flex_skips_blocks_in_which_nothing_is_visible():
@@ -127,9 +143,9 @@ def documented_npu(monkeypatch):
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(LAYOUTS, HEADS)
-def test_npu_plan_equals_the_dense_mask_by_the_documented_meaning(documented_npu, groups, heads):
-    layout = build_layout(groups)
+@given(GROUPS, PREFIXES, HEADS)
+def test_npu_plan_equals_the_dense_mask_by_the_documented_meaning(documented_npu, groups, prefix_length, heads):
+    layout = behind_prefix(groups, prefix_length)
     assert_equals_dense_mask(plan_npu(layout), layout, heads)
 
 
@@ -137,6 +153,9 @@ def test_npu_gathers_the_prompt_for_each_response(documented_npu):
     plan = plan_npu(build_layout([(2, [3, 1, 2])]))
     assert plan.key_index_S.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
     assert (plan.query_ends, plan.key_ends) == ([2, 4, 5], [2, 6, 9])
+    plan = plan_npu(build_layout([(2, [2]), (3, [1])], prefix_length=1))
+    assert plan.key_index_S.tolist() == [0, 0, 1, 0, 1, 2, 0, 3, 4]
+    assert (plan.query_ends, plan.key_ends) == ([1, 2, 3, 5], [1, 3, 6, 9])
 
 
 def test_npu_refuses_more_sequences_than_the_kernel_takes(documented_npu):
@@ -155,9 +174,10 @@ def test_the_device_chooses_the_kernel(documented_npu, device, kernel):
     assert type(PLANNERS[device](build_layout([(2, [3])]))).__name__ == kernel
 
 
+@pytest.mark.parametrize("prefix_length", [0, 1])
 @pytest.mark.parametrize(("num_keys", "kernel"), [(MAX_KEYS, "ShortPlan"), (MAX_KEYS + 1, "SdpaPlan")])
-def test_the_longest_sequence_chooses_the_kernel_on_the_cpu(num_keys, kernel):
-    layout = build_layout([(2, [3]), (num_keys - 10, [2, 11])])
+def test_the_longest_sequence_chooses_the_kernel_on_the_cpu(num_keys, kernel, prefix_length):
+    layout = build_layout([(2, [3]), (num_keys - 10, [2, 11])], prefix_length=prefix_length)
     assert type(PLANNERS["cpu"](layout)).__name__ == kernel
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from services.trainer.attention.layout import build_layout, dense_mask
-from services.trainer.batch import num_places, pack
+from services.trainer.batch import MIN_PREFIX, common_prefix, num_places, pack
 from services.trainer.logprobs import TargetLogprobs
 from services.trainer.model import response_logprobs
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
@@ -61,11 +61,14 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX + 1])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_logprobs_and_gradients_equal_one_by_one(name, everything_in_float64):
+def test_packed_logprobs_and_gradients_equal_one_by_one(name, prefix_length, everything_in_float64):
     groups = [make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 1)), make_group("0-2", 7, (6, 2, 5, 1))]
+    groups = behind([3] * prefix_length, *groups)
     packed_model = tiny_model(ARCHITECTURES[name]())
     batch = pack(groups, torch.device("cpu"))
+    assert batch.layout.prefix_length == prefix_length
     packed, _ = response_logprobs(packed_model, batch, temperature=0.7)
     reference_model = tiny_model(ARCHITECTURES[name]())
     reference = one_by_one_logprobs(reference_model, groups, temperature=0.7)
@@ -96,6 +99,51 @@ def test_layout_promises(groups):
     assert torch.equal(visible, layout.position_ids + 1), "a place sees as many keys as its position says"
 
 
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.integers(1, 5))
+def test_a_prefix_leaves_out_places_and_nothing_else(groups, prefix_length):
+    groups = [(prefix_length + prompt, lengths) for prompt, lengths in groups]
+    plain, layout = build_layout(groups), build_layout(groups, prefix_length=prefix_length)
+    assert layout.num_places == plain.num_places - (len(groups) - 1) * prefix_length
+    assert torch.equal(dense_mask(layout).sum(1), layout.position_ids + 1)
+    predicted_from = (values.position_ids[values.logit_index] for values in (layout, plain))
+    assert torch.equal(*predicted_from), "each target is predicted at the position that it was"
+
+
+def behind(prefix, *groups):
+    """The groups with that before their prompts."""
+    for group in groups:
+        group.prompt_token_ids[:] = [*prefix, *group.prompt_token_ids]
+    return list(groups)
+
+
+def test_what_prompts_begin_with_is_packed_once():
+    prefix = range(MIN_PREFIX)
+    groups = behind(prefix, make_group("0-0", 3, (2, 1)), make_group("0-1", 5, (3,), seed=1))
+    tokens = pack(groups, torch.device("cpu")).token_ids.tolist()
+    assert tokens[:MIN_PREFIX] == list(prefix)
+    assert len(tokens) == MIN_PREFIX + 3 + 1 + 5 + 2
+    alone = pack(groups[:1], torch.device("cpu"))
+    assert alone.layout.prefix_length == 0, "one prompt has nobody to share with"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length"),
+    [
+        ([[*range(30), 1], [*range(30), 2], [*range(20), 9, 9]], 20),
+        ([[*range(30)], [*range(30)]], 29),
+        ([[*range(20)], [*range(30)]], 19),
+        ([[*range(MIN_PREFIX), 1], [*range(MIN_PREFIX), 2]], MIN_PREFIX),
+        ([[*range(MIN_PREFIX - 1), 91], [*range(MIN_PREFIX - 1), 92]], 0),
+        ([[*range(30)]], 0),
+        ([[5, *range(30)], [6, *range(30)]], 0),
+    ],
+    ids=["the shortest", "equal", "one begins the other", "just long enough", "too short", "alone", "nothing"],
+)
+def test_a_prefix_is_what_all_prompts_share_before_their_last_token(prompts, length):
+    assert common_prefix(prompts) == prompts[0][:length]
+
+
 def test_a_place_is_counted_as_it_is_packed():
     group = make_group("0-0", 5, (3, 1, 4))
     assert num_places(group) == len(pack([group], torch.device("cpu")).token_ids) == 10
@@ -103,8 +151,10 @@ def test_a_place_is_counted_as_it_is_packed():
 
 @pytest.mark.parametrize("bad", [(0, [1]), (3, []), (3, [2, 0])])
 def test_an_empty_part_is_refused(bad):
-    with pytest.raises(ValueError, match="needs a prompt and non-empty responses"):
+    with pytest.raises(ValueError, match="needs a prompt longer than the prefix and non-empty responses"):
         build_layout([bad])
+    with pytest.raises(ValueError, match="got 3 tokens, 3 of them prefix"):
+        build_layout([(4, [1]), (3, [1])], prefix_length=3)
 
 
 @pytest.mark.parametrize("num_rows", [1, 64, 65, 1100])

@@ -1,8 +1,8 @@
 """Shared-prompt attention by FlexAttention, for CUDA: one compiled kernel that skips blocks where nothing is visible.
 
 The row is padded to whole blocks. So the kernel meets few lengths, and never the variant for fewer queries than a
-block, which refuses head groups that are no power of two. Padding places see each other only. On the CPU the forward
-pass runs too (no backward pass there), which is how it is tested without a GPU.
+block, which refuses head groups that are no power of two. Padding places see each other and the prefix only. On the
+CPU the forward pass runs too (no backward pass there), which is how it is tested without a GPU.
 
 Legend: B = 1 row, H query heads, K key/value heads, T places, D head size.
 """
@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from services.trainer.attention.layout import PackedLayout
 
 BLOCK = 128  # places
+PADDING, PREFIX = -1, -2  # in the place of a group
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def plan_flex(layout: PackedLayout) -> FlexPlan:
 
     def is_visible(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         on_prompt_or_own = (segment_T[key] == 0) | (segment_T[key] == segment_T[query])
-        return (group_T[query] == group_T[key]) & on_prompt_or_own & (key <= query)
+        in_group = (group_T[query] == group_T[key]) & on_prompt_or_own
+        return (in_group | (group_T[key] == PREFIX)) & (key <= query)
 
     create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask  # else it fills T x T
     mask = create(is_visible, None, None, length, length, device, BLOCK)
@@ -56,7 +58,7 @@ def plan_flex(layout: PackedLayout) -> FlexPlan:
 
 
 def label_places(layout: PackedLayout, num_padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place the group (-1: padding), and the segment in it: 0 the prompt, i its i-th response. Both [T].
+    """For each place the group, PREFIX or PADDING, and the segment in it: 0 the prompt, i its i-th response. Both [T].
 
     One group with a prompt of 2, responses of 3 and 2 tokens (2 and 1 inputs), and 3 places of padding:
     groups 0 0 0 0 0 -1 -1 -1, segments 0 0 1 1 2 0 0 0.
@@ -66,7 +68,7 @@ def label_places(layout: PackedLayout, num_padding: int) -> tuple[torch.Tensor, 
         for index, group in enumerate(layout.groups)
         for segment, length in enumerate((group.prompt_length, *group.response_lengths))
     ]
-    groups, segments, lengths = torch.tensor([*runs, (-1, 0, num_padding)]).T
+    groups, segments, lengths = torch.tensor([(PREFIX, 0, layout.prefix_length), *runs, (PADDING, 0, num_padding)]).T
     return groups.repeat_interleave(lengths), segments.repeat_interleave(lengths)
 
 

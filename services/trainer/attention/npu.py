@@ -5,9 +5,9 @@ yet. (Before a job packs rows on a device, `packing.py` compares the device's at
 
 The row is taken as sequences of unequal length (layout TND). Queries stay where they are; keys are gathered:
 
-    sequence   P       R1       R2      | P' ...
-    queries    P       R1       R2      | P' ...       the row itself
-    keys       P       P R1     P R2    | P' ...       rightDownCausal: the last query sees all keys
+    sequence   F     P       R1       R2       | P' ...
+    queries    F     P       R1       R2       | P' ...       the row itself
+    keys       F     F P     F P R1   F P R2   | F P' ...     rightDownCausal: the last query sees all keys
 
 Legend: B = 1 row, H query heads, K key/value heads, T places, S gathered keys, D head size.
 """
@@ -60,9 +60,12 @@ def plan_npu(layout: PackedLayout) -> NpuPlan:
     load_torch_npu()
     device = layout.position_ids.device
     query_ends, keys = [], []
-    for group in layout.groups:
+    prefix = torch.arange(layout.prefix_length)
+    for group in layout.spans:
         prompt = torch.arange(group.start, group.start + group.prompt_length)
         query_ends.append(int(prompt[-1]) + 1)
+        if group.start > 0:
+            prompt = torch.cat([prefix, prompt])
         keys.append(prompt)
         for start, length in zip(group.response_starts, group.response_lengths, strict=True):
             if length > 0:

@@ -1,6 +1,7 @@
 """Shared-prompt attention on the CPU by fused kernels, following the structure instead of a dense T x T mask.
 
-Per group: the prompt once, causally; then the responses over [prompt | own]: see `responses.py`.
+Per group: the prompt once, causally; then the responses over [prompt | own]: see `responses.py`. Behind a prefix the
+rest of a prompt is itself such a response, to the prefix.
 
 Legend: B = 1 row, H query heads, K key/value heads, T places, D head size, P prompt length.
 """
@@ -17,12 +18,14 @@ from services.trainer.attention.responses import Padding, ResponseAttention, for
 @dataclass(frozen=True)
 class GroupPlan:
     prompt: slice
+    prompt_padding: Padding | None  # None: no prefix comes before it
     responses: slice
     padding: Padding | None  # None: no response has an input
 
 
 @dataclass(frozen=True)
 class SdpaPlan:
+    prefix: slice  # of the row
     groups: tuple[GroupPlan, ...]
 
     def attend(
@@ -33,8 +36,15 @@ class SdpaPlan:
         query, key, value = query_BHTD[0], key_BKTD[0], value_BKTD[0]
         parts_HXD = []  # in the order of the row
         for group in self.groups:
-            prompt_key, prompt_value = key[:, group.prompt], value[:, group.prompt]
-            parts_HXD.append(attend_prompt(query[:, group.prompt], prompt_key, prompt_value, scale))
+            prompt_query, prompt_key, prompt_value = (tensor[:, group.prompt] for tensor in (query, key, value))
+            if group.prompt_padding is None:
+                parts_HXD.append(attend_prompt(prompt_query, prompt_key, prompt_value, scale))
+            else:
+                prefix_key, prefix_value = key[:, self.prefix], value[:, self.prefix]
+                prompt = prompt_query, prompt_key, prompt_value, prefix_key, prefix_value
+                parts_HXD.append(ResponseAttention.apply(*prompt, group.prompt_padding, scale))
+                prompt_key = torch.cat([prefix_key, prompt_key], dim=1)
+                prompt_value = torch.cat([prefix_value, prompt_value], dim=1)
             if group.padding is not None:
                 own = (tensor[:, group.responses] for tensor in (query, key, value))
                 parts_HXD.append(ResponseAttention.apply(*own, prompt_key, prompt_value, group.padding, scale))
@@ -43,14 +53,17 @@ class SdpaPlan:
 
 def plan_sdpa(layout: PackedLayout) -> SdpaPlan:
     """Everything that depends on the layout only, once per micro-batch."""
-    return SdpaPlan(tuple(plan_group(group, layout.position_ids.device) for group in layout.groups))
+    groups = tuple(plan_group(group, layout.prefix_length, layout.position_ids.device) for group in layout.spans)
+    return SdpaPlan(slice(0, layout.prefix_length), groups)
 
 
-def plan_group(group: GroupSpan, device: torch.device) -> GroupPlan:
+def plan_group(group: GroupSpan, prefix_length: int, device: torch.device) -> GroupPlan:
     prompt = slice(group.start, group.start + group.prompt_length)
+    is_behind_prefix = prefix_length > 0 and group.start > 0
+    prompt_padding = Padding.of((group.prompt_length,), device) if is_behind_prefix else None
     has_places = group.end > prompt.stop
     padding = Padding.of(group.response_lengths, device) if has_places else None
-    return GroupPlan(prompt, slice(prompt.stop, group.end), padding)
+    return GroupPlan(prompt, prompt_padding, slice(prompt.stop, group.end), padding)
 
 
 def attend_prompt(

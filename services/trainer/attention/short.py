@@ -3,13 +3,16 @@
 Below some hundred keys a fused kernel spends its time on calling small products. Here a group takes a dozen batched
 ones, on tensors that stay in the cache:
 
-    prompt rows      over the prompt, causally
-    response rows    over [prompt | own], own causally, with one softmax over both
+    prompt rows      over [prefix | prompt], causally
+    response rows    over [prefix | prompt | own], own causally, with one softmax over all
 
 Responses are padded at the end, where causality hides the padding from real rows; the gradient of padded rows is zero.
 
-Legend: T places of the packed row; of a group P prompt places, G responses, R places of the longest. H query heads, K
-key/value heads, each shared by Q = H / K query heads, D head size. X rows of queries, B products in a batch, S keys.
+The prefix is a group without responses. Every other group adds to the gradient of its keys.
+
+Legend: T places of the packed row, F of its prefix; of a group P prompt places, G responses, R places of the longest. H
+query heads, K key/value heads, each shared by Q = H / K query heads, D head size. X rows of queries, B products in a
+batch, S keys.
 Scores are float32 (float64 for float64); probabilities are kept in the compute dtype, in which they meet the values.
 """
 
@@ -60,7 +63,8 @@ class ShortGroup:
     query_places: slice  # of the T * H
     key_places: slice  # of the T * K
     row_of_query: torch.Tensor  # [places * H], into the prompt's rows and then the responses'
-    row_of_key: torch.Tensor  # [places * K], into the prompt's keys and then the responses' own
+    row_of_key: torch.Tensor  # [places * K], into the prefix' and prompt's keys and then the responses' own
+    row_of_prefix: torch.Tensor  # [F * K], into the same; empty for the prefix itself
 
     @property
     def parts(self) -> list[Rows]:
@@ -79,14 +83,15 @@ class ShortPlan:
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
         heads = query_BHTD.shape[1], key_BKTD.shape[1]
         if heads not in self._groups:
-            self._groups[heads] = [plan_group(group, *heads) for group in self._layout.groups]
+            self._groups[heads] = [plan_group(group, self._layout, *heads) for group in self._layout.spans]
         rows = (tensor[0].transpose(0, 1).flatten(0, 1) for tensor in (query_BHTD, key_BKTD, value_BKTD))
         scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
         return ShortAttention.apply(*rows, self._groups[heads], scale).unflatten(0, (-1, heads[0]))[None]
 
 
 def is_short(layout: PackedLayout) -> bool:
-    return all(group.prompt_length + max(group.response_lengths) <= MAX_KEYS for group in layout.groups)
+    longest = max(group.prompt_length + max(group.response_lengths) for group in layout.groups)
+    return layout.prefix_length + longest <= MAX_KEYS
 
 
 class ShortAttention(torch.autograd.Function):
@@ -117,6 +122,8 @@ class ShortAttention(torch.autograd.Function):
         query, key, value, *probabilities = ctx.saved_tensors
         precise_value = value.to(torch.promote_types(query.dtype, torch.float32))
         grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
+        num_prefix = len(ctx.groups[-1].row_of_prefix)
+        prefix_grads = precise_value.new_zeros(2, num_prefix, key.shape[1])
         saved = iter(probabilities)
         for group in ctx.groups:
             of_queries: list[torch.Tensor] = []
@@ -131,8 +138,12 @@ class ShortAttention(torch.autograd.Function):
                 key_factors += [(part.mT, keys.per_product(own)) for keys, part in rows.split(grad_scores)]
                 value_factors += [(part.mT, keys.per_product(grad)) for keys, part in rows.split(weights)]
             grad_query[group.query_places] = torch.cat(of_queries).index_select(0, group.row_of_query)
-            grad_key[group.key_places] = by_key(key_factors, group)
-            grad_value[group.key_places] = by_key(value_factors, group)
+            found = by_key(key_factors), by_key(value_factors)
+            for of_keys, into, into_prefix in zip(found, (grad_key, grad_value), prefix_grads, strict=True):
+                into[group.key_places] = of_keys.index_select(0, group.row_of_key)
+                into_prefix[: len(group.row_of_prefix)] += of_keys.index_select(0, group.row_of_prefix)
+        for into, into_prefix in zip((grad_key, grad_value), prefix_grads, strict=True):
+            into[:num_prefix] = into_prefix.add_(into[:num_prefix])
         return grad_query, grad_key, grad_value, None, None
 
 
@@ -152,10 +163,9 @@ def score_gradients(grad_XD: torch.Tensor, weights: torch.Tensor, rows: Rows, va
     return grad_weights.sub_(torch.linalg.vecdot(weights, grad_weights)[:, None]).mul_(weights)
 
 
-def by_key(factors: list[tuple[torch.Tensor, torch.Tensor]], group: ShortGroup) -> torch.Tensor:
+def by_key(factors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The prompt's keys are seen by prompt rows and then by response rows, which have own keys besides."""
-    of_keys = [sum_of_products(factors[:2]), *(sum_of_products([pair]) for pair in factors[2:])]
-    return torch.cat(of_keys).index_select(0, group.row_of_key)
+    return torch.cat([sum_of_products(factors[:2]), *(sum_of_products([pair]) for pair in factors[2:])])
 
 
 def sum_of_products(factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -170,34 +180,35 @@ def sum_of_products(factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tor
 # ---- which row lies where --------------------------------------------------------------------------------------------
 
 
-def plan_group(group: GroupSpan, num_heads: int, num_keys: int) -> ShortGroup:
+def plan_group(group: GroupSpan, layout: PackedLayout, num_heads: int, num_keys: int) -> ShortGroup:
+    prefix_length = layout.prefix_length if group.start > 0 else 0  # none before the prefix itself
     shared = num_heads // num_keys
     head_KQ = torch.arange(num_heads).view(num_keys, shared)
     key_K1 = torch.arange(num_keys)[:, None]
-    place_P = group.start + torch.arange(group.prompt_length)
+    place_F, place_P = torch.arange(prefix_length), group.start + torch.arange(group.prompt_length)
     place_GR, is_padded_GR = padded_places(group)
 
     prompt_query_KQP = place_P * num_heads + head_KQ[..., None]
-    prompt_key_KP = place_P * num_keys + key_K1
+    prompt_key_KS = torch.cat([place_F, place_P]) * num_keys + key_K1
     query_KGQR = place_GR[:, None] * num_heads + head_KQ[:, None, :, None]
     key_KGR = place_GR * num_keys + key_K1[..., None]
     is_padded_KGQR = is_padded_GR[:, None].expand(query_KGQR.shape)
 
     never_padded = torch.zeros(prompt_query_KQP.numel(), 1, dtype=torch.bool)
-    prompt = Rows(prompt_query_KQP.flatten(), never_padded, (Keys(prompt_key_KP, causal(len(place_P), shared)),))
+    over_prompt = Keys(prompt_key_KS, causal(len(place_P), shared, prefix_length))
+    prompt = Rows(prompt_query_KQP.flatten(), never_padded, (over_prompt,))
     responses = None
     if place_GR.shape[1]:
         own = Keys(key_KGR.flatten(0, 1), causal(place_GR.shape[1], shared))
         is_padded_X1 = is_padded_KGQR.flatten()[:, None]
-        responses = Rows(query_KGQR.flatten(), is_padded_X1, (Keys(prompt_key_KP, None), own))
+        responses = Rows(query_KGQR.flatten(), is_padded_X1, (Keys(prompt_key_KS, None), own))
     queries, keys = (slice(group.start * heads, group.end * heads) for heads in (num_heads, num_keys))
     is_padded = torch.cat([never_padded.flatten(), is_padded_KGQR.flatten()])
     row_of_query = inverse(torch.cat([prompt_query_KQP.flatten(), query_KGQR.flatten()]), is_padded, queries)
-    is_padded = torch.cat(
-        [torch.zeros(prompt_key_KP.numel(), dtype=torch.bool), is_padded_GR.flatten().repeat(num_keys)]
-    )
-    row_of_key = inverse(torch.cat([prompt_key_KP.flatten(), key_KGR.flatten()]), is_padded, keys)
-    return ShortGroup(prompt, responses, queries, keys, row_of_query, row_of_key)
+    is_elsewhere = torch.cat([(prompt_key_KS < keys.start).flatten(), is_padded_GR.flatten().repeat(num_keys)])
+    row_of_key = inverse(torch.cat([prompt_key_KS.flatten(), key_KGR.flatten()]), is_elsewhere, keys)
+    row_of_prefix = (place_F[:, None] + torch.arange(num_keys) * prompt_key_KS.shape[1]).flatten()
+    return ShortGroup(prompt, responses, queries, keys, row_of_query, row_of_key, row_of_prefix)
 
 
 def padded_places(group: GroupSpan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,13 +221,13 @@ def padded_places(group: GroupSpan) -> tuple[torch.Tensor, torch.Tensor]:
     return (starts_G1 + step_R).masked_fill(is_padded_GR, group.start), is_padded_GR
 
 
-def causal(length: int, shared: int) -> torch.Tensor:
-    """[Q * length, length]: true where a later key is hidden, for each of the heads that share the keys."""
-    return torch.ones(length, length, dtype=torch.bool).triu(1).repeat(shared, 1)
+def causal(length: int, shared: int, before: int = 0) -> torch.Tensor:
+    """[Q * length, before + length]: true where a later key is hidden, for each of the heads that share the keys."""
+    return torch.ones(length, before + length, dtype=torch.bool).triu(1 + before).repeat(shared, 1)
 
 
-def inverse(index: torch.Tensor, is_padded: torch.Tensor, places: slice) -> torch.Tensor:
-    """For each of the places the row that is not padded and has it as its index."""
+def inverse(index: torch.Tensor, is_elsewhere: torch.Tensor, places: slice) -> torch.Tensor:
+    """For each of the places the row that has it as its index; not one that is padded or lies in another group."""
     rows = torch.empty(places.stop - places.start, dtype=torch.int64)
-    rows[index[~is_padded] - places.start] = (~is_padded).nonzero()[:, 0]
+    rows[index[~is_elsewhere] - places.start] = (~is_elsewhere).nonzero()[:, 0]
     return rows
