@@ -13,6 +13,7 @@ from typing import Self
 
 from onbeat.local.accelerators import device_environments
 from onbeat.local.cores import available_cores, format_cores, plan_cores
+from onbeat.local.malloc import KEEP_FREED
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.scratch import make_scratch
 from onbeat.local.state import StackLock, StackState, create_data_dir
@@ -26,9 +27,6 @@ log = logging.getLogger(__name__)
 SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000).
 SHARED_SPINS = "1000"
-# Each pass of the trainer takes about the same memory and gives it back: kept, and in huge pages, it need not be made
-# anew (glibc; a fifteenth of the quick start's training time). Tensors of a GiB and more are given back.
-TRAINER_MALLOC = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={1 << 30}:glibc.malloc.trim_threshold={4 << 30}"
 LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
 
 
@@ -124,7 +122,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         "ONBEAT_TRAINER_ID": "trainer-0",
         "ONBEAT_CPU_CORES": format_cores(plan.trainer),
         "ONBEAT_WEIGHTS_HOST": HOST,
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", TRAINER_MALLOC),
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_FREED),
     }
     trainer = ServiceSpec(
         "trainer",

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from onbeat.local.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
+from onbeat.local.malloc import KEEP_FREED
 
 GIB = 1024**3
 
@@ -114,9 +115,7 @@ def engine_environment(
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if device == "cpu":
-        # A load copies the embedding through fresh memory, whose page faults take longer than the copying: with
-        # huge pages a whole load of a 135M model takes a sixth less.
-        environment["GLIBC_TUNABLES"] = present.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        environment["GLIBC_TUNABLES"] = present.get("GLIBC_TUNABLES", KEEP_FREED)
         environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a C++ compiler and gains nothing there
         environment["VLLM_CPU_KVCACHE_SPACE"] = None  # whole GiB; would override kv_cache_memory_bytes
         if tensor_parallel_size == 1:

@@ -68,10 +68,10 @@ def excess_probabilities(
     for start in range(0, len(hidden), ROWS):
         rows = slice(start, start + ROWS)
         target_R1 = targets[rows, None]
-        log_probabilities = logits[rows].to(precise).div_(temperature).log_softmax(-1)
-        probabilities = log_probabilities.exp()
+        scaled = logits[rows].to(precise).div_(temperature)
+        log_probabilities, probabilities = scaled.log_softmax(-1), scaled.softmax(-1)  # an exp would take longer
         logprobs[rows] = log_probabilities.gather(-1, target_R1)[:, 0]
-        entropy[rows] = -torch.matmul(probabilities[:, None], log_probabilities[..., None])[:, 0, 0]
+        entropy[rows] = -log_probabilities.mul_(probabilities).sum(-1)
         target_excess = torch.expm1(logprobs[rows, None])  # not p - 1, which is 0 for a p that rounds to 1
         logits[rows] = probabilities.scatter_(-1, target_R1, target_excess)
     return logits, logprobs, entropy

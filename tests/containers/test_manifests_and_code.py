@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings
 
 from onbeat.api_keys import Role
 from onbeat.health import Health
-from onbeat.local.stack import TRAINER_MALLOC
+from onbeat.local.malloc import KEEP_FREED
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import PoolStatus
@@ -244,7 +244,7 @@ def test_containers_are_as_hardened_as_in_compose(cpu: Manifests, compose: dict[
 
 def test_the_trainers_memory_is_kept_in_its_image_as_on_a_laptop():
     dockerfile = (ROOT / "deploy" / "docker" / "trainer.Dockerfile").read_text()
-    assert f"ENV GLIBC_TUNABLES={TRAINER_MALLOC} " in dockerfile
+    assert f"ENV GLIBC_TUNABLES={KEEP_FREED} " in dockerfile
 
 
 def redis_options(manifests: Manifests) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from onbeat.config import JobConfig
+from onbeat.local.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout import engines, vllm_engine, vllm_platform
 from services.rollout.settings import Settings
@@ -123,6 +124,7 @@ def test_environment_of_the_cpu_binds_threads_and_leaves_the_users_choices(monke
     assert (environment["GLIBC_TUNABLES"], environment["VLLM_LOGGING_LEVEL"]) == ("x", "INFO")
     assert environment["TORCH_COMPILE_DISABLE"] == "1"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] is None
+    assert engine_environment("cpu", {})["GLIBC_TUNABLES"] == KEEP_FREED
 
 
 def test_without_a_choice_of_cores_there_is_a_thread_for_each_physical_one(monkeypatch: pytest.MonkeyPatch) -> None:

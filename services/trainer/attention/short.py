@@ -160,7 +160,7 @@ def score_gradients(grad_XD: torch.Tensor, weights: torch.Tensor, rows: Rows, va
     grad_XD, weights = grad_XD.to(value.dtype), weights.to(value.dtype)
     products = [(keys.per_product(grad_XD) @ keys.take(value).mT).flatten(0, 1) for keys in rows.key_sets]
     grad_weights = torch.cat(products, dim=1)
-    return grad_weights.sub_(torch.linalg.vecdot(weights, grad_weights)[:, None]).mul_(weights)
+    return torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
 
 
 def by_key(factors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
