@@ -1,18 +1,18 @@
-"""Shared-prompt attention on the CPU where keys are few: one group after another, in plain batched products.
+"""Shared-prompt attention on the CPU where keys are few: groups of like sizes together, in plain batched products.
 
-Below some hundred keys a fused kernel spends its time on calling small products. Here a group takes a dozen batched
-ones, on tensors that stay in the cache:
+Below some hundred keys a fused kernel spends its time on calling small products. Here such groups take a dozen batched
+ones:
 
     prompt rows      over [prefix | prompt], causally
     response rows    over [prefix | prompt | own], own causally, with one softmax over all
 
-Responses are padded at the end, where causality hides the padding from real rows; the gradient of padded rows is zero.
+Prompts and responses are padded at the end, where causality hides the padding from real rows, and a mask hides that of
+a prompt from responses; the gradient of padded rows is zero. The prefix is a group without responses. Every other group
+adds to the gradient of its keys.
 
-The prefix is a group without responses. Every other group adds to the gradient of its keys.
-
-Legend: T places of the packed row, F of its prefix; of a group P prompt places, G responses, R places of the longest. H
-query heads, K key/value heads, each shared by Q = H / K query heads, D head size. X rows of queries, B products in a
-batch, S keys.
+Legend: T places of the packed row, F of its prefix; N groups together, P places of the longest prompt, G responses, R
+places of the longest. H query heads, K key/value heads, each shared by Q = H / K query heads, D head size. X rows of
+queries, B products in a batch, S keys.
 Scores are float32 (float64 for float64); probabilities are kept in the compute dtype, in which they meet the values.
 """
 
@@ -25,12 +25,13 @@ import torch
 from services.trainer.attention.layout import GroupSpan, PackedLayout
 
 MAX_KEYS = 384  # of a prompt and its longest response; above, the fused kernel is quicker
+MAX_PADDED = 1.25  # rows of groups together, in rows of each by itself
 
 
 @dataclass(frozen=True)
 class Keys:
     index_BS: torch.Tensor  # which of the T * K
-    is_hidden: torch.Tensor | None  # [X / B, S]
+    is_hidden: torch.Tensor | None  # [X / B, S] or [B, 1, S]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """[T * K, D] -> [B, S, D]"""
@@ -57,24 +58,24 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class ShortGroup:
-    prompt: Rows
+class GroupSet:
+    prompts: Rows
     responses: Rows | None  # None: no response has an input
     query_places: slice  # of the T * H
     key_places: slice  # of the T * K
     row_of_query: torch.Tensor  # [places * H], into the prompt's rows and then the responses'
-    row_of_key: torch.Tensor  # [places * K], into the prefix' and prompt's keys and then the responses' own
-    row_of_prefix: torch.Tensor  # [F * K], into the same; empty for the prefix itself
+    row_of_key: torch.Tensor  # [places * K], into the keys of prefix and prompts and then the responses' own
+    row_of_prefix_NF: torch.Tensor  # [N, F * K], into the same; no columns for the prefix itself
 
     @property
     def parts(self) -> list[Rows]:
-        return [self.prompt] if self.responses is None else [self.prompt, self.responses]
+        return [self.prompts] if self.responses is None else [self.prompts, self.responses]
 
 
 class ShortPlan:
     def __init__(self, layout: PackedLayout) -> None:
         self._layout = layout
-        self._groups: dict[tuple[int, int], list[ShortGroup]] = {}  # by heads: the same for every layer
+        self._sets: dict[tuple[int, int], list[GroupSet]] = {}  # by heads: the same for every layer
 
     def attend(
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
@@ -82,11 +83,11 @@ class ShortPlan:
         """Returns [B, T, H, D]. B must be 1."""
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
         heads = query_BHTD.shape[1], key_BKTD.shape[1]
-        if heads not in self._groups:
-            self._groups[heads] = [plan_group(group, self._layout, *heads) for group in self._layout.spans]
+        if heads not in self._sets:
+            self._sets[heads] = [plan_groups(groups, self._layout, *heads) for groups in alike(self._layout)]
         rows = (tensor[0].transpose(0, 1).flatten(0, 1) for tensor in (query_BHTD, key_BKTD, value_BKTD))
         scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-        return ShortAttention.apply(*rows, self._groups[heads], scale).unflatten(0, (-1, heads[0]))[None]
+        return ShortAttention.apply(*rows, self._sets[heads], scale).unflatten(0, (-1, heads[0]))[None]
 
 
 def is_short(layout: PackedLayout) -> bool:
@@ -95,26 +96,26 @@ def is_short(layout: PackedLayout) -> bool:
 
 
 class ShortAttention(torch.autograd.Function):
-    """(query [T * H, D], key and value [T * K, D], groups, scale) -> [T * H, D]."""
+    """(query [T * H, D], key and value [T * K, D], group sets, scale) -> [T * H, D]."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        query, key, value, groups, scale = arguments
+        query, key, value, sets, scale = arguments
         precise = torch.promote_types(query.dtype, torch.float32)
         scaled_key = key.to(precise).mul(scale)
         output, probabilities = torch.empty_like(query), []
-        for group in groups:
+        for groups in sets:
             attended = []
-            for rows in group.parts:
+            for rows in groups.parts:
                 own = query.index_select(0, rows.index_X).to(precise)
                 weights = torch.cat([scores(own, keys, scaled_key) for keys in rows.key_sets], dim=1).softmax(-1)
                 probabilities.append(weights.to(value.dtype))
                 attended.append(
                     sum_of_products((part, keys.take(value)) for keys, part in rows.split(probabilities[-1]))
                 )
-            output[group.query_places] = torch.cat(attended).index_select(0, group.row_of_query)
+            output[groups.query_places] = torch.cat(attended).index_select(0, groups.row_of_query)
         ctx.save_for_backward(query, key, value, *probabilities)
-        ctx.groups, ctx.scale = groups, scale
+        ctx.sets, ctx.scale = sets, scale
         return output
 
     @staticmethod
@@ -122,14 +123,14 @@ class ShortAttention(torch.autograd.Function):
         query, key, value, *probabilities = ctx.saved_tensors
         precise_value = value.to(torch.promote_types(query.dtype, torch.float32))
         grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-        num_prefix = len(ctx.groups[-1].row_of_prefix)
+        num_prefix = ctx.sets[-1].row_of_prefix_NF.shape[1]
         prefix_grads = precise_value.new_zeros(2, num_prefix, key.shape[1])
         saved = iter(probabilities)
-        for group in ctx.groups:
+        for groups in ctx.sets:
             of_queries: list[torch.Tensor] = []
             key_factors: list[tuple[torch.Tensor, torch.Tensor]] = []
             value_factors: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for rows in group.parts:
+            for rows in groups.parts:
                 own = query.index_select(0, rows.index_X)
                 grad = grads[0].index_select(0, rows.index_X).masked_fill_(rows.is_padded_X1, 0.0)
                 weights = next(saved)
@@ -137,11 +138,12 @@ class ShortAttention(torch.autograd.Function):
                 of_queries.append(sum_of_products((part, keys.take(key)) for keys, part in rows.split(grad_scores)))
                 key_factors += [(part.mT, keys.per_product(own)) for keys, part in rows.split(grad_scores)]
                 value_factors += [(part.mT, keys.per_product(grad)) for keys, part in rows.split(weights)]
-            grad_query[group.query_places] = torch.cat(of_queries).index_select(0, group.row_of_query)
+            grad_query[groups.query_places] = torch.cat(of_queries).index_select(0, groups.row_of_query)
             found = by_key(key_factors), by_key(value_factors)
             for of_keys, into, into_prefix in zip(found, (grad_key, grad_value), prefix_grads, strict=True):
-                into[group.key_places] = of_keys.index_select(0, group.row_of_key)
-                into_prefix[: len(group.row_of_prefix)] += of_keys.index_select(0, group.row_of_prefix)
+                into[groups.key_places] = of_keys.index_select(0, groups.row_of_key)
+                if groups.row_of_prefix_NF.numel():
+                    into_prefix += of_keys[groups.row_of_prefix_NF].sum(0, dtype=into_prefix.dtype)
         for into, into_prefix in zip((grad_key, grad_value), prefix_grads, strict=True):
             into[:num_prefix] = into_prefix.add_(into[:num_prefix])
         return grad_query, grad_key, grad_value, None, None
@@ -180,45 +182,79 @@ def sum_of_products(factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tor
 # ---- which row lies where --------------------------------------------------------------------------------------------
 
 
-def plan_group(group: GroupSpan, layout: PackedLayout, num_heads: int, num_keys: int) -> ShortGroup:
-    prefix_length = layout.prefix_length if group.start > 0 else 0  # none before the prefix itself
+def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
+    """All groups in order, those next to each other together where padding costs little. The prefix is by itself."""
+    sets: list[list[GroupSpan]] = []
+    for group in layout.spans:
+        together = [*sets[-1], group] if sets else [group]
+        is_behind_prefix = together[0].start >= layout.prefix_length
+        if sets and is_behind_prefix and num_rows(together) <= MAX_PADDED * sum(num_rows([each]) for each in together):
+            sets[-1] = together
+        else:
+            sets.append([group])
+    return sets
+
+
+def num_rows(groups: list[GroupSpan]) -> int:
+    """Of each head, with padding."""
+    num_responses = max(len(group.response_lengths) for group in groups)
+    longest = max(length for group in groups for length in group.response_lengths)
+    return len(groups) * (max(group.prompt_length for group in groups) + num_responses * longest)
+
+
+def plan_groups(groups: list[GroupSpan], layout: PackedLayout, num_heads: int, num_keys: int) -> GroupSet:
+    prefix_length = layout.prefix_length if groups[0].start > 0 else 0  # none before the prefix itself
     shared = num_heads // num_keys
-    head_KQ = torch.arange(num_heads).view(num_keys, shared)
-    key_K1 = torch.arange(num_keys)[:, None]
-    place_F, place_P = torch.arange(prefix_length), group.start + torch.arange(group.prompt_length)
-    place_GR, is_padded_GR = padded_places(group)
+    head_KQ, key_K = torch.arange(num_heads).view(num_keys, shared), torch.arange(num_keys)
+    place_NP, is_padded_NP, place_NGR, is_padded_NGR = padded_places(groups)
+    place_NF = torch.arange(prefix_length).expand(len(groups), -1)
+    is_padded_NS = torch.cat([torch.zeros_like(place_NF, dtype=torch.bool), is_padded_NP], dim=1)
 
-    prompt_query_KQP = place_P * num_heads + head_KQ[..., None]
-    prompt_key_KS = torch.cat([place_F, place_P]) * num_keys + key_K1
-    query_KGQR = place_GR[:, None] * num_heads + head_KQ[:, None, :, None]
-    key_KGR = place_GR * num_keys + key_K1[..., None]
-    is_padded_KGQR = is_padded_GR[:, None].expand(query_KGQR.shape)
+    prompt_query_KNQP = place_NP[:, None] * num_heads + head_KQ[:, None, :, None]
+    prompt_key_KNS = torch.cat([place_NF, place_NP], dim=1) * num_keys + key_K[:, None, None]
+    query_KNGQR = place_NGR[:, :, None] * num_heads + head_KQ[:, None, None, :, None]
+    key_KNGR = place_NGR * num_keys + key_K[:, None, None, None]
+    is_padded_KNQP = is_padded_NP[:, None].expand(prompt_query_KNQP.shape)
+    is_padded_KNGQR = is_padded_NGR[:, :, None].expand(query_KNGQR.shape)
 
-    never_padded = torch.zeros(prompt_query_KQP.numel(), 1, dtype=torch.bool)
-    over_prompt = Keys(prompt_key_KS, causal(len(place_P), shared, prefix_length))
-    prompt = Rows(prompt_query_KQP.flatten(), never_padded, (over_prompt,))
+    prompt_key_BS = prompt_key_KNS.flatten(0, 1)
+    over_prompt = Keys(prompt_key_BS, causal(place_NP.shape[1], shared, prefix_length))
+    prompts = Rows(prompt_query_KNQP.flatten(), is_padded_KNQP.flatten()[:, None], (over_prompt,))
     responses = None
-    if place_GR.shape[1]:
-        own = Keys(key_KGR.flatten(0, 1), causal(place_GR.shape[1], shared))
-        is_padded_X1 = is_padded_KGQR.flatten()[:, None]
-        responses = Rows(query_KGQR.flatten(), is_padded_X1, (Keys(prompt_key_KS, None), own))
-    queries, keys = (slice(group.start * heads, group.end * heads) for heads in (num_heads, num_keys))
-    is_padded = torch.cat([never_padded.flatten(), is_padded_KGQR.flatten()])
-    row_of_query = inverse(torch.cat([prompt_query_KQP.flatten(), query_KGQR.flatten()]), is_padded, queries)
-    is_elsewhere = torch.cat([(prompt_key_KS < keys.start).flatten(), is_padded_GR.flatten().repeat(num_keys)])
-    row_of_key = inverse(torch.cat([prompt_key_KS.flatten(), key_KGR.flatten()]), is_elsewhere, keys)
-    row_of_prefix = (place_F[:, None] + torch.arange(num_keys) * prompt_key_KS.shape[1]).flatten()
-    return ShortGroup(prompt, responses, queries, keys, row_of_query, row_of_key, row_of_prefix)
+    if key_KNGR.shape[-1]:
+        is_hidden_B1S = is_padded_NS.repeat(num_keys, 1)[:, None] if is_padded_NS.any() else None
+        own = Keys(key_KNGR.flatten(0, 2), causal(key_KNGR.shape[-1], shared))
+        key_sets = (Keys(prompt_key_BS, is_hidden_B1S), own)
+        responses = Rows(query_KNGQR.flatten(), is_padded_KNGQR.flatten()[:, None], key_sets)
+
+    queries, keys = (slice(groups[0].start * heads, groups[-1].end * heads) for heads in (num_heads, num_keys))
+    is_padded = torch.cat([is_padded_KNQP.flatten(), is_padded_KNGQR.flatten()])
+    row_of_query = inverse(torch.cat([prompt_query_KNQP.flatten(), query_KNGQR.flatten()]), is_padded, queries)
+    is_elsewhere_KNS = (prompt_key_KNS < keys.start) | is_padded_NS
+    is_elsewhere = torch.cat([is_elsewhere_KNS.flatten(), is_padded_NGR.flatten().repeat(num_keys)])
+    row_of_key = inverse(torch.cat([prompt_key_KNS.flatten(), key_KNGR.flatten()]), is_elsewhere, keys)
+    row_KNS = torch.arange(prompt_key_KNS.numel()).view(prompt_key_KNS.shape)
+    row_of_prefix_NF = row_KNS[..., :prefix_length].permute(1, 2, 0).flatten(1)  # as keys lie: place by place
+    return GroupSet(prompts, responses, queries, keys, row_of_query, row_of_key, row_of_prefix_NF)
 
 
-def padded_places(group: GroupSpan) -> tuple[torch.Tensor, torch.Tensor]:
-    """[G, R] of each response: its places, then some place and true in the second tensor."""
-    starts_G1, lengths_G1 = (
-        torch.tensor(values)[:, None] for values in (group.response_starts, group.response_lengths)
+def padded_places(groups: list[GroupSpan]) -> tuple[torch.Tensor, ...]:
+    """Places of the prompts [N, P] and which of these are padding, places of the responses [N, G, R] and which are.
+
+    Padding is some place of the groups.
+    """
+    num_responses = max(len(group.response_lengths) for group in groups)
+    starts, lengths = (
+        torch.tensor([(*own, *[0] * (num_responses - len(own))) for own in owns])
+        for owns in ([group.response_starts for group in groups], [group.response_lengths for group in groups])
     )
-    step_R = torch.arange(max(group.response_lengths))
-    is_padded_GR = step_R >= lengths_G1
-    return (starts_G1 + step_R).masked_fill(is_padded_GR, group.start), is_padded_GR
+    found = []
+    prompts = torch.tensor([(group.start, group.prompt_length) for group in groups]).unbind(1)
+    for start, length in (prompts, (starts, lengths)):
+        step = torch.arange(int(length.max()))
+        is_padded = step >= length[..., None]
+        found += [(start[..., None] + step).masked_fill(is_padded, groups[0].start), is_padded]
+    return tuple(found)
 
 
 def causal(length: int, shared: int, before: int = 0) -> torch.Tensor:
