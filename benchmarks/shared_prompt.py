@@ -5,6 +5,9 @@ response positions only and by the same code. The bound is the ratio of counted 
 attention per visible pair, the head per response token. Packed, one-by-one, packed in turn, the two packed ones
 averaged, so that a drift of the machine's speed hits both sides; medians. A share above 1 means that one-by-one spends
 more per counted operation (its rows take the slower bfloat16 kernel on few keys, or leave the cache).
+
+Then a row of several groups whose prompts begin alike, which is computed once, against the same row with that beginning
+in each prompt: what differs there is the first token of each.
 """
 
 import os
@@ -25,6 +28,7 @@ from services.trainer.model import load_model, response_logprobs, use_attention
 
 # (Lp, Lr, G) and what must hold there: a share of the counted ratio, or at least not slower.
 GOALS = {(512, 64, 8): 0.93, (1024, 100, 8): 0.93, (45, 22, 8): 0.93, (32, 256, 8): None}
+PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS = 256, 16, 16, 4, 4  # tokens that prompts share, and others; of responses
 REPETITIONS, CORE = 5, 1
 
 
@@ -40,8 +44,8 @@ def make_group(prompt_length: int, response_length: int, group_size: int) -> Rol
     return RolloutGroup(group_id="0-0", prompt_token_ids=tokens(prompt_length), responses=responses)
 
 
-def packed(model, group: RolloutGroup) -> None:
-    logprobs, _ = response_logprobs(model, pack([group], torch.device("cpu")), 1.0)
+def packed(model, *groups: RolloutGroup) -> None:
+    logprobs, _ = response_logprobs(model, pack(groups, torch.device("cpu")), 1.0)
     logprobs.sum().backward()
 
 
@@ -70,9 +74,9 @@ def counted_operations(model, prompt_length: int, response_length: int, group_si
     return separate, together
 
 
-def seconds(run, model, group: RolloutGroup) -> float:
+def seconds(run, model, *groups: RolloutGroup) -> float:
     started = time.perf_counter()
-    run(model, group)
+    run(model, *groups)
     elapsed_s = time.perf_counter() - started
     model.zero_grad(set_to_none=True)
     return elapsed_s
@@ -104,6 +108,28 @@ def measure(packing, plain, shape: tuple[int, int, int]) -> dict:
     }
 
 
+def measure_prefix(model) -> dict:
+    alike = [make_group(PREFIX + OWN, RESPONSE, GROUP) for _ in range(NUM_GROUPS)]
+    apart = [make_group(PREFIX + OWN, RESPONSE, GROUP) for _ in range(NUM_GROUPS)]
+    for index, group in enumerate(alike):
+        group.prompt_token_ids[PREFIX] = index
+    for index, group in enumerate(apart):
+        group.prompt_token_ids[0] = index
+    shared_places, places = (len(pack(groups, torch.device("cpu")).token_ids) for groups in (alike, apart))
+    seconds(packed, model, *alike), seconds(packed, model, *apart)
+    rounds = []
+    for _ in range(REPETITIONS):
+        before_s, apart_s, after_s = (seconds(packed, model, *groups) for groups in (alike, apart, alike))
+        rounds.append((apart_s, (before_s + after_s) / 2))
+    return {
+        "prefix_own_response_group_groups": (PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS),
+        "ratio": statistics.median(apart_s / shared_s for apart_s, shared_s in rounds),
+        "places_ratio": places / shared_places,
+        "apart_s": statistics.median(apart_s for apart_s, _ in rounds),
+        "shared_s": statistics.median(shared_s for _, shared_s in rounds),
+    }
+
+
 def main() -> None:
     os.sched_setaffinity(0, {CORE})
     torch.set_num_threads(1)
@@ -112,7 +138,8 @@ def main() -> None:
     plain = load_model(source, torch.bfloat16, torch.device("cpu"))
     use_attention(plain, "sdpa")
     shapes = [measure(packing, plain, shape) for shape in GOALS]
-    save("shared_prompt", {"shapes": shapes, "repetitions": REPETITIONS, "core": CORE, "precision": "bfloat16"})
+    how = {"repetitions": REPETITIONS, "core": CORE, "precision": "bfloat16"}
+    save("shared_prompt", {"shapes": shapes, "prefix": measure_prefix(packing), **how})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness import ROOT, median_of, run_job, save, temporary_folder
 
-NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 8, 2, 8, 8, 32
+NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 12, 2, 8, 8, 32
 
 
 def run_trl(model: str) -> dict:
@@ -40,6 +40,9 @@ def main() -> None:
                 "trl": statistics.fmean(trl["mean_response_tokens"][WARMUP:]),
                 "onbeat": statistics.fmean(it["response_tokens"] / it["num_responses"] for it in iterations[WARMUP:]),
             },
+            "share_of_groups_without_gradient": statistics.fmean(
+                it["metrics"]["train/skipped_groups"] / it["num_groups"] for it in iterations[WARMUP:]
+            ),
             "steps": {"trl": trl["step_s"], "onbeat": [iteration["wall_s"] for iteration in iterations]},
             "num_prompts": NUM_PROMPTS,
             "num_samples_per_prompt": GROUP_SIZE,

@@ -1,10 +1,16 @@
-"""RMS norm on a CPU by vLLM's own kernels, which it calls on GPUs only: one call in place of ten, for every layer."""
+"""Kernels for vLLM on a CPU: RMS norm by vLLM's own, which it calls on GPUs only (one call in place of ten, for every
+layer), and the sampler of `cpu_sampling` in the place of its Gumbel-max.
+"""
 
 import torch
 from vllm import ir
 from vllm.platforms import current_platform
 
+from services.rollout.cpu_sampling import sample
 from services.rollout.vllm_platform import CPU_KERNELS
+
+SAMPLER = "fused_gumbel_argmax"  # (logits [B, V] float32, seeds [B]) -> tokens [B]
+overrides = torch.library.Library("_C", "IMPL")  # they last as long as it is referred to
 
 
 def register() -> None:
@@ -14,6 +20,8 @@ def register() -> None:
     current_platform.import_kernels()
     ir.ops.rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain)(rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain_sum, inplace=True)(fused_add_rms_norm)
+    if hasattr(torch.ops._C, SAMPLER):
+        overrides.impl(SAMPLER, sample, "CPU")
 
 
 def rms_norm(

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -462,6 +464,21 @@ async def test_same_seed_draws_the_same_and_samples_of_a_request_differ(referenc
     assert sampled(draw[0]) == sampled(draw[1])
     assert sampled(draw[0]) != sampled(draw[2])
     assert len({tuple(response.token_ids) for response in draw[0]}) == 4
+
+
+async def test_tokens_come_as_often_as_their_logprobs_say(either_engine: Subject) -> None:
+    version = await either_engine.load(either_engine.first_weights)
+    num_samples = 600
+    responses = await either_engine.engine.generate(SHORT_PROMPT, num_samples, Sampling(1, 0.3, seed=5), version)
+    counts = Counter(response.token_ids[0] for response in responses)
+    logprobs = {response.token_ids[0]: response.rollout_logprobs[0] for response in responses}
+    expected = {token: num_samples * math.exp(logprob) for token, logprob in logprobs.items()}
+    common = [token for token in counts if expected[token] >= 10]
+    assert len(common) >= 5, "the model spreads its mass so that there is something to count"
+    assert all(abs(counts[token] - expected[token]) < 4 * math.sqrt(expected[token]) for token in common)
+    others = num_samples - sum(expected[token] for token in common)
+    num_others = num_samples - sum(counts[token] for token in common)
+    assert abs(num_others - others) < 4 * math.sqrt(max(others, 1))
 
 
 async def test_every_rank_of_two_loads_its_shard(tmp_path: Path) -> None:
