@@ -79,7 +79,8 @@ def packed_batch(group, device: torch.device) -> tuple[MicroBatch, object]:
 
 def one_by_one_batch(group, device: torch.device) -> tuple[MicroBatch, object]:
     """Each response with its own copy of the prompt; without CUDA the sequences are attended by FlexAttention too."""
-    batch = pack([Part(group, (member,)) for member in range(len(group.responses))], device)
+    parts = [Part(group, (member,)) for member in range(len(group.responses))]
+    batch = pack(parts, device, is_prefix_shared=False)
     if device.type != "cuda":
         return batch, plan_flex(batch.layout)
     ends = torch.tensor([0, *(span.end for span in batch.layout.groups)], dtype=torch.int32, device=device)

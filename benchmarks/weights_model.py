@@ -8,7 +8,8 @@ computed, at sizes that no machine here has.
     link   L = line rate * measured share of it that arrives
     star       N * d / min(L, send)                     the trainer sends everything
     chain      d / min(L, relay) + (N - 1) * (m / L + h)    a message more for each hop, and a delay h
-    both       at least the work at the end: for a delta, B / apply + B / hash, in one thread, while it is received
+    both       at least the work at the end, in one thread, while it is received: for a delta B / apply + B / checksum
+               from the trainer (star), B / apply + B / hash from a relay (chain)
 
     send       a bare stream, one core
     relay      receives, verifies and sends: 1 / (1 / pull - 1 / checksum + 1 / hash + 1 / send); what was measured as
@@ -103,8 +104,9 @@ def full_work_s(by: Measured, full_bytes: float) -> float:
     return full_bytes / by.pull
 
 
-def delta_work_s(by: Measured, full_bytes: float, share: float) -> float:
-    return full_bytes / by.apply[share] + full_bytes / by.hash
+def delta_work_s(by: Measured, full_bytes: float, share: float, check: float) -> float:
+    """`check`: the rate of checksums for what the trainer sent, of hashes for what a relay sent."""
+    return full_bytes / by.apply[share] + full_bytes / check
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -171,14 +173,16 @@ def show_table(by: Measured) -> None:
     print(f"| model | link | rollouts | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")
     for model, num_parameters in MODELS.items():
         size = num_parameters * BYTES_A_PARAMETER
-        payloads = [(size, full_work_s(by, size))]
-        payloads += [(size * by.delta_share[share], delta_work_s(by, size, share)) for share in SHARES]
+        payloads = [(size, full_work_s(by, size), full_work_s(by, size))]
+        for share in SHARES:
+            works_s = (delta_work_s(by, size, share, check) for check in (by.checksum, by.hash))
+            payloads.append((size * by.delta_share[share], *works_s))
         for gbit in LINKS_GBIT:
             for num_rollouts in NUM_ROLLOUTS:
                 cells = [
                     short(way(by, payload, num_rollouts, gbit * 1e9 / 8, work_s))
-                    for payload, work_s in payloads
-                    for way in (star_s, chain_s)
+                    for payload, *works_s in payloads
+                    for way, work_s in zip((star_s, chain_s), works_s, strict=True)
                 ]
                 print(f"| {model} | {gbit} Gbit/s | {num_rollouts} | {' | '.join(cells)} |")
 

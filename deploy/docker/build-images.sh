@@ -27,13 +27,18 @@ fetch_local_versions() {
 }
 
 build() {
-    local service=$1 base=$2
+    local service=$1 base=$2 replaced
+    replaced=$(docker image inspect --format '{{.Id}}' "$images/$service:$tag" 2>/dev/null || true)
     echo "images: $images/$service:$tag from $base" >&2
     docker build --quiet --file "deploy/docker/$service.Dockerfile" --tag "$images/$service:$tag" \
         --build-arg BASE_IMAGE="$base" --build-arg PLATFORM="$platform" \
         --build-arg PIP_INDEX_URL="${PIP_INDEX_URL:-}" --build-arg PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-}" \
         --build-arg VERSION="$version" --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
         --build-arg SOURCE="${ONBEAT_SOURCE:-unknown}" .
+    # Nobody asks for an image without a name. One that still has a name, or a container, stays.
+    if [ -n "$replaced" ] && [ "$(docker image inspect --format '{{.Id}} {{.RepoTags}}' "$replaced")" = "$replaced []" ]; then
+        docker image rm "$replaced" >/dev/null 2>&1 || true
+    fi
 }
 
 fetch_local_versions

@@ -2,12 +2,16 @@
 layer), and the sampler of `cpu_sampling` in the place of its Gumbel-max.
 """
 
+import logging
+
 import torch
 from vllm import ir
 from vllm.platforms import current_platform
 
 from services.rollout.cpu_sampling import sample
 from services.rollout.vllm_platform import CPU_KERNELS
+
+logger = logging.getLogger(__name__)
 
 SAMPLER = "fused_gumbel_argmax"  # (logits [B, V] float32, seeds [B]) -> tokens [B]
 overrides = torch.library.Library("_C", "IMPL")  # they last as long as it is referred to
@@ -22,6 +26,8 @@ def register() -> None:
     ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain_sum, inplace=True)(fused_add_rms_norm)
     if hasattr(torch.ops._C, SAMPLER):
         overrides.impl(SAMPLER, sample, "CPU")
+    else:
+        logger.warning("this vLLM has no %s on the CPU: tokens are drawn by its own sampler", SAMPLER)
 
 
 def rms_norm(

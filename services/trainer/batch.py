@@ -46,10 +46,10 @@ class MicroBatch:
         return sums.index_add(0, index, values)
 
 
-def pack(groups: Sequence[RolloutGroup | Part], device: torch.device) -> MicroBatch:
+def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
     """Shapes as in MicroBatch; groups and responses keep their order. What all prompts begin with comes once."""
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
-    prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts])
+    prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
     inputs = [*prefix]
     responses: list[Response] = []
     shape = []

@@ -43,7 +43,8 @@ def choose_attention(model: Any, longest_tokens: int) -> str:
 @torch.no_grad()
 def try_architecture(config: Any) -> tuple[str, bool]:
     """'' or why packing is wrong; and whether transformers' sdpa agrees with eager (it may ignore a soft cap)."""
-    batch = pack([random_group(PROBE_VOCAB)], torch.device("cpu"))
+    group = random_group(PROBE_VOCAB)
+    batch = pack([group, group], torch.device("cpu"))  # the second behind the first one's prompt
     try:
         model = shrunken(config)
         reference = probe(model, "eager", batch)

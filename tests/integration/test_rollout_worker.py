@@ -11,9 +11,7 @@ import time
 import pytest
 
 from onbeat.streams.codec import Message
-from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
@@ -25,13 +23,11 @@ from tests.rollout_fakes import FakeEngine
 
 
 @pytest.fixture
-async def rig(redis_url):
-    redis = connect(redis_url, retry_s=5)
-    rig = Rig(Ledger(redis))
+async def rig(ledger):
+    rig = Rig(ledger)
     await rig.start_job()
     yield rig
     await rig.stop()
-    await redis.aclose()
 
 
 # ---- the ordinary course -------------------------------------------------------------------------------------------
@@ -728,13 +724,11 @@ class Process:
 
 
 @pytest.fixture
-async def served_rig(redis_url, tmp_path):
+async def served_rig(ledger, tmp_path):
     """A job whose weights come from a real model over real gRPC."""
-    redis = connect(redis_url, retry_s=5)
-    rig = Rig(Ledger(redis))
+    rig = Rig(ledger)
     async with serving_model(rig, tmp_path):
         yield rig
-    await redis.aclose()
 
 
 async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_cleanly(served_rig, redis_url):

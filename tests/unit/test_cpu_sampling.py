@@ -35,6 +35,19 @@ def test_what_is_masked_is_never_drawn(seed: int) -> None:
     assert sample(logits, torch.tensor([seed])).item() in (7, BLOCK + 9)
 
 
+@pytest.mark.parametrize("broken", ["nan", "inf", "-inf"])
+def test_a_row_without_a_distribution_breaks_no_other(broken: str) -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    seeds = torch.tensor([5, 6, NUM_SEEDS - 1])
+    whole = sample(logits, seeds).tolist()
+    logits[1] = float(broken)
+    assert sample(logits, seeds).tolist() == [whole[0], 0, whole[2]]
+    if broken != "-inf":
+        logits[1] = 0.0
+        logits[1, 700] = float(broken)
+        assert sample(logits, seeds).tolist() == [whole[0], 0, whole[2]]
+
+
 def test_a_row_and_its_seed_alone_decide() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 1000, generator=generator)

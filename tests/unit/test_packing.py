@@ -5,10 +5,10 @@ import torch
 from transformers import BloomConfig, Gemma2Config, LlamaConfig, MistralConfig
 
 from services.trainer.attention.short import ShortPlan
-from services.trainer.batch import pack
+from services.trainer.batch import MIN_PREFIX, pack
 from services.trainer.model import response_logprobs, use_attention
 from services.trainer.packing import choose_attention, try_kernel
-from tests.unit.test_shared_prompt import gradients, one_by_one_logprobs
+from tests.unit.test_shared_prompt import behind, gradients, one_by_one_logprobs
 from tests.unit.trainer_fixtures import VOCAB, make_group, tiny_config, tiny_model
 
 
@@ -65,8 +65,9 @@ def right_output_wrong_gradient(plan, query, key, value):
     return attend(plan, query, key, value.detach(), None) + 0 * value.sum()
 
 
-def test_one_by_one_gives_the_reference_numbers():
-    groups = [make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 1))]
+@pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX])
+def test_one_by_one_gives_the_reference_numbers(prefix_length):
+    groups = behind([3] * prefix_length, make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 1)))
     model, reference = (tiny_model(tiny_config(), torch.float32) for _ in range(2))
     use_attention(model, "sdpa")
     found, _ = response_logprobs(model, pack(groups, torch.device("cpu")), 0.7)

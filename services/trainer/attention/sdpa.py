@@ -34,13 +34,16 @@ class SdpaPlan:
         """Returns [B, T, H, D]. B must be 1."""
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
         query, key, value = query_BHTD[0], key_BKTD[0], value_BKTD[0]
+        # In float32, in which the gradients of all groups are then summed.
+        precise = torch.promote_types(key.dtype, torch.float32)
+        prefix = [tensor[:, self.prefix].to(precise) for tensor in (key, value)]
         parts_HXD = []  # in the order of the row
         for group in self.groups:
             prompt_query, prompt_key, prompt_value = (tensor[:, group.prompt] for tensor in (query, key, value))
             if group.prompt_padding is None:
                 parts_HXD.append(attend_prompt(prompt_query, prompt_key, prompt_value, scale))
             else:
-                prefix_key, prefix_value = key[:, self.prefix], value[:, self.prefix]
+                prefix_key, prefix_value = (tensor.to(key.dtype) for tensor in prefix)
                 prompt = prompt_query, prompt_key, prompt_value, prefix_key, prefix_value
                 parts_HXD.append(ResponseAttention.apply(*prompt, group.prompt_padding, scale))
                 prompt_key = torch.cat([prefix_key, prompt_key], dim=1)

@@ -26,6 +26,7 @@ from services.trainer.attention.layout import GroupSpan, PackedLayout
 
 MAX_KEYS = 384  # of a prompt and its longest response; above, the fused kernel is quicker
 MAX_PADDED = 1.25  # rows of groups together, in rows of each by itself
+MAX_ROWS = 4096  # of each head, of groups together: their scores are held in float32
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
     for group in layout.spans:
         together = [*sets[-1], group] if sets else [group]
         is_behind_prefix = together[0].start >= layout.prefix_length
-        if sets and is_behind_prefix and num_rows(together) <= MAX_PADDED * sum(num_rows([each]) for each in together):
+        most = min(MAX_ROWS, MAX_PADDED * sum(num_rows([each]) for each in together))
+        if sets and is_behind_prefix and num_rows(together) <= most:
             sets[-1] = together
         else:
             sets.append([group])
