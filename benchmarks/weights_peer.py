@@ -26,7 +26,7 @@ from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import CHUNK_BYTES
 from onbeat.weights.host import shared_space
-from onbeat.weights.pull import WeightsMover
+from onbeat.weights.mover import WeightsMover
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
 from onbeat.weights.server import PayloadServer
 

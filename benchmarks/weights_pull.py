@@ -33,7 +33,8 @@ from xxhash import xxh3_128_digest
 
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.host import shared_space
-from onbeat.weights.pull import PullStats, WeightsMover
+from onbeat.weights.mover import WeightsMover
+from onbeat.weights.pull import PullStats
 from onbeat.weights.security import PLAIN, WireSecurity, create_channel
 
 SERVER_CORE, PULLER_CORE = 0, 1

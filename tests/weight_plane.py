@@ -13,8 +13,9 @@ from safetensors.torch import load
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.host import shared_space
+from onbeat.weights.mover import WeightsMover
 from onbeat.weights.payload import PayloadKey
-from onbeat.weights.pull import Pull, WeightsMover
+from onbeat.weights.pull import Pull
 from onbeat.weights.security import PLAIN, WireSecurity
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.v1 import weights_pb2

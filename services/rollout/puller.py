@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from onbeat.errors import WeightsError
-from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
+from onbeat.weights.mover import WeightsMover
+from onbeat.weights.pull import Pull, WeightsSource
 
 logger = logging.getLogger(__name__)
 

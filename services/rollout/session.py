@@ -17,7 +17,8 @@ from onbeat.temporary import private_folder
 from onbeat.types import JobState, WeightUpdate
 from onbeat.weights.client import ModelDescription, Peer
 from onbeat.weights.host import host_id, shared_space
-from onbeat.weights.pull import Pull, WeightsMover, WeightsSource
+from onbeat.weights.mover import WeightsMover
+from onbeat.weights.pull import Pull, WeightsSource
 from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters

@@ -33,7 +33,7 @@ from onbeat.temporary import private_folder
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import Manifest
 from onbeat.weights.host import host_id
-from onbeat.weights.pull import WeightsMover
+from onbeat.weights.mover import WeightsMover
 from onbeat.weights.security import WireSettings
 from services.rollout.puller import WeightsPuller
 from services.rollout.weight_file import BadWeightFile, check_weight_file, names_to_load, read_checkpoint_shapes

@@ -28,7 +28,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.pull import WeightsMover
+from onbeat.weights.mover import WeightsMover
 from services.trainer.background import Background
 from services.trainer.link import JobLink
 from tests.integration.broker_fixtures import eventually

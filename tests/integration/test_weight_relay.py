@@ -17,8 +17,8 @@ from cryptography.x509.oid import NameOID
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import host as host_module
-from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
+from onbeat.weights import shard_pull
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import Manifest
 from onbeat.weights.host import full_plan
@@ -151,7 +151,7 @@ async def test_who_came_by_the_whole_passes_on_the_delta_path_too(plane):
 
 @pytest.fixture
 def small_reads(monkeypatch):
-    monkeypatch.setattr(pull_module, "SHARED_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(shard_pull, "SHARED_CHUNK_BYTES", 4096)
 
 
 @pytest.mark.parametrize("is_base_held", [True, False])
@@ -399,7 +399,7 @@ async def test_ten_broken_relays_do_not_keep_anybody_from_the_trainer(plane):
     for relay in relays:
         await relay.server.stop()
     pull = await (await plane.join("r0", zone="near")).pull(0)
-    assert len(pull.stats.faults) > pull_module.MAX_SOURCES
+    assert len(pull.stats.faults) > shard_pull.MAX_SOURCES
     assert pull.stats.sources == [plane.trainer.address]
 
 

@@ -16,8 +16,8 @@ from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
-from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
+from onbeat.weights import shard_pull
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
@@ -586,13 +586,13 @@ async def test_no_tensor_is_called_final_that_a_later_source_spoils_while_it_is_
     faults = (without_the_end, edited(with_plan(reversed)), wrong_then_silent)
     for peer, fault in zip(peers, faults, strict=True):
         peer.server.faults = [fault]
-    rollout, check = await plane.join("r0", zone="near"), pull_module.ShardPull._check
+    rollout, check = await plane.join("r0", zone="near"), shard_pull.ShardPull._check
 
     def check_slowly(self, index):
         check(self, index)
         time.sleep(0.1)
 
-    monkeypatch.setattr(pull_module.ShardPull, "_check", check_slowly)
+    monkeypatch.setattr(shard_pull.ShardPull, "_check", check_slowly)
     pull = await rollout.pull(0)
     assert [peer.server.faults for peer in peers] == [[]] * 3
     assert pull.stats.sources == [plane.trainer.address]
@@ -606,7 +606,7 @@ async def test_a_delta_is_not_applied_any_more_to_what_has_come_in_full(plane, s
     for rollout in (reader, other):
         await rollout.pull(0)
     await plane.trainer.publish(1, stepped(weights(0), 1, share=0.3))
-    applied, apply = list[bool](), pull_module.delta.apply
+    applied, apply = list[bool](), shard_pull.delta.apply
 
     def apply_slowly(*args):
         time.sleep(0.3)
@@ -615,7 +615,7 @@ async def test_a_delta_is_not_applied_any_more_to_what_has_come_in_full(plane, s
 
     async def break_when_the_other_has_it(messages, key):
         await other.pull(1)
-        monkeypatch.setattr(pull_module.delta, "apply", apply_slowly)
+        monkeypatch.setattr(shard_pull.delta, "apply", apply_slowly)
         async for message in edited(lambda messages, key: messages[:-1])(messages, key):
             yield message
         raise RuntimeError("the source breaks, as it was asked to")

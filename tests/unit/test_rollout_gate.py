@@ -9,7 +9,7 @@ import pytest
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer
 from onbeat.weights.host import full_plan
-from onbeat.weights.pull import WeightsMover
+from onbeat.weights.mover import WeightsMover
 from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling

@@ -15,8 +15,8 @@ from onbeat.weights import delta
 from onbeat.weights.client import Itinerary, Peer, Source, Step
 from onbeat.weights.framing import DTYPE_BYTES, Manifest
 from onbeat.weights.host import full_plan, safetensors_header
+from onbeat.weights.mover import WeightsMover
 from onbeat.weights.payload import PayloadKey
-from onbeat.weights.pull import WeightsMover
 from services.trainer.weight_store import take_snapshot
 
 TRAINER, RELAY, PEER = "trainer:1", "relay:2", "peer:3"
