@@ -23,7 +23,7 @@ from onbeat.temporary import PrivateFolder
 log = logging.getLogger(__name__)
 
 # Responses at a time. On cores of its own few: groups finish one after another, so that the trainer starts early. On
-# shared cores many: generating is soonest over, and then the trainer has them all.
+# shared cores many: generating is soonest over, and then the trainer has them all. A GPU or NPU is made for many.
 SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000).
 SHARED_SPINS = "1000"
@@ -102,7 +102,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
     if plan.is_shared:
         common["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHARED_SPINS)
-    max_num_seqs = SHARED_MAX_NUM_SEQS if plan.is_shared else SPLIT_MAX_NUM_SEQS
+    max_num_seqs = SHARED_MAX_NUM_SEQS if plan.is_shared or trainer_devices else SPLIT_MAX_NUM_SEQS
     data_dir = {"ONBEAT_DATA_DIR": str(options.data_dir)}
     # Other users of this machine reach the loopback interface, too.
     wire = {"ONBEAT_WEIGHTS_API_KEY": os.environ.get("ONBEAT_WEIGHTS_API_KEY") or secrets.token_urlsafe(24)}

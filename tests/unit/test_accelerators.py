@@ -12,6 +12,7 @@ from onbeat.local.accelerators import (
     device_environments,
     plan_devices,
 )
+from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOptions, service_specs
 from services.rollout.settings import Settings
 from services.trainer.device import VISIBLE_DEVICES
 
@@ -146,3 +147,34 @@ def test_rollout_gets_as_many_devices_as_hold_its_model(tmp_path: Path, size: st
     files = machine(tmp_path, *(f"nvidia{number}" for number in range(5)))
     told = device_environments({"ONBEAT_TENSOR_PARALLEL_SIZE": size}, 2, files)[1]
     assert told == [{CUDA: names} for names in rollouts]
+
+
+@pytest.mark.parametrize(
+    ("visible", "trainer_sees", "rollouts_see", "memory"),
+    [
+        ("", None, [None, None], [None, None]),
+        ("0", "0", ["0", "0"], ["0.2", "0.2"]),
+        ("0,1", "0", ["1", "1"], ["0.425", "0.425"]),
+        ("4,5,6,7", "4", ["5", "6"], [None, None]),
+    ],
+)
+def test_trainer_and_rollouts_are_told_devices_of_their_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    trainer_sees: str | None,
+    rollouts_see: list[str | None],
+    memory: list[str | None],
+) -> None:
+    for name in ("ONBEAT_DEVICE", MEMORY, "ONBEAT_TENSOR_PARALLEL_SIZE", "ONBEAT_MAX_NUM_SEQS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(CUDA, visible)
+    monkeypatch.setenv(ASCEND, "")
+    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: list(range(8)))
+    broker, trainer, *rollouts = service_specs(StackOptions(tmp_path, num_rollouts=2), "redis://r", 8801)
+    seen = [spec.env.get(CUDA) for spec in (broker, trainer, *rollouts)]
+    assert seen == [None, trainer_sees, *rollouts_see]
+    told = [spec.env.get(MEMORY) for spec in (broker, trainer, *rollouts)]
+    assert told == [None, None, *memory]
+    at_once = [spec.env["ONBEAT_MAX_NUM_SEQS"] for spec in rollouts]
+    assert at_once == [SHARED_MAX_NUM_SEQS if trainer_sees else SPLIT_MAX_NUM_SEQS] * 2, "a device is made for many"

@@ -240,34 +240,6 @@ def test_services_are_told_where_they_are(tmp_path: Path) -> None:
     assert broker.wave < trainer.wave == rollouts[0].wave
 
 
-@pytest.mark.parametrize(
-    ("visible", "trainer_sees", "rollouts_see", "memory"),
-    [
-        ("", None, [None, None], [None, None]),
-        ("0", "0", ["0", "0"], ["0.2", "0.2"]),
-        ("0,1", "0", ["1", "1"], ["0.425", "0.425"]),
-        ("4,5,6,7", "4", ["5", "6"], [None, None]),
-    ],
-)
-def test_trainer_and_rollouts_are_told_devices_of_their_own(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    visible: str,
-    trainer_sees: str | None,
-    rollouts_see: list[str | None],
-    memory: list[str | None],
-) -> None:
-    for name in ("ONBEAT_DEVICE", "ONBEAT_GPU_MEMORY_UTILIZATION", "ONBEAT_TENSOR_PARALLEL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
-    broker, trainer, *rollouts = service_specs(StackOptions(tmp_path, num_rollouts=2), "redis://r", 8801)
-    seen = [spec.env.get("CUDA_VISIBLE_DEVICES") for spec in (broker, trainer, *rollouts)]
-    assert seen == [None, trainer_sees, *rollouts_see]
-    told = [spec.env.get("ONBEAT_GPU_MEMORY_UTILIZATION") for spec in (broker, trainer, *rollouts)]
-    assert told == [None, None, *memory]
-
-
 def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.state.OWNER_DEADLINE_S", 0.1)
     create_data_dir(tmp_path)
