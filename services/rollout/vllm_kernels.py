@@ -5,6 +5,7 @@ layer), and the sampler of `cpu_sampling` in the place of its Gumbel-max.
 import logging
 
 import torch
+from torch import library
 from vllm import ir
 from vllm.platforms import current_platform
 
@@ -14,7 +15,6 @@ from services.rollout.vllm_platform import CPU_KERNELS
 logger = logging.getLogger(__name__)
 
 SAMPLER = "fused_gumbel_argmax"  # (logits [B, V] float32, seeds [B]) -> tokens [B]
-overrides = torch.library.Library("_C", "IMPL")  # they last as long as it is referred to
 
 
 def register() -> None:
@@ -25,7 +25,7 @@ def register() -> None:
     ir.ops.rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain)(rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(CPU_KERNELS, supports_args=is_plain_sum, inplace=True)(fused_add_rms_norm)
     if hasattr(torch.ops._C, SAMPLER):
-        overrides.impl(SAMPLER, sample, "CPU")
+        library.impl(f"_C::{SAMPLER}", "CPU", sample)
     else:
         logger.warning("this vLLM has no %s on the CPU: tokens are drawn by its own sampler", SAMPLER)
 
