@@ -1,5 +1,5 @@
 """Sampling on a CPU in a few vectorised passes over the probabilities. vLLM's own kernel takes a scalar exponential of
-every logit: a tenth of the time in which a small model with a large vocabulary generates.
+every logit.
 
 By inverting the distribution function: a token is drawn where the sum of the probabilities before it first exceeds a
 uniform number. Sums of blocks say in which block that is, so only one block of each row is added up token by token.

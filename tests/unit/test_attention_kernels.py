@@ -13,7 +13,7 @@ from services.trainer.attention import PLANNERS, build_layout, dense_mask, packe
 from services.trainer.attention.flex import label_places, plan_flex
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
-from services.trainer.attention.short import MAX_KEYS, ShortPlan
+from services.trainer.attention.short import MAX_KEYS, MAX_ROWS, ShortPlan, alike
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4
@@ -86,6 +86,21 @@ def test_cpu_kernels_in_bfloat16_are_as_near_as_the_dense_mask_in_bfloat16(group
     found = outputs_and_gradients(plan(layout).attend(*inputs, 0.3), inputs)
     for ours, reference, truth in zip(found, dense, exact, strict=True):
         assert (ours - truth).abs().mean() <= bound * (reference - truth).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("groups", "prefix_length", "sizes"),
+    [
+        ([(9, [5, 5]), (9, [5, 4]), (8, [5, 5])], 0, [3]),
+        ([(8, [1]), (8, [1])], 4, [1, 2]),
+        ([(9, [5, 5]), (9, [50, 50]), (9, [50, 50])], 0, [1, 2]),
+        ([(9, [5, 5]), (9, [5, 5, 5, 5, 5])], 0, [1, 1]),
+        ([(1, [MAX_ROWS // 2])] * 5, 0, [2, 2, 1]),
+    ],
+    ids=["alike", "behind a prefix", "other lengths", "other numbers", "too many rows"],
+)
+def test_groups_go_together_where_padding_and_memory_allow(groups, prefix_length, sizes):
+    assert [len(together) for together in alike(build_layout(groups, prefix_length=prefix_length))] == sizes
 
 
 @settings(max_examples=15, deadline=None)
