@@ -25,7 +25,6 @@ import grpc
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import CHUNK_BYTES
-from onbeat.weights.host import shared_space
 from onbeat.weights.mover import WeightsMover
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
 from onbeat.weights.server import PayloadServer
@@ -187,11 +186,11 @@ def stepped(tensor: "torch.Tensor", share: float, generator: "torch.Generator") 
 class Puller:
     """A host with its copy of the weights and, unless it is told otherwise, a relay."""
 
-    def __init__(self, worker_id: str, host: str, trainer: str, is_shared: bool) -> None:
+    def __init__(self, worker_id: str, host: str, trainer: str) -> None:
         async def find_trainer() -> str:
             return trainer
 
-        peer = Peer(worker_id, host_id=worker_id, shared_space=shared_space() if is_shared else "")
+        peer = Peer(worker_id, host_id=worker_id)
         self._host = host
         self._mover = WeightsMover(connect, find_trainer, peer, Path(tempfile.gettempdir()))
         self._relay = PayloadServer(JOB, self._mover)
@@ -205,7 +204,7 @@ class Puller:
         """`is_full`: with nothing in hand. `done_at`: the machine's monotonic clock."""
         if is_full and self._mover.host is not None:
             self._mover.host.begin("the benchmark starts over")
-        self._mover.address = self._address if is_relay else ""
+        self._mover.serve_at(self._address if is_relay else "")
         pull = self._mover.start(version, PULL_DEADLINE_S)
         try:
             await pull.complete()
@@ -240,7 +239,6 @@ def main() -> None:
     parser.add_argument("--tls", type=Path, help="of a trainer: folder with cert.pem and key.pem")
     parser.add_argument("--trainer", help="of a puller: address of the trainer")
     parser.add_argument("--worker-id", default="puller")
-    parser.add_argument("--shared", action="store_true", help="of a puller: others on the machine may read its copy")
     options = parser.parse_args()
 
     async def run() -> None:  # what it makes belongs to a running loop
@@ -249,7 +247,7 @@ def main() -> None:
             security = WireSecurity(tls_cert=folder / "cert.pem", tls_key=folder / "key.pem") if folder else PLAIN
             await obey(Trainer(options.host, security))
         else:
-            await obey(Puller(options.worker_id, options.host, options.trainer, options.shared))
+            await obey(Puller(options.worker_id, options.host, options.trainer))
 
     asyncio.run(run())
     os._exit(0)  # servers and maps go with the process

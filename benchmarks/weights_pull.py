@@ -8,7 +8,6 @@ medians over the rounds. GB/s counts the bytes of the weights, also of a delta, 
     full         everything, into memory that the process has had before
     first        the same in a new process: the system hands out and clears every page meanwhile
     delta        from the version before, with a share of the weights changed
-    shared       everything, from the copy that another process on this machine holds
     full, tls    over TLS, against the bare stream over TLS
     hash         BLAKE3 of all weights in memory, by one thread: how a pull checks what a relay sent
     checksum     XXH3-128 of the same, by one thread: how it checks what the trainer sent
@@ -32,7 +31,6 @@ from weights_peer import BARE_METHOD, JOB, Process
 from xxhash import xxh3_128_digest
 
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.host import shared_space
 from onbeat.weights.mover import WeightsMover
 from onbeat.weights.pull import PullStats
 from onbeat.weights.security import PLAIN, WireSecurity, create_channel
@@ -50,11 +48,11 @@ Rounds = dict[str, list[float]]  # seconds of each kind
 class Host:
     """This process as one that pulls, with a copy of its own."""
 
-    def __init__(self, address: str, security: WireSecurity = PLAIN, is_shared: bool = False) -> None:
+    def __init__(self, address: str, security: WireSecurity = PLAIN) -> None:
         async def find_trainer() -> str:
             return address
 
-        peer = Peer("bench", host_id="bench", shared_space=shared_space() if is_shared else "")
+        peer = Peer("bench", host_id="bench")
         self._make = lambda: WeightsMover(
             lambda source: WeightsClient(source, JOB, security), find_trainer, peer, Path(tempfile.gettempdir())
         )
@@ -134,10 +132,8 @@ async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
     make_certificate(folder)
     trainer, plain = await start("trainer")
     tls_trainer, tls = await start("trainer", "--tls", str(folder))
-    neighbour, _ = await start("puller", "--trainer", plain["address"], "--worker-id", "neighbour", "--shared")
     security = WireSecurity(tls_ca=folder / "cert.pem")
-    host, first = Host(plain["address"]), Host(plain["address"])
-    shared, tls_host = Host(plain["address"], is_shared=True), Host(tls["address"], security)
+    host, first, tls_host = Host(plain["address"]), Host(plain["address"]), Host(tls["address"], security)
     stream, tls_stream = BareStream(plain["bare_address"]), BareStream(tls["bare_address"], security)
 
     published = await trainer.ask("publish")
@@ -159,13 +155,10 @@ async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
             taken[f"apply {name}"] = host.stats.apply_s
             assert sizes[name] == published["delta_bytes"]
         full_bytes = published["full_bytes"]
-        await neighbour.ask("pull", version=version, is_full=False, is_relay=False)
         await wait_until_quiet()
         taken["bare"] = await stream.pull(full_bytes)
         taken["full"] = await host.pull_full(version)
         sizes["full"] = host.stats.received_bytes
-        taken["shared"] = await shared.pull_full(version)
-        sizes["shared"] = shared.stats.received_bytes
         taken["first"] = await first.pull_first(version)
         await wait_until_quiet()
         taken["bare, tls"] = await tls_stream.pull(full_bytes)

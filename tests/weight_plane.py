@@ -12,7 +12,6 @@ from safetensors.torch import load
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.host import shared_space
 from onbeat.weights.mover import WeightsMover
 from onbeat.weights.payload import PayloadKey
 from onbeat.weights.pull import Pull
@@ -147,7 +146,7 @@ class Rollout:
         pull = self.start(version, deadline_s)
         await self.see_through(pull)
         async with asyncio.timeout(5.0):
-            await asyncio.gather(*self.mover._background)
+            await asyncio.gather(*self.mover.connections._background)
         return pull
 
     async def see_through(self, pull: Pull) -> None:
@@ -213,16 +212,13 @@ class Plane:
         await self._stack.aclose()
         await self.trainer.server.stop()
 
-    async def join(
-        self, worker_id: str, host: str = "", zone: str = "", is_sharing: bool = False, is_relay: bool = True
-    ) -> Rollout:
+    async def join(self, worker_id: str, host: str = "", zone: str = "", is_relay: bool = True) -> Rollout:
         """On a host of its own unless it is named."""
 
         async def find_trainer() -> str:
             return self.trainer.address
 
-        space = shared_space() if is_sharing else ""
-        peer = Peer(worker_id, "", host or f"host of {worker_id}", zone, "", space)
+        peer = Peer(worker_id, "", host or f"host of {worker_id}", zone)
         mover = WeightsMover(
             lambda address: WeightsClient(address, JOB, self._security), find_trainer, peer, self._folder
         )
@@ -230,7 +226,7 @@ class Plane:
         if is_relay:
             server = SpoilingRelay(JOB, mover, self._security)
             server.faults, server.pulled = [], []
-            mover.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+            mover.serve_at(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
             self._stack.push_async_callback(server.stop)
         self._stack.push_async_callback(mover.close)
         return Rollout(self, mover, server)

@@ -64,22 +64,13 @@ class Itinerary:
 
 @dataclass(frozen=True)
 class Peer:
-    """Who pulls, and where others can pull from it. Empty means: serves nobody, unknown, not to be read by path."""
+    """Who pulls, and where others can pull from it. An empty address means that it serves nobody; an empty host or zone
+    is unknown."""
 
     worker_id: str
     address: str = ""
     host_id: str = ""
     zone: str = ""
-    shared_path: str = ""  # a safetensors file; readable where `shared_space` is the same
-    shared_space: str = ""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where to pull from. `shared_path` not empty: a file on this machine that holds the whole version."""
-
-    address: str
-    shared_path: str = ""
 
 
 class WeightsClient:
@@ -114,8 +105,8 @@ class WeightsClient:
         steps = tuple(Step(step.policy_version, step.base_version, step.size_bytes) for step in answer.steps)
         return Itinerary(manifest, steps, answer.age_s)
 
-    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> Source:
-        """Whom to pull from; `failed` are addresses that did not deliver."""
+    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:
+        """Return the address to pull from; `failed` are addresses that did not deliver."""
         request = weights_pb2.LocateRequest(
             job_id=self.job_id,
             key=key_message(key),
@@ -123,8 +114,7 @@ class WeightsClient:
             failed_addresses=failed,
         )
         with self._as_weights_error(f"locate {key}"):
-            answer = checked(await self._stub.Locate(request, timeout=CALL_DEADLINE_S))
-        return Source(answer.address, answer.shared_path)
+            return checked(await self._stub.Locate(request, timeout=CALL_DEADLINE_S)).address
 
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
         """`is_complete`: this shard of the version is held here now, in full."""

@@ -36,6 +36,9 @@ SPARSE_HEADER = struct.Struct("<QQ")
 STREAM_HEADER = struct.Struct("<Q")
 HOP = 255  # the gap byte that has a next one
 MAX_SPARSE_SHARE = 0.2  # of the items; below it SPARSE is smaller than XOR_ZSTD and takes less time
+# A step changes the low bytes of nearly all float32 weights. Half of the bytes would be saved, in more time than they
+# take to travel on one machine.
+MAX_XOR_ITEM_BYTES = 2
 NUM_SAMPLES = 1024  # items that are looked at to estimate the share
 BLOCK_BYTES = 1 << 20  # of base and of new at a time: temporaries stay in the cache
 GAP_BLOCK_BYTES = 1 << 16  # each becomes an 8-byte position
@@ -67,8 +70,10 @@ def encode(base: Buffer | None, new: Buffer, item_bytes: int) -> tuple[Encoding,
         encoding, payload = Encoding.SPARSE, _encode_sparse(base_bytes, new_bytes, dtype)
         if not payload:
             return Encoding.UNCHANGED, b""
-    else:
+    elif item_bytes <= MAX_XOR_ITEM_BYTES:
         encoding, payload = Encoding.XOR_ZSTD, _encode_xor(base_bytes, new_bytes, dtype)
+    else:
+        return Encoding.RAW, new_bytes.data
     return (encoding, payload) if len(payload) < len(new_bytes) else (Encoding.RAW, new_bytes.data)
 
 

@@ -44,7 +44,6 @@ class HostWeights:
             os.close(self._fd)
             raise WeightsError(f"there is no room for weights of {size} bytes: {error}") from error
         self._map[: len(header)] = header
-        self.header = header
         self.data = memoryview(self._map)[len(header) :]
         self._payloads: dict[PayloadKey, asyncio.Future[Payload]] = {}
 
@@ -131,14 +130,6 @@ def host_id() -> str:
     """The same for all processes of a machine, containers included; '' where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def shared_space() -> str:
-    """The same for processes that may read each other's `path`; '' where there is no such thing."""
-    try:
-        return f"{host_id()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     except OSError:
         return ""
 

@@ -6,18 +6,18 @@ What fails on the way of deltas is pulled in full; what no source gives is tried
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Itinerary, ModelDescription, Peer
+from onbeat.weights.client import ModelDescription, Peer
+from onbeat.weights.connections import Connections, WeightsSource
 from onbeat.weights.framing import Manifest
 from onbeat.weights.host import HostWeights
+from onbeat.weights.move import Move
 from onbeat.weights.payload import Payload, PayloadKey
-from onbeat.weights.pull import OtherWeights, Pull, WeightsSource
-from onbeat.weights.shard_pull import ShardPull
+from onbeat.weights.pull import OtherWeights, Pull
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,17 @@ class WeightsMover:
         folder: Path,
     ) -> None:
         self.host: HostWeights | None = None
-        self.address = peer.address  # where this host serves others, once it does
-        self._peer = peer
-        self._connect, self._find_trainer, self._folder = connect, find_trainer, folder
-        self._clients: dict[str, WeightsSource] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self.connections = Connections(connect, peer)
+        self.find_trainer, self._folder = find_trainer, folder
+
+    @property
+    def address(self) -> str:
+        """Where this host serves others; empty: it serves nobody."""
+        return self.connections.peer.address
+
+    def serve_at(self, address: str) -> None:
+        """Name this address to the trainer from now on."""
+        self.connections.peer = replace(self.connections.peer, address=address)
 
     def start(self, version: int, deadline_s: float, is_hopeless: Callable[[], bool] = lambda: False) -> Pull:
         """No new try after `deadline_s`, or when it is hopeless. The running pull, if any, has to be over."""
@@ -53,19 +59,13 @@ class WeightsMover:
         pull.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for a prefetch
         return pull
 
-    @property
-    def peer(self) -> Peer:
-        """What others are told of this host."""
-        path = "" if self.host is None or not self._peer.shared_space else str(self.host.path)
-        return replace(self._peer, address=self.address, shared_path=path)
-
     async def describe(self) -> ModelDescription:
         """The model without weights. One try; raises WeightsError."""
-        address = await self._find_trainer()
+        address = await self.find_trainer()
         try:
-            return await self.client(address).describe()
+            return await self.connections.client(address).describe()
         except WeightsError:
-            await self.drop_client(address)
+            await self.connections.drop(address)
             raise
 
     async def payload(self, key: PayloadKey) -> Payload | None:
@@ -75,29 +75,10 @@ class WeightsMover:
     def versions(self) -> list[int]:
         return [] if self.host is None else self.host.versions()
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for it; it ends with `close` at the latest."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     async def close(self) -> None:
-        for task in self._background:
-            task.cancel()
-        for client in self._clients.values():
-            await client.close()
-        self._clients.clear()
+        await self.connections.close()
         if self.host is not None:
             self.host.close()
-
-    def client(self, address: str) -> WeightsSource:
-        if address not in self._clients:
-            self._clients[address] = self._connect(address)
-        return self._clients[address]
-
-    async def drop_client(self, address: str) -> None:
-        if (client := self._clients.pop(address, None)) is not None:
-            await client.close()
 
     # ---- one pull ----------------------------------------------------------------------------------------------------
 
@@ -106,11 +87,11 @@ class WeightsMover:
         while True:
             address = ""
             try:
-                address = await self._find_trainer()
-                await self._move(pull, address)
+                address = await self.find_trainer()
+                await self._try(pull, address)
                 return
             except WeightsError as error:
-                await self.drop_client(address)
+                await self.connections.drop(address)
                 is_late = time.monotonic() + delay_s > pull.deadline
                 if is_late or isinstance(error, OtherWeights) or is_hopeless():
                     raise
@@ -119,55 +100,39 @@ class WeightsMover:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
-    async def _move(self, pull: Pull, address: str) -> None:
-        host, trainer = self.host, self.client(address)
+    async def _try(self, pull: Pull, address: str) -> None:
         started = time.monotonic()
-        itinerary = await trainer.itinerary(pull.version, None if host is None else host.version)
+        trainer = self.connections.client(address)
+        itinerary = await trainer.itinerary(pull.version, None if self.host is None else self.host.version)
         manifest = itinerary.manifest
         if pull.manifest is not None and pull.manifest.digest != manifest.digest:
             raise OtherWeights(f"{address}: version {pull.version} has other weights than when its pull began")
-        if host is not None and host.layout.layout != manifest.layout:
-            if host.has_held:
-                raise WeightsError(f"{address}: version {pull.version} is of another model than the versions before it")
-            host.close()  # nobody reads it: it was made for a version that never came
-            host = self.host = None
-        if host is None:
-            try:
-                host = self.host = HostWeights(manifest, self._folder)
-            except WeightsError as error:
-                raise WeightsError(f"{address}: {error}") from error
-        held = host.manifest
+        host = self._host_of(manifest, address)
         pull.stats.full_bytes = manifest.size_bytes
         pull.stepped_at = time.monotonic() - itinerary.age_s
         pull.manifest = manifest
         pull.announce()
+        move = Move(pull, host, trainer, self.connections)
         host.begin(f"version {pull.version} replaces it")
         host.layout = manifest  # the same tensors, maybe in other shards: the trainer may have other ranks now
-        if held is None or held.digest != manifest.digest:
-            await self._follow(pull, host, itinerary, held, trainer)
-        else:
-            pull.announce(range(len(manifest.tensors)))
+        await move.run(itinerary.steps)
         if len(pull.final) < len(manifest.tensors):
             raise WeightsError(f"the way to version {pull.version} that {address} named does not lead there")
         host.settle(manifest)
         pull.stats.ended_at = time.monotonic()
         pull.stats.pull_s = pull.stats.ended_at - started
 
-    async def _follow(
-        self, pull: Pull, host: HostWeights, itinerary: Itinerary, held: Manifest | None, trainer: WeightsSource
-    ) -> None:
-        """Step by step, the shards of a step side by side."""
-        manifest = itinerary.manifest
-        steps: list[tuple[int, int | None]] = [(step.policy_version, step.base_version) for step in itinerary.steps]
-        if not steps or held is None:
-            steps = [(pull.version, None)]
-        touched: set[int] = set()
-        relayed: set[int] = set()
-        for version, base in steps:
-            keys = [PayloadKey(version, base, shard) for shard in range(len(manifest.shards))]
+    def _host_of(self, manifest: Manifest, address: str) -> HostWeights:
+        """Return the copy, with room for the manifest's tensors. Raises WeightsError when it is another model's."""
+        version = manifest.policy_version
+        if self.host is not None and self.host.layout.layout != manifest.layout:
+            if self.host.has_held:
+                raise WeightsError(f"{address}: version {version} is of another model than the versions before it")
+            self.host.close()  # nobody reads it: it was made for a version that never came
+            self.host = None
+        if self.host is None:
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for key in keys:
-                        tasks.create_task(ShardPull(self, pull, host, trainer, key, held, touched, relayed).run())
-            except ExceptionGroup as group:
-                raise group.exceptions[0] from None
+                self.host = HostWeights(manifest, self._folder)
+            except WeightsError as error:
+                raise WeightsError(f"{address}: {error}") from error
+        return self.host

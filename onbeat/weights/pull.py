@@ -1,7 +1,7 @@
-"""One move of a host's weights to a version, as those see it who wait for it, and what it needs of a source.
+"""A pull of a version to a host, as those see it who wait for it.
 
-    mover.py        manifest -> the way there, step by step -> settled; one pull at a time
-    shard_pull.py   locate -> receive and apply -> verify, tensor by tensor
+    mover.py   manifest -> move -> settled; tries again until the deadline; one pull at a time
+    move.py    one try: step by step; locate -> receive and apply -> verify, tensor by tensor
 
 A tensor is final when its digest is the manifest's, or, where every byte came from the trainer that also sent the
 manifest, its checksum: engines may read it from then on. A version is held when all are.
@@ -9,26 +9,11 @@ manifest, its checksum: engines may read it from then on. A version is held when
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Itinerary, ModelDescription, Peer, Source
 from onbeat.weights.framing import Manifest
-from onbeat.weights.payload import PayloadKey, Plan
-
-
-class WeightsSource(Protocol):
-    """What a pull needs of `WeightsClient`."""
-
-    async def describe(self) -> ModelDescription: ...
-    async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary: ...
-    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> Source: ...
-    async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None: ...
-    def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]: ...
-    def watch(self) -> AsyncIterator[int]: ...
-    async def close(self) -> None: ...
 
 
 class WrongBytes(WeightsError):

@@ -5,7 +5,7 @@ and halve the speed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -89,10 +89,34 @@ def service_handler(servicer: object) -> grpc.GenericRpcHandler:
         read = message_factory.GetMessageClass(method.input_type).FromString
         write = message_factory.GetMessageClass(method.output_type).SerializeToString
         create: Any = grpc.unary_unary_rpc_method_handler
+        serve = answering(getattr(servicer, method.name), read)
         if method.server_streaming:
-            create = grpc.unary_stream_rpc_method_handler
-        methods[method.name] = create(getattr(servicer, method.name), read, None if method.name == "Pull" else write)
+            create, serve = grpc.unary_stream_rpc_method_handler, streaming(getattr(servicer, method.name), read)
+        methods[method.name] = create(serve, None, None if method.name == "Pull" else write)
     return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+def answering(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
+    async def serve(data: bytes, context: Any) -> Any:
+        return await method(await parse(data, read, context), context)
+
+    return serve
+
+
+def streaming(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
+    async def serve(data: bytes, context: Any) -> AsyncIterator[Any]:
+        async for message in method(await parse(data, read, context), context):
+            yield message
+
+    return serve
+
+
+async def parse(data: bytes, read: Callable[[bytes], Any], context: Any) -> Any:
+    """Return the request; one that cannot be read is the caller's fault, and no traceback in our log."""
+    try:
+        return read(data)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
 
 
 def pull_stub(channel: grpc.aio.Channel) -> Callable[..., Any]:

@@ -7,12 +7,12 @@ has read it. The trainer's address is in the job; it is read again before every 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from onbeat.errors import WeightsError
 from onbeat.weights.mover import WeightsMover
-from onbeat.weights.pull import Pull, WeightsSource
+from onbeat.weights.pull import Pull
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +27,10 @@ class VersionGone(WeightsError):
 
 
 class WeightsPuller:
-    """`find_address` reads the job; what it raises (the job is gone, Redis is down) ends `follow`."""
+    """The mover's `find_trainer` reads the job; what it raises (the job is gone, Redis is down) ends `follow`."""
 
-    def __init__(
-        self,
-        mover: WeightsMover,
-        connect: Callable[[str], WeightsSource],
-        find_address: Callable[[], Awaitable[str]],
-    ) -> None:
+    def __init__(self, mover: WeightsMover) -> None:
         self.mover = mover
-        self._connect, self._find_address = connect, find_address
         self._current: Pull | None = None  # what the copy holds, or moves to
         self._read: Pull | None = None  # the one whose result the engine has read
         self._is_being_read = False
@@ -82,7 +76,7 @@ class WeightsPuller:
         """Watch for versions and pull each newer one, for ever; every change of the link is one line in the log."""
         delay_s = FIRST_RETRY_S
         while True:
-            address = await self._find_address()
+            address = await self.mover.find_trainer()
             try:
                 await self._watch(address)
                 reason = "it has moved"
@@ -112,7 +106,7 @@ class WeightsPuller:
 
     async def _watch(self, address: str) -> None:
         """Until the server is silent at first or gone (WeightsError), or the job names another address."""
-        source = self._connect(address)
+        source = self.mover.connections.connect(address)
         versions = source.watch()
         upcoming: asyncio.Future[int | None] | None = None
         try:
@@ -126,7 +120,7 @@ class WeightsPuller:
                     upcoming, has_answered = None, True
                 elif not has_answered and time.monotonic() - started > FIRST_ANSWER_S:
                     raise WeightsError(f"no answer for {FIRST_ANSWER_S:.0f} s")
-                elif await self._find_address() != address:
+                elif await self.mover.find_trainer() != address:
                     return
         finally:
             if upcoming is not None:

@@ -1,8 +1,8 @@
 """vLLM plug-in: loads tensors of a policy's safetensors file into the model inside a vLLM worker process.
 
 It is reached only through the `vllm.general_plugins` entry point, because workers are separate processes. The file is
-checked before it gets here (weight_file); what is done here is the loading, and the repair of tied output heads.
-It also ends vLLM's processes when ours is killed.
+checked before it gets here (weight_file); what is done here is the loading, and the repair of what vLLM packs on a CPU:
+tied output heads and experts. It also ends vLLM's processes when ours is killed.
 """
 
 import logging
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetensors import safe_open
+from vllm import ModelRegistry
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,7 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
+from onbeat.local.malloc import give_back_freed
 from services.rollout import vllm_kernels
 
 BACKEND = "onbeat_safetensors"
@@ -54,6 +57,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
     supports_draft_weight_update = False
     _file: tuple[str, Any] | None = None  # path and open file of an update that has touched layers
+    _has_given_back = False
+    _expert_kernels: dict[Any, Any]  # by vLLM's method of the layer, while an update may replace them
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -72,6 +77,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._file is None:
             file = safe_open(weights_file, framework="pt")
             initialize_layerwise_reload(self.model)
+            self._expert_kernels = self._take_expert_kernels()
             self._file = (weights_file, file)
         path, file = self._file
         if path != weights_file:
@@ -82,9 +88,27 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._file is None:
             return
         finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._expert_kernels.items():
+            if method.moe_kernel is None:  # the weights of these experts did not arrive, so they are packed as before
+                method.moe_kernel = kernel
         if self.model_config.hf_text_config.tie_word_embeddings:
             self._share_packed_embedding()
         self._file = None
+        if not self._has_given_back:  # what vLLM took to start, for importing, loading and profiling
+            give_back_freed()
+            self._has_given_back = True
+
+    def _take_expert_kernels(self) -> dict[Any, Any]:
+        """Take the kernels away and return them. On the CPU vLLM packs experts' weights when it makes their kernel,
+        and it makes one only where there is none. Elsewhere nothing is packed, and a captured graph needs its kernel.
+        """
+        if not current_platform.is_cpu():
+            return {}
+        methods = {module.quant_method for module in self.model.modules() if hasattr(module, "quant_method")}
+        kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None) is not None}
+        for method in kernels:
+            method.moe_kernel = None
+        return kernels
 
     def _share_packed_embedding(self) -> None:
         """On the CPU a layer computes with a packed copy of its weight, made when its weight is loaded. A tied head's
@@ -106,6 +130,7 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
+    ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.vllm_mixtral:MixtralForCausalLM")
     vllm_kernels.register()
     # It warns at every load of layers that a checkpoint never holds (rotary tables, tied heads).
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

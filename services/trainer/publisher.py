@@ -60,6 +60,11 @@ class Publisher:
             if version == self.state.published_version:
                 self._publish(held[version])
 
+    def wait_for_reader(self) -> None:
+        """Return when no checkpoint reads what the next step changes."""
+        self._link.doing = "waiting until the last checkpoint has read the optimizer's state"
+        self._checkpoints.wait_until_read()
+
     def begin(self) -> Written | None:
         """The iteration's last step begins: whom to tell which parameters have been moved, so that they are copied and
         encoded while others are moved. None where the published weights are not the parameters themselves (LoRA)."""

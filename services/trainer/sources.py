@@ -4,7 +4,7 @@
                                         `-> rollout-3    on the machine of rollout-1: any number
 
 A puller becomes a source as soon as it has asked, because a relay passes on what it is still receiving. The nearest is
-chosen: the same machine (whole copies are read through memory there), then the same zone, then the least deep.
+chosen: the same machine, then the same zone, then the least deep.
 """
 
 import ipaddress
@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from onbeat.weights.client import Peer, Source
+from onbeat.weights.client import Peer
 from onbeat.weights.payload import PayloadKey
 
 SLOT_S = 600.0  # a puller that never says that it has finished holds its source's slot for so long
@@ -29,7 +29,6 @@ class Holder:
 
     peer: Peer
     keys: set[PayloadKey] = field(default_factory=set)
-    whole: set[PayloadKey] = field(default_factory=set)  # of them those that are all there and in full
     policy_version: int = 0  # of its keys
     heard_at: float = 0.0
     is_suspect: bool = False  # a puller said that it did not deliver; until it is heard of again
@@ -56,14 +55,11 @@ class Sources:
     def num_shards(self) -> int:
         return len(self._roots)
 
-    def locate(self, key: PayloadKey, puller: Peer, failed: set[str]) -> Source:
-        """Where `puller` is to get the payload: never whom it feeds itself, and of `failed` at most the trainer."""
+    def locate(self, key: PayloadKey, puller: Peer, failed: set[str]) -> str:
+        """Return the address that `puller` is to get the payload from: never one that it feeds itself, and of `failed`
+        at most the trainer's."""
         self._slots.pop((puller.worker_id, key.shard), None)
         self._hear(puller, key, failed)
-        for holder in self._holders.values():
-            if self._is_readable(holder, key, puller, failed):
-                self._holders[puller.worker_id].keys.discard(key)  # it gets the bytes, but not as this payload
-                return Source(holder.peer.address, holder.peer.shared_path)
         fed = self._fed_by(puller.worker_id, key.shard)
         candidates = [
             worker_id
@@ -83,7 +79,7 @@ class Sources:
         else:
             chosen = min([*candidates, ROOT], key=lambda worker_id: loads[worker_id])
         self._slots[puller.worker_id, key.shard] = Slot(key, chosen, time.monotonic() + SLOT_S)
-        return Source(self._peer(chosen, key.shard).address)
+        return self._peer(chosen, key.shard).address
 
     def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
         """`is_complete`: it holds this shard of the version in full."""
@@ -94,9 +90,7 @@ class Sources:
         if holder is None or holder.policy_version != key.policy_version or (slot is not None and slot.key != key):
             return
         if is_complete:
-            in_full = replace(key, base_version=None)
-            holder.keys.add(in_full)
-            holder.whole.add(in_full)
+            holder.keys.add(replace(key, base_version=None))
         else:
             holder.keys.discard(key)
 
@@ -116,21 +110,10 @@ class Sources:
         for worker_id in [worker_id for worker_id, other in self._holders.items() if other.heard_at < now - FORGET_S]:
             self.forget(worker_id)
         kept = {held for held in holder.keys if held.policy_version == key.policy_version and held.shard != key.shard}
-        holder.keys, holder.whole = kept | {key}, holder.whole & kept
+        holder.keys = kept | {key}
         for other in self._holders.values():
             if other.peer.address in failed and other is not holder:
                 other.is_suspect = True
-
-    def _is_readable(self, holder: Holder, key: PayloadKey, puller: Peer, failed: set[str]) -> bool:
-        peer = holder.peer
-        return (
-            bool(peer.shared_path)
-            and peer.shared_space == puller.shared_space
-            and replace(key, base_version=None) in holder.whole
-            and not holder.is_suspect
-            and peer.worker_id != puller.worker_id
-            and peer.address not in failed
-        )
 
     def _may_feed(self, holder: Holder, key: PayloadKey, puller: Peer, failed: set[str]) -> bool:
         address = holder.peer.address

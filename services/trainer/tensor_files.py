@@ -1,6 +1,6 @@
-"""Named tensors in safetensors files: whole ones, or the rows that each rank holds, in a file per rank.
+"""Named tensors in safetensors files: a model's weights, or the rows that each rank holds, in a file per rank.
 
-The files are those of torch.distributed.checkpoint's Hugging Face storage (a row offset per tensor in the header), and
+The latter are those of torch.distributed.checkpoint's Hugging Face storage (a row offset per tensor in the header), and
 are read by it: each reader takes the rows that it needs out of all files, so any number of ranks can read what any
 other number wrote. They are not written by it: `dcp.save` sends pickled plans between the ranks.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -20,13 +21,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class HostShards:
-    """A rank's part of some tensors, copied to the host: nobody changes it while it is written."""
+    """A rank's part of some tensors, on the host. Those of a CPU are no copies: nobody may change them meanwhile."""
 
     tensors: Tensors
     offsets: dict[str, list[int]]  # of the part's first element in the whole tensor, by dimension
 
     @classmethod
-    def copy_of(cls, tensors: Mapping[str, torch.Tensor], is_main: bool) -> "HostShards":
+    def of(cls, tensors: Mapping[str, torch.Tensor], is_main: bool) -> "HostShards":
         """Sharded tensors: this rank's rows. Replicated ones: all on the main rank, nothing elsewhere."""
         parts, offsets = {}, {}
         for name, tensor in tensors.items():
@@ -37,13 +38,43 @@ class HostShards:
             else:
                 continue
             if part.numel() > 0:
-                parts[name], offsets[name] = part.detach().to("cpu", copy=True).contiguous(), start
+                parts[name], offsets[name] = part.detach().to("cpu").contiguous(), start
         return cls(parts, offsets)
 
     def write(self, path: Path) -> None:
         info = {name: {"saved_offsets": offset} for name, offset in self.offsets.items()}
         metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
         save_file(self.tensors, path, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The tensors of a Hugging Face model's safetensors files, by name."""
+
+    files: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def find(cls, source: str) -> "StoredWeights":
+        """Open what `from_pretrained` would read. Raises OSError or SafetensorError where that is no such file."""
+        from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+        from transformers.utils.hub import get_checkpoint_shard_files
+
+        try:
+            paths = [cached_file(source, SAFE_WEIGHTS_NAME)]
+        except OSError:  # there is none, but perhaps several with an index
+            paths, _ = get_checkpoint_shard_files(source, cached_file(source, SAFE_WEIGHTS_INDEX_NAME))
+        files, shapes = {}, {}
+        for path in paths:
+            with safe_open(path, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118  not a mapping
+                    files[name], shapes[name] = path, tuple(stored.get_slice(name).get_shape())
+        return cls(files, shapes)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor on the host; the file is mapped, and only pages that are used are read."""
+        with safe_open(self.files[name], framework="pt") as stored:
+            return stored.get_tensor(name)
 
 
 def shard_offset(tensor: DTensor) -> list[int]:

@@ -73,8 +73,8 @@ class WeightServer(PayloadServer):
         if key.shard >= self.sources.num_shards or not puller.worker_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"nobody here serves {key} to {puller.worker_id!r}")
         peer = Peer(**{name: getattr(puller, name) for name in Peer.__dataclass_fields__})
-        source = self.sources.locate(key, peer, set(request.failed_addresses))
-        return weights_pb2.LocateResponse(address=source.address, shared_path=source.shared_path)
+        address = self.sources.locate(key, peer, set(request.failed_addresses))
+        return weights_pb2.LocateResponse(address=address)
 
     async def Finish(self, request, context):
         await self._check_job(request, context)

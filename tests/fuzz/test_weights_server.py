@@ -79,8 +79,6 @@ PEERS = st.builds(
     address=TEXTS,
     host_id=TEXTS,
     zone=TEXTS,
-    shared_path=TEXTS,
-    shared_space=TEXTS,
 )
 JOBS = st.sampled_from([JOB, JOB, JOB, "", "other", "\0"])
 REQUESTS = st.one_of(

@@ -3,7 +3,6 @@
 import asyncio
 import datetime
 import ipaddress
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +16,8 @@ from cryptography.x509.oid import NameOID
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import host as host_module
+from onbeat.weights import move
 from onbeat.weights import server as server_module
-from onbeat.weights import shard_pull
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.framing import Manifest
 from onbeat.weights.host import full_plan
@@ -104,18 +103,18 @@ async def test_the_trainer_sends_as_many_copies_as_egress_says_to_six_hosts_at_o
             tensors = stepped(tensors, version)
 
 
-async def test_one_copy_comes_to_a_machine_and_is_read_there_by_the_others(plane):
+async def test_one_copy_comes_to_a_machine_and_is_passed_on_there(plane):
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
-    rollouts = [await plane.join(f"r{number}", host="mine", is_sharing=True) for number in range(4)]
+    rollouts = [await plane.join(f"r{number}", host="mine") for number in range(4)]
     pulls = [await rollout.pull(0) for rollout in rollouts]
     assert plane.trainer.server.num_bytes_sent == size_of(tensors)
-    assert [pull.stats.received_bytes for pull in pulls] == [size_of(tensors), 0, 0, 0]
-    assert [rollout.server.num_bytes_sent for rollout in rollouts] == [0] * 4
+    addresses = [rollout.mover.address for rollout in rollouts]
+    assert all(pull.stats.sources[0] in addresses for pull in pulls[1:])
 
 
 async def test_processes_of_a_machine_that_pull_at_once_take_one_copy_from_the_trainer(plane):
-    rollouts = [await plane.join(f"r{number}", host="mine", is_sharing=True) for number in range(4)]
+    rollouts = [await plane.join(f"r{number}", host="mine") for number in range(4)]
     tensors = weights(0)
     for version in range(3):
         sent = plane.trainer.server.num_bytes_sent
@@ -144,103 +143,6 @@ async def test_who_came_by_the_whole_passes_on_the_delta_path_too(plane):
     new = [await plane.join(f"new-{number}") for number in range(2)]
     pulls = await asyncio.gather(*(rollout.pull(2) for rollout in [*old, *new]))
     assert [fault for pull in pulls for fault in pull.stats.faults] == []
-
-
-# ---- reading the copy of another process -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_reads(monkeypatch):
-    monkeypatch.setattr(shard_pull, "SHARED_CHUNK_BYTES", 4096)
-
-
-@pytest.mark.parametrize("is_base_held", [True, False])
-async def test_a_copy_that_moves_while_it_is_read_gives_no_wrong_tensor(is_base_held, plane, small_reads, tmp_path):
-    """The first tensor was read in time and is final: what comes then from the trainer must not touch it again."""
-    tensors = {name: weights(0)[name] for name in ("half", "big", "small")}
-    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
-    await plane.trainer.publish(0, tensors)
-    if is_base_held:
-        await reader.pull(0)
-    await plane.trainer.publish(1, stepped(tensors, 1))
-    await parent.pull(1)
-    share_file(plane, "parent", tmp_path / "moved", num_right_bytes=tensors["half"].nbytes + 999)
-    pull = await reader.pull(1)
-    assert [("big of version 1 does not match its digest" in fault) for fault in pull.stats.faults] == [True]
-    assert pull.stats.sources == [plane.trainer.address]
-
-
-def share_file(plane, worker_id, path, num_right_bytes, num_other_bytes=1_000_000):
-    """From now on this worker's copy is read as a file that is right up to there."""
-    holder = plane.trainer.server.sources._holders[worker_id]
-    with open(holder.peer.shared_path, "rb") as file:
-        header_size = int.from_bytes(file.read(8), "little") + 8
-        file.seek(0)
-        path.write_bytes(file.read(header_size + num_right_bytes) + bytes(num_other_bytes))
-    holder.peer = replace(holder.peer, shared_path=str(path))
-
-
-async def test_a_copy_that_is_cut_off_while_it_is_read_is_completed_elsewhere(plane, small_reads, tmp_path):
-    tensors = weights(0)
-    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
-    await plane.trainer.publish(0, tensors)
-    await parent.pull(0)
-    share_file(plane, "parent", tmp_path / "cut", size_of(tensors) // 2, num_other_bytes=0)
-    pull = await reader.pull(0)
-    assert "is too short" in pull.stats.faults[0]
-    assert 0 < pull.stats.received_bytes < size_of(tensors) * 0.6
-
-
-async def test_a_copy_whose_process_is_gone_is_no_obstacle(plane):
-    await plane.trainer.publish(0, weights(0))
-    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
-    await parent.pull(0)
-    await parent.leave()
-    pull = await reader.pull(0)
-    assert len(pull.stats.faults) == 1
-    assert pull.stats.sources == [plane.trainer.address]
-
-
-async def test_a_delta_is_still_used_when_the_copy_on_the_machine_cannot_be_opened(plane):
-    tensors = weights(0)
-    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
-    await plane.trainer.publish(0, tensors)
-    await reader.pull(0)
-    await plane.trainer.publish(1, stepped(tensors, 1))
-    await parent.pull(1)
-    await parent.leave()
-    pull = await reader.pull(1)
-    assert len(pull.stats.faults) == 1
-    assert 0 < pull.stats.received_bytes < size_of(tensors) / 10
-
-
-async def test_what_a_path_holds_is_looked_at_before_it_is_believed(plane, tmp_path):
-    tensors = weights(0)
-    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
-    await plane.trainer.publish(0, tensors)
-    await parent.pull(0)
-    share_file(plane, "parent", tmp_path / "other", num_right_bytes=0)
-    (tmp_path / "other").write_bytes(bytes(2 * size_of(tensors)))
-    pull = await reader.pull(0)
-    assert "holds another model" in pull.stats.faults[0]
-    assert pull.stats.received_bytes == size_of(tensors)
-
-
-@pytest.mark.parametrize("has_writer", [True, False])
-async def test_a_path_that_never_answers_holds_nobody_up(has_writer, plane, tmp_path):
-    """A pipe: to open it waits for a writer, and to read it for what that one writes."""
-    await plane.trainer.publish(0, weights(0))
-    parent, reader = [await plane.join(name, host="mine", is_sharing=True) for name in ("parent", "reader")]
-    await parent.pull(0)
-    os.mkfifo(tmp_path / "pipe")
-    holder = plane.trainer.server.sources._holders["parent"]
-    holder.peer = replace(holder.peer, shared_path=str(tmp_path / "pipe"))
-    writer = os.open(tmp_path / "pipe", os.O_RDWR) if has_writer else None
-    pull = await reader.pull(0)
-    assert "pipe holds another model" in pull.stats.faults[0]
-    assert pull.stats.sources == [plane.trainer.address]
-    if writer is not None:
-        os.close(writer)
 
 
 # ---- a peer that goes its own way ------------------------------------------------------------------------------------
@@ -299,7 +201,7 @@ async def test_a_relay_that_is_full_sends_its_children_elsewhere(plane, tmp_path
     relay, child = await plane.join("relay", zone="near"), await plane.join("child", zone="near")
     await relay.server.stop()
     relay.server._max_concurrent_calls = 1
-    relay.mover.address = f"127.0.0.1:{await relay.server.start('127.0.0.1', 0)}"
+    relay.mover.serve_at(f"127.0.0.1:{await relay.server.start('127.0.0.1', 0)}")
     await relay.pull(0)
     relay.server.faults = [Valve()]
     other = WeightsClient(relay.mover.address, JOB)
@@ -399,7 +301,7 @@ async def test_ten_broken_relays_do_not_keep_anybody_from_the_trainer(plane):
     for relay in relays:
         await relay.server.stop()
     pull = await (await plane.join("r0", zone="near")).pull(0)
-    assert len(pull.stats.faults) > shard_pull.MAX_SOURCES
+    assert len(pull.stats.faults) > move.MAX_SOURCES
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -465,28 +367,6 @@ async def test_a_shard_whose_connection_is_closed_by_the_others_failure_is_not_t
     pull = await child.pull(0)
     assert len(pull.stats.faults) == 2
     assert {key.shard for key, _ in sharded.trainer.server.pulled} == {0, 1}
-
-
-async def test_what_is_whole_of_one_shard_only_is_not_read_as_if_it_were_of_both(sharded):
-    tensors = weights(0)
-    await publish_in_two_shards(sharded.trainer, 0, tensors)
-    valve = Valve(0)
-
-    async def hold_the_second(messages, key):
-        async for message in valve(messages, key) if key.shard == 1 else messages:
-            yield message
-
-    sharded.trainer.server.faults = [hold_the_second, hold_the_second]
-    first, second = [await sharded.join(name, host="mine", is_sharing=True) for name in ("first", "second")]
-    pulls = [first.start(0)]
-    await until(lambda: 0 in pulls[0].final)
-    pulls.append(second.start(0))
-    await until(lambda: 0 in pulls[1].final)
-    valve.is_open.set()
-    for rollout, pull in zip((first, second), pulls, strict=True):
-        await rollout.see_through(pull)
-        assert pull.stats.faults == []
-    assert pulls[1].stats.received_bytes == size_of(tensors) - tensors["big"].nbytes
 
 
 async def test_a_trainer_that_comes_back_with_another_number_of_shards_is_followed_on(plane):

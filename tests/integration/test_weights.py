@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,11 +19,11 @@ from xxhash import xxh3_128_digest
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import server as server_module
-from onbeat.weights import shard_pull
 from onbeat.weights.client import WeightsClient
+from onbeat.weights.move import Move
 from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import data_message, plan_message, read_message
+from onbeat.weights.wire import SERVICE, data_message, plan_message, read_message
 from services.trainer.weight_server import WeightServer
 from services.trainer.weight_store import WeightStore, take_snapshot
 from tests.weight_plane import JOB, MIB, Plane, bits, hosts_apart, stepped, until, weights
@@ -266,7 +268,7 @@ class Life:
 
     async def join(self, number):
         name = f"rollout-{self.num_done}"
-        place = {"host": f"host-{number % 3}", "is_sharing": number % 2 == 0, "is_relay": number != 7}
+        place = {"host": f"host-{number % 3}", "is_relay": number != 7}
         self.rollouts.append(await self.plane.join(name, **place))
 
     async def pull(self, number):
@@ -586,47 +588,16 @@ async def test_no_tensor_is_called_final_that_a_later_source_spoils_while_it_is_
     faults = (without_the_end, edited(with_plan(reversed)), wrong_then_silent)
     for peer, fault in zip(peers, faults, strict=True):
         peer.server.faults = [fault]
-    rollout, check = await plane.join("r0", zone="near"), shard_pull.ShardPull._check
+    rollout, check = await plane.join("r0", zone="near"), Move._check
 
-    def check_slowly(self, index):
-        check(self, index)
+    def check_slowly(self, *args):
+        check(self, *args)
         time.sleep(0.1)
 
-    monkeypatch.setattr(shard_pull.ShardPull, "_check", check_slowly)
+    monkeypatch.setattr(Move, "_check", check_slowly)
     pull = await rollout.pull(0)
     assert [peer.server.faults for peer in peers] == [[]] * 3
     assert pull.stats.sources == [plane.trainer.address]
-
-
-async def test_a_delta_is_not_applied_any_more_to_what_has_come_in_full(plane, small_messages, monkeypatch):
-    """Its source breaks while it is being applied; meanwhile the whole version can be read on this machine."""
-    reader = await plane.join("reader", host="mine", is_sharing=True, is_relay=False)
-    other = await plane.join("other", host="mine", is_sharing=True)
-    await plane.trainer.publish(0, weights(0))
-    for rollout in (reader, other):
-        await rollout.pull(0)
-    await plane.trainer.publish(1, stepped(weights(0), 1, share=0.3))
-    applied, apply = list[bool](), shard_pull.delta.apply
-
-    def apply_slowly(*args):
-        time.sleep(0.3)
-        applied.append(pull.is_over)
-        apply(*args)
-
-    async def break_when_the_other_has_it(messages, key):
-        await other.pull(1)
-        monkeypatch.setattr(shard_pull.delta, "apply", apply_slowly)
-        async for message in edited(lambda messages, key: messages[:-1])(messages, key):
-            yield message
-        raise RuntimeError("the source breaks, as it was asked to")
-
-    plane.trainer.server.faults = [break_when_the_other_has_it]
-    pull = reader.start(1)
-    await reader.see_through(pull)
-    await until(lambda: bool(applied))
-    assert not any(applied)
-    assert pull.stats.sources == [other.mover.address]
-    reader.assert_holds(1)
 
 
 async def test_what_is_final_is_not_written_again_whatever_the_next_source_sends(plane, small_messages):
@@ -875,3 +846,18 @@ async def test_a_trainer_that_stays_full_is_an_error_in_time(tmp_path):
             await (await plane.join("r0")).pull(0, deadline_s=0.2)
         await watch.aclose()
         await watcher.close()
+
+
+async def test_request_that_is_no_message_is_refused_without_a_traceback(plane, caplog):
+    await plane.trainer.publish(0, weights(0))
+    async with grpc.aio.insecure_channel(plane.trainer.address) as channel:
+        for method in ("Describe", "GetManifest"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/{SERVICE}/{method}")(b"\xff" * 20, timeout=20)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        for method in ("Pull", "Watch"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in channel.unary_stream(f"/{SERVICE}/{method}")(b"\xff" * 20, timeout=20):
+                    pass
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not [record for record in caplog.records if record.exc_info]

@@ -8,9 +8,16 @@ ROOT = Path(__file__).parents[2]
 PROCESS_METRICS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 
 
+def lines_of(name: str) -> list[str]:
+    return (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
+
+
 def pins(name: str) -> dict[str, str]:
-    lines = (ROOT / "requirements" / f"{name}.lock").read_text().split()
-    return dict(line.split("==") for line in lines)
+    return dict(line.partition(";")[0].strip().split("==") for line in lines_of(name))
+
+
+def test_packages_of_one_processor_are_installed_on_it_alone():
+    assert [line for line in lines_of("cpu") if line.startswith("intel-") and "'x86_64'" not in line] == []
 
 
 def test_broker_image_has_the_versions_that_are_tested_and_no_engine():

@@ -12,9 +12,9 @@ from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
-from onbeat.weights.client import Itinerary, Peer, Source, Step
+from onbeat.weights.client import Itinerary, Peer, Step
 from onbeat.weights.framing import DTYPE_BYTES, Manifest
-from onbeat.weights.host import full_plan, safetensors_header
+from onbeat.weights.host import full_plan
 from onbeat.weights.mover import WeightsMover
 from onbeat.weights.payload import PayloadKey
 from services.trainer.weight_store import take_snapshot
@@ -61,7 +61,6 @@ class Sent:
     address: str
     content: bytes
     end: int = SIZE
-    shared_path: str = ""
 
 
 @dataclass
@@ -93,7 +92,7 @@ class At:
         if not self.network.sources[key]:
             raise WeightsError("no source is left")
         sent = self.network.now[key] = self.network.sources[key].pop(0)
-        return Source(sent.address, sent.shared_path)
+        return sent.address
 
     async def pull(self, key, offset_bytes=0):
         sent = self.network.now[key]
@@ -211,14 +210,6 @@ async def test_after_a_relay_the_trainers_bytes_are_checked_with_the_digest_too(
     held, pull = await pulled(in_full(Sent(RELAY, FORGED), Sent(TRAINER, FORGED), Sent(PEER, TRUE)))
     assert held == TRUE
     assert ["does not match its digest" in fault for fault in pull.stats.faults] == [True, True]
-
-
-async def test_what_is_read_from_another_process_is_not_the_trainers_whatever_address_it_names(pulled, tmp_path):
-    path = tmp_path / "neighbour"
-    path.write_bytes(safetensors_header(SNAPSHOT.manifest) + FORGED)
-    held, pull = await pulled(in_full(Sent(TRAINER, FORGED, shared_path=str(path)), Sent(PEER, TRUE)))
-    assert held == TRUE
-    assert "a of version 1 does not match its digest" in pull.stats.faults[0]
 
 
 @pytest.mark.parametrize("forged", ["a", "b"])

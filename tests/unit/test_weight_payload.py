@@ -166,8 +166,9 @@ async def test_the_copy_is_a_safetensors_file_that_others_can_open(host):
         "d": (1,),
     }
     assert tensors["c"].flatten().tolist() == [0, 1, 2, 3]
-    assert len(host.header) % 8 == 0
-    assert safetensors_header(LAYOUT) == host.header
+    header = safetensors_header(LAYOUT)
+    assert len(header) % 8 == 0
+    assert host.path.read_bytes().startswith(header)
 
 
 async def test_a_version_is_held_from_settle_to_begin_and_can_be_pulled_meanwhile(host):

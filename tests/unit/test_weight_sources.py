@@ -16,15 +16,13 @@ FULL = PayloadKey(1)
 DELTA = PayloadKey(1, 0)
 
 
-def peer(number, host="", zone="", shared=False, address=None):
+def peer(number, host="", zone="", address=None):
     """On a host of its own unless it is named."""
     return Peer(
         f"r{number}",
         f"10.0.1.{number}:50052" if address is None else address,
         host or f"host of {number}",
         zone,
-        f"/proc/{number}/fd/9" if shared else "",
-        "space" if shared else "",
     )
 
 
@@ -34,7 +32,7 @@ def create_sources(egress=1, fanout=1, num_shards=1):
 
 
 def located(sources, puller, key=FULL, failed=()):
-    return sources.locate(key, puller, set(failed)).address
+    return sources.locate(key, puller, set(failed))
 
 
 def completed(sources, puller, key=FULL):
@@ -96,37 +94,6 @@ def test_pullers_on_the_machine_of_their_source_take_no_place():
     assert located(sources, peer(6)) == first.address
 
 
-def test_a_whole_copy_on_the_same_machine_is_read_in_place_and_a_partial_one_is_pulled():
-    sources = create_sources()
-    first, second = peer(0, host="mine", shared=True), peer(1, host="mine", shared=True)
-    located(sources, first)
-    assert sources.locate(FULL, second, set()).shared_path == ""
-    sources.finish(FULL, first.worker_id, is_complete=True)
-    source = sources.locate(FULL, second, set())
-    assert (source.address, source.shared_path) == (first.address, first.shared_path)
-    assert sources.locate(DELTA, second, set()).shared_path == first.shared_path
-
-
-@pytest.mark.parametrize(
-    "other",
-    [Peer("other", "10.0.1.9:1", "mine", "", "/proc/9/fd/1", "other space"), Peer("other", "10.0.1.9:1", "mine")],
-)
-def test_a_path_is_only_told_to_those_for_whom_it_means_the_same(other):
-    sources = create_sources()
-    completed(sources, peer(0, host="mine", shared=True))
-    assert sources.locate(FULL, other, set()).shared_path == ""
-
-
-def test_who_read_the_whole_copy_does_not_pass_on_the_delta_but_the_whole():
-    """Sent there for the delta, a puller would be turned away."""
-    sources = create_sources(egress=1)
-    completed(sources, peer(0, host="mine", shared=True), DELTA)
-    reader = peer(1, host="mine", zone="near", shared=True)
-    completed(sources, reader, DELTA)
-    assert located(sources, peer(2, zone="near"), DELTA) != reader.address
-    assert located(sources, peer(3, zone="near"), FULL) == reader.address
-
-
 def test_who_pulls_a_delta_passes_on_the_delta_and_afterwards_the_whole_as_well():
     sources = create_sources()
     holder = peer(0, zone="near")
@@ -173,26 +140,14 @@ def test_a_finish_that_is_heard_late_frees_no_new_place(late, wanted, is_complet
 
 @pytest.mark.parametrize(("late", "wanted"), [(FULL, NEXT), (FULL, PayloadKey(2)), (DELTA, NEXT), (DELTA, FULL)])
 def test_a_finish_that_is_heard_late_makes_nobody_a_source_of_what_it_has_no_more(late, wanted):
-    """Its copy is being written over: neither is it to be read in place, nor does it have the old payload."""
+    """Its copy is being written over: it does not have the old payload any more."""
     sources = create_sources(egress=9, fanout=9)
-    mover = peer(0, host="mine", zone="near", shared=True)
+    mover = peer(0, zone="near")
     located(sources, mover, late)
     located(sources, mover, wanted)
     sources.finish(late, mover.worker_id, is_complete=True)
     for key in {FULL, DELTA, late} - {wanted}:
         assert located(sources, peer(1, zone="near"), key) == TRAINER
-    for key in (late, wanted):
-        assert sources.locate(key, peer(2, host="mine", shared=True), set()).shared_path == ""
-
-
-def test_a_shard_is_whole_before_the_version_is():
-    sources = create_sources(num_shards=2)
-    holder, shards = peer(0, host="mine", shared=True), [PayloadKey(1, None, 0), PayloadKey(1, None, 1)]
-    for shard, key in enumerate(shards):
-        assert located(sources, holder, key) == f"10.0.0.{1 + shard}:50051"
-    sources.finish(shards[0], holder.worker_id, is_complete=True)
-    paths = [sources.locate(key, peer(1, host="mine", shared=True), set()).shared_path for key in shards]
-    assert paths == [holder.shared_path, ""]
 
 
 def test_places_are_counted_for_each_shard():
@@ -205,11 +160,10 @@ def test_places_are_counted_for_each_shard():
 
 def test_who_did_not_deliver_is_avoided_by_all_until_it_is_heard_of():
     sources = create_sources(egress=9, fanout=9)
-    broken = peer(0, zone="near", host="mine", shared=True)
+    broken = peer(0, zone="near", host="mine")
     completed(sources, broken)
     assert located(sources, peer(1, zone="near"), failed=[broken.address]) == TRAINER
     assert located(sources, peer(2, zone="near")) != broken.address
-    assert sources.locate(FULL, peer(3, host="mine", shared=True), set()).shared_path == ""
     completed(sources, broken)
     assert located(sources, peer(4, zone="near", host="mine")) == broken.address
 
@@ -279,7 +233,7 @@ def test_512_pullers_are_placed_as_they_come_and_again_for_the_next_version(host
 # ---- any order of events ---------------------------------------------------------------------------------------------
 
 WORKERS = [
-    peer(number, host=f"h{number // 2}" if number < 6 else "", zone=("", "east", "west")[number % 3], shared=number < 4)
+    peer(number, host=f"h{number // 2}" if number < 6 else "", zone=("", "east", "west")[number % 3])
     for number in range(9)
 ]
 KEYS = [PayloadKey(1), PayloadKey(2), PayloadKey(2, 1), PayloadKey(2, 1, 1), PayloadKey(1, None, 1)]
@@ -322,16 +276,14 @@ def test_nobody_waits_for_itself_and_no_link_is_full_while_another_is_not(events
         sources._slots.pop((worker.worker_id, key.shard), None)  # what it holds now is free
         before = sources._loads(key.shard)
         source = sources.locate(key, worker, failed)
-        last[worker, key] = source.address
+        last[worker, key] = source
 
-        sender = addresses.get(source.address, ROOT)
+        sender = addresses.get(source, ROOT)
         assert sender != worker.worker_id
-        assert sender == ROOT or source.address not in failed
+        assert sender == ROOT or source not in failed
         for shard in range(2):
             for anybody in WORKERS:
                 assert anybody.worker_id not in chain(sources, anybody.worker_id, shard)
-        if source.shared_path:
-            continue
         assert chain(sources, worker.worker_id, key.shard)[0] == sender
         is_too_much = sources._loads(key.shard)[sender] > (egress if sender == ROOT else fanout)
         assert not is_too_much or before[ROOT] >= egress

@@ -334,8 +334,6 @@ class Peer(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
-    SHARED_PATH_FIELD_NUMBER: _builtins.int
-    SHARED_SPACE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """host:port of its own weights service; empty: it serves nobody"""
@@ -343,10 +341,6 @@ class Peer(_message.Message):
     """equal: the same machine; empty: unknown"""
     zone: _builtins.str
     """the operator's label of what is near; empty: unknown"""
-    shared_path: _builtins.str
-    """where processes of its shared space can read what it holds; empty: nowhere"""
-    shared_space: _builtins.str
-    """equal: paths below /proc mean the same there"""
     def __init__(
         self,
         *,
@@ -354,12 +348,10 @@ class Peer(_message.Message):
         address: _builtins.str = ...,
         host_id: _builtins.str = ...,
         zone: _builtins.str = ...,
-        shared_path: _builtins.str = ...,
-        shared_space: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_id", b"host_id", "shared_path", b"shared_path", "shared_space", b"shared_space", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_id", b"host_id", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,19 +362,15 @@ class LocateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADDRESS_FIELD_NUMBER: _builtins.int
-    SHARED_PATH_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    shared_path: _builtins.str
-    """not empty: the same machine, and all of it is there"""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
-        shared_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "shared_path", b"shared_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
