@@ -1,6 +1,6 @@
 """Train from Python: submit two jobs, follow them, look at curves and responses, compare.
 
-Needs a broker (`onbeat up`) and matplotlib (`pip install 'onbeat[plots]'`):
+Needs a broker (`onbeat up`) and matplotlib (`.venv/bin/pip install matplotlib`):
 
     python examples/sdk.py [num_iterations]
 """

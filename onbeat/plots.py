@@ -1,4 +1,4 @@
-"""Figures of runs, for notebooks and files. Needs matplotlib: the extra `onbeat[plots]`."""
+"""Figures of runs, for notebooks and files. Needs matplotlib."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("plots need matplotlib: pip install 'onbeat[plots]'") from error
+    raise ImportError("plots need matplotlib: pip install matplotlib") from error
 
 from onbeat.client import Series
 from onbeat.types import Timeline

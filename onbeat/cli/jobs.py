@@ -1,18 +1,18 @@
 """`onbeat jobs` and `onbeat workers`: everything that a broker is asked."""
 
-import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.options import ApiKey, AsJson, DataDir, Job, JobId, Overrides, Url, connect, make_console
+from onbeat.cli.options import ApiKey, AsJson, DataDir, Job, JobId, Overrides, Url, ask, make_console
 
 if TYPE_CHECKING:
-    from onbeat.types import JobRecord, Record
+    from onbeat.client import AsyncClient
+    from onbeat.types import JobRecord, Record, Sample
 
 INTERRUPTED = 130
 
@@ -34,11 +34,7 @@ def create(
 
     config = read_job_file(job, overrides or [])
 
-    async def call() -> str:
-        async with connect(url, api_key, data_dir) as client:
-            return (await client.jobs.create(config, idempotency_key)).id
-
-    job_id = asyncio.run(call())
+    job_id = ask(url, api_key, data_dir, lambda client: client.jobs.create(config, idempotency_key)).id
     typer.echo(job_id)
     if is_watched:
         watch(job_id, url, api_key, data_dir)
@@ -53,12 +49,8 @@ def list_jobs(
     data_dir: DataDir = None,
 ) -> None:
     """Jobs, newest first."""
-
-    async def call() -> "list[JobRecord]":
-        async with connect(url, api_key, data_dir) as client:
-            return await client.jobs.list(state=state.upper() if state else None)
-
-    jobs = asyncio.run(call())
+    wanted = state.upper() if state else None
+    jobs = ask(url, api_key, data_dir, lambda client: client.jobs.list(wanted))
     if as_json:
         print_json(jobs)
         return
@@ -72,33 +64,27 @@ def list_jobs(
 @app.command()
 def get(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
     """One job, as JSON."""
-
-    async def call() -> "JobRecord":
-        async with connect(url, api_key, data_dir) as client:
-            return await client.jobs.get(job_id)
-
-    print_json(asyncio.run(call()))
+    print_json(ask(url, api_key, data_dir, lambda client: client.jobs.get(job_id)))
 
 
 @app.command()
 def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
     """Follow a job until it is final; exit code 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
     from onbeat.local.run import terminations_as_interrupts
-    from onbeat.progress import follow
-    from onbeat.summary import print_summary
+    from onbeat.terminal.follow import follow
+    from onbeat.terminal.summary import print_summary
     from onbeat.types import JobState
 
     console = make_console()
 
-    async def call() -> JobState:
-        async with connect(url, api_key, data_dir) as client:
-            progress = await follow(client, job_id, console)
-            await print_summary(client, progress, console)
-            return progress.job.state
+    async def show(client: "AsyncClient") -> JobState:
+        progress = await follow(client, job_id, console)
+        await print_summary(client, progress, console)
+        return progress.job.state
 
     with terminations_as_interrupts():
         try:
-            state = asyncio.run(call())
+            state = ask(url, api_key, data_dir, show)
         except KeyboardInterrupt:
             typer.echo("not watching any more; the job goes on")
             typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")
@@ -129,23 +115,21 @@ def resume(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Dat
 def delete(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
     """Remove a job that is over, for good. Its checkpoints stay on the trainer's disk."""
 
-    async def call() -> str | None:
-        async with connect(url, api_key, data_dir) as client:
-            checkpoint = (await client.jobs.get(job_id)).checkpoint
-            await client.jobs.delete(job_id)
-            return checkpoint
+    async def remove(client: "AsyncClient") -> str | None:
+        checkpoint = (await client.jobs.get(job_id)).checkpoint
+        await client.jobs.delete(job_id)
+        return checkpoint
 
-    checkpoint = asyncio.run(call())
+    checkpoint = ask(url, api_key, data_dir, remove)
     typer.echo(f"{job_id} deleted" + (f"; its newest checkpoint is still at {checkpoint}" if checkpoint else ""))
 
 
 def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir: Path | None) -> None:
-    async def call() -> "JobRecord":
-        async with connect(url, api_key, data_dir) as client:
-            moves = {"cancel": client.jobs.cancel, "pause": client.jobs.pause, "resume": client.jobs.resume}
-            return await moves[verb](job_id)
+    def ask_for(client: "AsyncClient") -> "Awaitable[JobRecord]":
+        moves = {"cancel": client.jobs.cancel, "pause": client.jobs.pause, "resume": client.jobs.resume}
+        return moves[verb](job_id)
 
-    typer.echo(f"{job_id} {asyncio.run(call()).state.value}")
+    typer.echo(f"{job_id} {ask(url, api_key, data_dir, ask_for).state.value}")
 
 
 @app.command()
@@ -160,16 +144,14 @@ def samples(
     data_dir: DataDir = None,
 ) -> None:
     """Responses with their rewards, for humans to read."""
-    from onbeat.summary import print_examples
-    from onbeat.types import Sample
+    from onbeat.terminal.summary import print_examples
 
-    async def call() -> list[Sample]:
-        async with connect(url, api_key, data_dir) as client:
-            if evaluation is not None:
-                return (await client.jobs.evaluation_samples(job_id, evaluation))[:limit]
-            return await client.jobs.samples(job_id, iteration=iteration, limit=limit)
+    def ask_for(client: "AsyncClient") -> "Awaitable[Sequence[Sample]]":
+        if evaluation is not None:
+            return client.jobs.evaluation_samples(job_id, evaluation)
+        return client.jobs.samples(job_id, iteration=iteration, limit=limit)
 
-    found = asyncio.run(call())
+    found = ask(url, api_key, data_dir, ask_for)[:limit]
     if as_json:
         print_json(found)
     elif not found:
@@ -184,14 +166,9 @@ def evaluations(
     job_id: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
 ) -> None:
     """Scores on the held-out set."""
-    from onbeat.formatting import number
-    from onbeat.types import EvaluationRecord
+    from onbeat.terminal.formatting import number
 
-    async def call() -> list[EvaluationRecord]:
-        async with connect(url, api_key, data_dir) as client:
-            return await client.jobs.evaluations(job_id)
-
-    found = asyncio.run(call())
+    found = ask(url, api_key, data_dir, lambda client: client.jobs.evaluations(job_id))
     if as_json:
         print_json(found)
         return
@@ -221,16 +198,11 @@ def report(
     data_dir: DataDir = None,
 ) -> None:
     """The numbers of every iteration and their totals, as JSON."""
-    from onbeat.report import build_report, check_report_path, write_report
+    from onbeat.terminal.report import build_report, check_report_path, write_report
 
     if output is not None:
         check_report_path(output)
-
-    async def call() -> dict[str, Any]:
-        async with connect(url, api_key, data_dir) as client:
-            return await build_report(client, job_id)
-
-    built = asyncio.run(call())
+    built = ask(url, api_key, data_dir, lambda client: build_report(client, job_id))
     if output is None:
         typer.echo(json.dumps(built, indent=2))
     else:
@@ -245,14 +217,9 @@ def workers(
     data_dir: DataDir = None,
 ) -> None:
     """Rollout replicas and what they do."""
-    from onbeat.job_view import worker_line
-    from onbeat.types import WorkerRecord
+    from onbeat.terminal.job_view import worker_line
 
-    async def call() -> list[WorkerRecord]:
-        async with connect(url, api_key, data_dir) as client:
-            return await client.workers(pool)
-
-    found = asyncio.run(call())
+    found = ask(url, api_key, data_dir, lambda client: client.workers(pool))
     if as_json:
         print_json(found)
         return
@@ -272,9 +239,7 @@ def print_json(records: "Record | Sequence[Record]") -> None:
         typer.echo(json.dumps([record.model_dump(mode="json") for record in records], indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Plain columns: as good for `grep` and `awk` as for people."""
-    cells = [tuple(column.upper() for column in columns), *rows]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    for row in cells:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from onbeat.terminal.tables import Column, table_lines
+
+    typer.echo("\n".join(table_lines([Column(title) for title in titles], list(rows))))

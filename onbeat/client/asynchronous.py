@@ -1,24 +1,19 @@
 """`AsyncClient`: a broker, for code with an event loop."""
 
-from pathlib import Path
+from functools import cached_property
 
 from onbeat.client.jobs import AsyncJobs, parse_list
+from onbeat.client.notebook import Records
 from onbeat.client.transport import Transport
-from onbeat.types import Diagnosis, PoolStatus, Records, WorkerRecord
+from onbeat.types import Diagnosis, PoolStatus, WorkerRecord
 
 
 class AsyncClient(Transport):
     """An async REST client; use it as `async with AsyncClient(url) as client`."""
 
-    def __init__(
-        self,
-        base_url: str | None = None,
-        api_key: str | None = None,
-        timeout_s: float = 15.0,
-        ca_file: str | Path | None = None,
-    ) -> None:
-        super().__init__(base_url, api_key, timeout_s, ca_file)
-        self.jobs = AsyncJobs(self)
+    @cached_property
+    def jobs(self) -> AsyncJobs:
+        return AsyncJobs(self)
 
     def __repr__(self) -> str:
         return f"AsyncClient({self.base_url!r})"

@@ -6,14 +6,14 @@ import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from onbeat.client.asynchronous import AsyncClient
 from onbeat.client.jobs import AsyncJobs, Update
-from onbeat.types import Diagnosis, PoolStatus, Records, WorkerRecord
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Twin = TypeVar("Twin")
 
 
 class LoopThread:
@@ -65,14 +65,21 @@ async def cancel_others_and(last: Coroutine[Any, Any, None]) -> None:
     await last
 
 
-def jobs_face(
-    method: Callable[Concatenate[AsyncJobs, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate["Jobs", P], R]:
-    """The blocking twin of an AsyncJobs method, with its signature and docstring."""
+class Blocking(Generic[Twin]):
+    """The blocking form of an object whose methods are coroutines."""
+
+    def __init__(self, twin: Twin, thread: LoopThread) -> None:
+        self._twin, self._thread = twin, thread
+
+
+def blocking(
+    method: Callable[Concatenate[Twin, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Blocking[Twin], P], R]:
+    """Return the method's blocking form for `Blocking`, with its signature and docstring."""
 
     @functools.wraps(method)
-    def call(self: "Jobs", *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._thread.run(method(self._jobs, *args, **kwargs))
+    def call(self: Blocking[Twin], *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._thread.run(method(self._twin, *args, **kwargs))
 
     return call
 
@@ -82,36 +89,33 @@ async def next_of(updates: AsyncGenerator[Update]) -> Update | None:
     return await anext(updates, None)
 
 
-class Jobs:
+class Jobs(Blocking[AsyncJobs]):
     """AsyncJobs, blocking."""
 
-    def __init__(self, jobs: AsyncJobs, thread: LoopThread) -> None:
-        self._jobs, self._thread = jobs, thread
-
-    create = jobs_face(AsyncJobs.create)
-    list = jobs_face(AsyncJobs.list)
-    get = jobs_face(AsyncJobs.get)
-    cancel = jobs_face(AsyncJobs.cancel)
-    pause = jobs_face(AsyncJobs.pause)
-    resume = jobs_face(AsyncJobs.resume)
-    delete = jobs_face(AsyncJobs.delete)
-    iterations = jobs_face(AsyncJobs.iterations)
-    evaluations = jobs_face(AsyncJobs.evaluations)
-    evaluation_samples = jobs_face(AsyncJobs.evaluation_samples)
-    weights = jobs_face(AsyncJobs.weights)
-    audit = jobs_face(AsyncJobs.audit)
-    explain = jobs_face(AsyncJobs.explain)
-    metrics = jobs_face(AsyncJobs.metrics)
-    samples = jobs_face(AsyncJobs.samples)
-    group = jobs_face(AsyncJobs.group)
-    alike = jobs_face(AsyncJobs.alike)
-    events = jobs_face(AsyncJobs.events)
-    timeline = jobs_face(AsyncJobs.timeline)
-    wait = jobs_face(AsyncJobs.wait)
+    create = blocking(AsyncJobs.create)
+    list = blocking(AsyncJobs.list)
+    get = blocking(AsyncJobs.get)
+    cancel = blocking(AsyncJobs.cancel)
+    pause = blocking(AsyncJobs.pause)
+    resume = blocking(AsyncJobs.resume)
+    delete = blocking(AsyncJobs.delete)
+    iterations = blocking(AsyncJobs.iterations)
+    evaluations = blocking(AsyncJobs.evaluations)
+    evaluation_samples = blocking(AsyncJobs.evaluation_samples)
+    weights = blocking(AsyncJobs.weights)
+    audit = blocking(AsyncJobs.audit)
+    explain = blocking(AsyncJobs.explain)
+    metrics = blocking(AsyncJobs.metrics)
+    samples = blocking(AsyncJobs.samples)
+    group = blocking(AsyncJobs.group)
+    alike = blocking(AsyncJobs.alike)
+    events = blocking(AsyncJobs.events)
+    timeline = blocking(AsyncJobs.timeline)
+    wait = blocking(AsyncJobs.wait)
 
     def stream(self, job_id: str, after: str = "0") -> Iterator[Update]:
         """AsyncJobs.stream, blocking: a loop over it ends with the job."""
-        updates = self._jobs.stream(job_id, after)
+        updates = self._twin.stream(job_id, after)
         try:
             while (update := self._thread.run(next_of(updates))) is not None:
                 yield update
@@ -121,7 +125,7 @@ class Jobs:
             raise
 
 
-class Client:
+class Client(Blocking[AsyncClient]):
     """A blocking REST client; use it as `with Client(url) as client`, or close it."""
 
     def __init__(
@@ -131,13 +135,12 @@ class Client:
         timeout_s: float = 15.0,
         ca_file: str | Path | None = None,
     ) -> None:
-        self._client = AsyncClient(base_url, api_key, timeout_s, ca_file)
-        self._thread = LoopThread()
-        self.jobs = Jobs(self._client.jobs, self._thread)
+        super().__init__(AsyncClient(base_url, api_key, timeout_s, ca_file), LoopThread())
+        self.jobs = Jobs(self._twin.jobs, self._thread)
 
     @property
     def base_url(self) -> str:
-        return self._client.base_url
+        return self._twin.base_url
 
     def __repr__(self) -> str:
         return f"Client({self.base_url!r})"
@@ -150,16 +153,8 @@ class Client:
 
     def close(self) -> None:
         """What other threads wait for ends with a RuntimeError. Safe to repeat."""
-        self._thread.close(self._client.close())
+        self._thread.close(self._twin.close())
 
-    def workers(self, pool: str | None = None) -> Records[WorkerRecord]:
-        """The rollouts of a pool (default: `default`), as their last heartbeats told."""
-        return self._thread.run(self._client.workers(pool))
-
-    def pool(self, pool: str) -> PoolStatus:
-        """What a pool has to do, and who is there for it."""
-        return self._thread.run(self._client.pool(pool))
-
-    def doctor(self) -> Diagnosis:
-        """What is wrong with the installation, and what every active job waits for."""
-        return self._thread.run(self._client.doctor())
+    workers = blocking(AsyncClient.workers)
+    pool = blocking(AsyncClient.pool)
+    doctor = blocking(AsyncClient.doctor)

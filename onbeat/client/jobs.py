@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from onbeat.client.notebook import Records
 from onbeat.client.transport import BrokerUnreachable, Message, Transport
 from onbeat.config import JobConfig
 from onbeat.types import (
@@ -22,7 +23,6 @@ from onbeat.types import (
     JobRecord,
     JobState,
     Record,
-    Records,
     Sample,
     Timeline,
     WeightsRecord,
@@ -33,14 +33,6 @@ STREAM_RENEWAL_S = 0.2  # before one that ended in good order is
 GOOD_STREAM_S = 10.0  # failures count in a row until a stream holds for so long, or tells an event
 
 RecordT = TypeVar("RecordT", bound=Record)
-# Named here because `list` is a method inside AsyncJobs.
-JobRecords = Records[JobRecord]
-Iterations = Records[IterationRecord]
-Evaluations = Records[EvaluationRecord]
-Weights = Records[WeightsRecord]
-Samples = Records[Sample]
-Groups = Records[GroupSummary]
-Events = Records[Event]
 Series = dict[str, list[tuple[int, float]]]
 Update = JobRecord | IterationUpdate | Event | Diagnosis  # what a stream tells of a job
 UPDATES: dict[str, type[Update]] = {
@@ -64,7 +56,7 @@ class AsyncJobs:
         answer = await self._client.request("POST", "/v1/jobs", json=body, headers=headers, is_repeatable=True)
         return JobRecord.model_validate(answer)
 
-    async def list(self, state: JobState | str | None = None, limit: int | None = None) -> JobRecords:
+    async def list(self, state: JobState | str | None = None, limit: int | None = None) -> Records[JobRecord]:
         """Newest first, at most `limit` (1 to 1000; default: 200)."""
         return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
 
@@ -87,22 +79,22 @@ class AsyncJobs:
     async def _move(self, job_id: str, verb: str) -> JobRecord:
         return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}"))
 
-    async def iterations(self, job_id: str, after: int = -1) -> Iterations:
+    async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
         """Iterations with a number above `after`, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/iterations", after=after)
         return parse_list(IterationRecord, "iterations", answer)
 
-    async def evaluations(self, job_id: str, after: int = -1) -> Evaluations:
+    async def evaluations(self, job_id: str, after: int = -1) -> Records[EvaluationRecord]:
         """Evaluations with a number above `after`, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/evaluations", after=after)
         return parse_list(EvaluationRecord, "evaluations", answer)
 
-    async def evaluation_samples(self, job_id: str, evaluation: int) -> Samples:
+    async def evaluation_samples(self, job_id: str, evaluation: int) -> Records[Sample]:
         """A few responses of an evaluation that is done."""
         answer = await self._client.get(f"{job_path(job_id)}/evaluations/{evaluation}/samples")
         return parse_list(Sample, "samples", answer)
 
-    async def weights(self, job_id: str, after: int = -1) -> Weights:
+    async def weights(self, job_id: str, after: int = -1) -> Records[WeightsRecord]:
         """How policy versions above `after` came to the rollouts, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
         return parse_list(WeightsRecord, "weights", answer)
@@ -128,7 +120,7 @@ class AsyncJobs:
         offset: int | None = None,
         min_reward: float | None = None,
         max_reward: float | None = None,
-    ) -> Samples:
+    ) -> Records[Sample]:
         """Responses of an iteration (default: the newest that has any), after the first `offset` ones; with rewards
         from `min_reward` to `max_reward`."""
         page = {"iteration": iteration, "limit": limit, "offset": offset}
@@ -141,11 +133,11 @@ class AsyncJobs:
         """A prompt with all its responses, token by token."""
         return GroupDetail.model_validate(await self._client.get(group_path(job_id, group_id)))
 
-    async def alike(self, job_id: str, group_id: str) -> Groups:
+    async def alike(self, job_id: str, group_id: str) -> Records[GroupSummary]:
         """The groups of all iterations that have this one's prompt, itself included, in order."""
         return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
 
-    async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Events:
+    async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Records[Event]:
         """Events after the cursor (the last event's id), waiting up to `wait_s` (at most 30) for the first one."""
         answer = await self._client.get(f"{job_path(job_id)}/events", after=after, wait_s=wait_s)
         return parse_list(Event, "events", answer)

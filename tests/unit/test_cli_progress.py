@@ -1,14 +1,15 @@
+import asyncio
 import io
-from collections.abc import AsyncIterator
 
 import pytest
 from rich.console import Console
 
-from onbeat.client import BrokerUnreachable, Update
-from onbeat.formatting import duration, printable, sparkline
-from onbeat.job_progress import JobProgress, trainer_activity
-from onbeat.job_view import JobView, evaluation_line, plain_line
-from onbeat.progress import MAX_LOST_STREAMS, MAX_NOTICES_OF_A_KIND, Notices, Printer, listen
+from onbeat.client import BrokerUnreachable
+from onbeat.terminal.follow import MAX_NOTICES_OF_A_KIND, Notices, Printer
+from onbeat.terminal.formatting import duration, printable, sparkline
+from onbeat.terminal.job_progress import JobProgress, trainer_activity
+from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
+from onbeat.terminal.live import look_until
 from onbeat.types import (
     Diagnosis,
     EvaluationRecord,
@@ -16,7 +17,7 @@ from onbeat.types import (
     Finding,
     IterationRecord,
     IterationState,
-    IterationUpdate,
+    JobRecord,
     JobState,
     WorkerRecord,
 )
@@ -45,8 +46,7 @@ def progress_of(num_committed: int, **changes: object) -> JobProgress:
     running = {"state": JobState.RUNNING, "next_iteration": num_committed, "finished_at": None}
     progress = JobProgress(JOB.model_copy(update=running))
     for i in range(num_committed + 1):
-        record = IterationRecord.model_validate(iteration_json(i, i < num_committed) | changes)
-        progress.apply(IterationUpdate(record=record))
+        progress.iterations[i] = IterationRecord.model_validate(iteration_json(i, i < num_committed) | changes)
     return progress
 
 
@@ -84,8 +84,13 @@ def test_live_view_has_the_essentials_of_the_dashboard() -> None:
     line = plain_line(progress_of(4, **MEASURED).committed[-1], progress_of(4))
     assert line.endswith(
         "rollouts idle 50%  trainer idle 40%  TPSPD 25.0  policy KL 0.0100  entropy 1.200  mismatch 0.0412  "
-        "gradient norm 0.53  cosine 0.98  responses 12.4 tokens  10% truncated  about 16 s left"
+        "gradient norm 0.53  cosine 0.98  responses 12.4 tokens  10% truncated  about 16 s left at 2.0 s an iteration"
     )
+
+
+def test_the_first_iteration_with_its_start_foretells_nothing() -> None:
+    assert progress_of(1).time_left_s() is None
+    assert progress_of(2).iteration_s() == 2.0
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (60, 20), (40, 10), (20, 4), (5, 2)])
@@ -93,7 +98,7 @@ def test_live_view_fits_any_terminal(width: int, height: int) -> None:
     progress = progress_of(4, **MEASURED)
     progress.job = progress.job.model_copy(update={"name": "a name\x1b[2J " * 9})
     progress.workers = [WorkerRecord(id=f"rollout-{i}" * 3, state="idle", last_seen_at=NOW) for i in range(60)]
-    progress.apply(Diagnosis(is_healthy=False, findings=[Finding(sentence="all is wrong " * 50, is_problem=True)]))
+    progress.diagnosis = Diagnosis(is_healthy=False, findings=[Finding(sentence="all is wrong " * 50, is_problem=True)])
     lines = text_of(progress, width, height).splitlines()
     assert len(lines) < max(3, height)
     assert max(map(len, lines)) <= width
@@ -105,7 +110,7 @@ def test_a_problem_is_told_once_it_has_lasted() -> None:
     progress = progress_of(0)
     for since_s, is_told in ((0.0, False), (9.9, False), (10.0, True)):
         finding = Finding(sentence="no trainer has asked for jobs", is_problem=True, since_s=since_s)
-        progress.apply(Diagnosis(is_healthy=False, findings=[finding]))
+        progress.diagnosis = Diagnosis(is_healthy=False, findings=[finding])
         assert (progress.waits_for is not None) is is_told, since_s
 
 
@@ -116,13 +121,13 @@ def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
     problem = Finding(sentence="is broken", is_problem=True)
     told = [([short], None), ([short, long], "waits long"), ([long, problem], "is broken")]
     for findings, shown in told:
-        progress.apply(Diagnosis(is_healthy=True, findings=findings))
+        progress.diagnosis = Diagnosis(is_healthy=True, findings=findings)
         assert (progress.waits_for.sentence if progress.waits_for else None) == shown
         assert shown is None or shown in text_of(progress)
     progress.iterations[3].wall_s = 1000.0  # then a minute is not long
-    progress.apply(Diagnosis(is_healthy=True, findings=[long]))
+    progress.diagnosis = Diagnosis(is_healthy=True, findings=[long])
     assert progress.waits_for is None
-    progress.apply(Diagnosis(is_healthy=False, findings=[problem]))
+    progress.diagnosis = Diagnosis(is_healthy=False, findings=[problem])
     progress.job = progress.job.model_copy(update={"state": JobState.SUCCEEDED})
     assert progress.waits_for is None
 
@@ -137,64 +142,121 @@ def test_silent_rollouts_are_told_apart_whatever_this_clock_says() -> None:
         assert text.count("silent") == 1
 
 
-class Flaky:
-    """A client whose stream is lost as often as this says, and then tells that the job is over."""
+class Scripted:
+    """A client of a job that runs: two events, one iteration more with each look, and evaluation 0, scored at last.
 
-    def __init__(self, num_losses: int) -> None:
-        self.jobs, self.num_left, self.cursors = self, num_losses, list[str]()
+    The question for the rollouts fails as often as `num_losses` says.
+    """
 
-    async def stream(self, job_id: str, after: str) -> AsyncIterator[Update]:
-        self.cursors.append(after)
-        yield Event(id=f"{len(self.cursors)}-0", time=0, kind="test") if self.num_left == 5 else JOB
-        if self.num_left:
-            self.num_left -= 1
-            raise BrokerUnreachable("http://here", "lost")
+    def __init__(self, num_losses: int = 0) -> None:
+        self.jobs, self.num_losses, self.num_looks = self, num_losses, 0
+        self.iterations_after: list[int] = []
 
+    async def get(self, job_id: str) -> JobRecord:
+        self.num_looks += 1
+        return JOB.model_copy(update={"config": {"evaluation": {"every_iterations": 1}}, "state": JobState.RUNNING})
 
-class Lost(Flaky):
-    async def stream(self, job_id: str, after: str) -> AsyncIterator[Update]:
-        self.num_left -= 1
-        if self.num_left >= 0:
-            raise BrokerUnreachable("http://here", "lost")
-        yield JOB
+    async def events(self, job_id: str, after: str) -> list[Event]:
+        known = [Event(id=f"{i}-0", time=0, kind="trainer.loading", message=f"loading {i}") for i in (1, 2)]
+        return [event for event in known if event.id > after][:1]  # a page is as short as can be
 
+    async def iterations(self, job_id: str, after: int) -> list[IterationRecord]:
+        self.iterations_after.append(after)
+        return [IterationRecord.model_validate(iteration_json(i)) for i in range(after + 1, self.num_looks)]
 
-async def listen_to(client: Flaky) -> JobProgress:
-    progress = progress_of(1)
-    await listen(client, progress, Printer(Console(file=io.StringIO()), progress))  # type: ignore[arg-type]
-    return progress
+    async def explain(self, job_id: str) -> Diagnosis:
+        return Diagnosis(is_healthy=True, findings=[])
 
-
-async def test_lost_stream_is_taken_up_where_it_broke_off_and_given_up_when_it_stays_away() -> None:
-    client = Flaky(num_losses=5)
-    assert (await listen_to(client)).job == JOB
-    assert client.cursors == ["0", "1-0", "1-0", "1-0", "1-0", "1-0"]
-    assert (await listen_to(Lost(MAX_LOST_STREAMS - 1))).job == JOB
-    with pytest.raises(BrokerUnreachable):
-        await listen_to(Lost(MAX_LOST_STREAMS))
-
-
-class Behind(Flaky):
-    """The question for its evaluations fails as often as this says."""
-
-    async def stream(self, job_id: str, after: str) -> AsyncIterator[Update]:
-        yield Event(id="1-0", time=0, kind="evaluation.done")
-        yield JOB
-        yield JOB
+    async def workers(self, pool: str) -> list[WorkerRecord]:
+        self.num_losses -= 1
+        if self.num_losses >= 0:
+            raise BrokerUnreachable("http://here", "Redis does not answer (503)", 503)
+        return []
 
     async def evaluations(self, job_id: str, after: int) -> list[EvaluationRecord]:
-        self.num_left -= 1
-        if self.num_left >= 0:
-            raise BrokerUnreachable("http://here", "Redis does not answer (503)", 503)
-        return [EvaluationRecord.model_validate(evaluation_json(0))]
+        state = "DONE" if self.num_looks == 4 else "OPEN"
+        return [EvaluationRecord.model_validate(evaluation_json(0, state))] if after < 0 else []
 
 
-async def test_evaluations_that_the_broker_could_not_tell_are_asked_for_again() -> None:
-    progress, out = progress_of(1), io.StringIO()
-    progress.job.config["evaluation"] = {"every_iterations": 1}
-    await listen(Behind(num_losses=1), progress, Printer(Console(file=out), progress))  # type: ignore[arg-type]
-    assert list(progress.evaluations) == [0]
-    assert out.getvalue().count("evaluation 0") == 1
+async def test_each_look_asks_for_what_is_new() -> None:
+    client = Scripted()
+    progress = JobProgress(JOB)
+    for _ in range(4):
+        await progress.look(client)  # type: ignore[arg-type]
+    assert [event.id for event in progress.news] == ["1-0", "2-0"]
+    assert progress.trainer == "loading 2"
+    assert client.iterations_after == [-1, 0, 1, 2]
+    assert [record.iteration for record in progress.committed] == [0, 1, 2, 3]
+    assert [record.evaluation for record in progress.scored] == [0]  # asked for again while it was open
+
+
+async def test_event_that_came_before_a_lost_answer_is_shown_once() -> None:
+    client, out = Scripted(num_losses=1), io.StringIO()
+    progress = JobProgress(JOB)
+    printer = Printer(Console(file=out, width=300), progress)
+    with pytest.raises(BrokerUnreachable):
+        await progress.look(client)  # type: ignore[arg-type]
+    assert [event.id for event in progress.news] == ["1-0", "2-0"]
+    progress.news[0].kind = "job.warning"
+    for _ in range(3):
+        await progress.look(client)  # type: ignore[arg-type]
+        printer.show_news()
+    lines = out.getvalue().splitlines()
+    shown = ["job.warning: loading 1", *(f"iteration {i}/12" for i in (1, 2, 3, 4)), "evaluation 0"]
+    assert [line.split("  ")[0] for line in lines] == shown
+
+
+@pytest.fixture
+def is_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.01)
+    monkeypatch.setattr("onbeat.terminal.live.REDRAW_S", 0.005)
+
+
+@pytest.mark.usefixtures("is_hasty")
+async def test_broker_that_comes_back_is_asked_again() -> None:
+    num_looks, waited, has_ended = 0, list[float](), asyncio.Event()
+
+    async def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            has_ended.set()
+        else:
+            raise BrokerUnreachable("http://here", "lost")
+
+    await look_until(has_ended, look, waited.append)
+    assert num_looks == 3
+    assert waited == sorted(waited)  # the seconds since the last answer, of which there was none
+    assert waited[-1] >= 0.02
+
+
+@pytest.mark.usefixtures("is_hasty")
+async def test_broker_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.terminal.live.UNREACHABLE_DEADLINE_S", 0.1)
+    waited: list[float] = []
+
+    async def look() -> None:
+        raise BrokerUnreachable("http://here", "lost")
+
+    with pytest.raises(BrokerUnreachable):
+        await look_until(asyncio.Event(), look, waited.append)
+    assert waited[-1] > 0.05
+
+
+@pytest.mark.usefixtures("is_hasty")
+async def test_view_is_drawn_while_the_broker_hangs() -> None:
+    waited, has_ended = list[float](), asyncio.Event()
+
+    async def look() -> None:
+        await asyncio.sleep(60)
+
+    def redraw(unanswered_s: float) -> None:
+        waited.append(unanswered_s)
+        if len(waited) == 5:
+            has_ended.set()
+
+    await look_until(has_ended, look, redraw)
+    assert len(waited) == 5
 
 
 def test_views_of_a_bounded_job_with_evaluations() -> None:

@@ -5,8 +5,8 @@ import pytest
 
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.report import build_report, check_report_path, make_report, write_report
-from onbeat.summary import total_rows
+from onbeat.terminal.report import build_report, check_report_path, make_report, write_report
+from onbeat.terminal.summary import total_rows
 from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, WeightsRecord
 from tests.unit.fake_broker import FakeJobs, evaluation_json, iteration_json, serve, weights_json
 

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from onbeat.client import AsyncClient, Client, Jobs
-from onbeat.display import MAX_ROWS
+from onbeat.client.notebook import MAX_ROWS, Records
 from onbeat.plots import plot_metrics, plot_timeline
 from onbeat.types import (
     AuditReport,
@@ -23,7 +24,6 @@ from onbeat.types import (
     IterationRecord,
     JobRecord,
     Record,
-    Records,
     Sample,
     Timeline,
     WorkerRecord,
@@ -134,6 +134,14 @@ def test_notebooks_show_whatever_was_said_as_text(shown: Record | Records[Record
     assert 'class="tex2jax_ignore mathjax_ignore"' in html  # dollar signs begin no formula
 
 
+def test_notebooks_show_a_job_with_progress_without_config() -> None:
+    html = JOB.model_copy(update={"next_iteration": 3})._repr_html_()  # type: ignore[operator]
+    assert '<progress value="3" max="12">' in html
+    assert "SUCCEEDED" in html
+    assert datetime.fromtimestamp(90).strftime("%H:%M:%S") in html  # created_at
+    assert "periodic" not in html
+
+
 def test_notebooks_show_lists_as_tables_also_slices_and_with_many_rows() -> None:
     records = Records(IterationRecord.model_validate(iteration_json(i)) for i in range(MAX_ROWS + 5))
     html = records._repr_html_()
@@ -204,12 +212,12 @@ def test_nothing_to_draw_is_said() -> None:
         plot_timeline(Timeline(start=0, end=1, iterations=[], lanes=[], spans=[]))
 
 
-def test_without_matplotlib_the_extra_is_named_and_all_else_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_plots_name_it_and_all_else_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "onbeat.plots")
-    with pytest.raises(ImportError, match=r"pip install 'onbeat\[plots\]'"):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         importlib.import_module("onbeat.plots")
-    code = "import sys, onbeat.client, onbeat.display; print([n for n in ('matplotlib', 'numpy') if n in sys.modules])"
+    code = "import sys, onbeat.client; print([n for n in ('matplotlib', 'numpy') if n in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "[]\n"
 
 

@@ -1,19 +1,18 @@
 """How a job looks in a terminal: a live view that fits any size, and plain lines without any control code."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from onbeat.formatting import duration, number, printable, sparkline
-from onbeat.job_progress import JobProgress
-from onbeat.report import num_tokens
-from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, JobState, WorkerRecord
+from onbeat.terminal.formatting import duration, number, printable, sparkline
+from onbeat.terminal.job_progress import JobProgress
+from onbeat.terminal.report import num_tokens
+from onbeat.types import SILENT_S, EvaluationRecord, IterationRecord, JobRecord, JobState, WorkerRecord
 
 LABEL_WIDTH = 11
-SILENT_S = 10.0  # what the doctor calls silent, too
 NEWEST_HEARTBEAT_S = 5.0  # one of the pool's is not older, if any of its rollouts lives
 MAX_SENTENCE_LINES = 3
 BAR_WIDTH = 40
@@ -30,13 +29,13 @@ class Row:
 class JobView:
     """The essentials, most important first: a terminal with few lines shows the first ones."""
 
-    def __init__(self, progress: JobProgress, now: float) -> None:
-        self._progress, self._now = progress, now
+    def __init__(self, progress: JobProgress, now: float, is_broker_lost: bool = False) -> None:
+        self._progress, self._now, self._is_broker_lost = progress, now, is_broker_lost
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, room = options.max_width, max(2, console.height - 1)
         lines = [head_line(self._progress.job, width), bar_line(self._progress, self._now, width)]
-        for row in rows(self._progress, width):
+        for row in rows(self._progress, width, self._is_broker_lost):
             lines += row_lines(row, console, width)
         now = heartbeat_time(self._progress.workers, self._now)
         rollouts = list(rollout_rows(self._progress.workers, now))
@@ -66,11 +65,12 @@ def head_line(job: JobRecord, width: int) -> Text:
     name = printable(job.name)
     name = name if len(name) <= width // 3 else name[: width // 3 - 1] + "…"
     version = f"  version {job.policy_version}" if job.policy_version is not None else ""
+    dtype = f"  {job.dtype}" if job.dtype else ""
     return Text.assemble(
         (name, "bold"),
         "  ",
         (job.state.value, state_style(job.state)),
-        f"  iteration {job.next_iteration} of {job.num_iterations}{version}",
+        f"  iteration {job.next_iteration} of {job.num_iterations}{version}{dtype}",
     )
 
 
@@ -89,9 +89,9 @@ def bar_line(progress: JobProgress, now: float, width: int) -> Text:
     )
 
 
-def rows(progress: JobProgress, width: int) -> Iterator[Row]:
+def rows(progress: JobProgress, width: int, is_broker_lost: bool) -> Iterator[Row]:
     finding = progress.waits_for
-    if progress.is_broker_lost:
+    if is_broker_lost:
         yield Row("broker", "does not answer, trying again", "red")
     elif finding is not None:
         style = "red" if finding.is_problem else "yellow"
@@ -161,7 +161,7 @@ def rollout_rows(workers: Iterable[WorkerRecord], now: float) -> Iterator[Row]:
         yield Row(worker.id, worker_line(worker, now), "red" if is_silent(worker, now) else "")
 
 
-def rollouts_row(workers: list[WorkerRecord], now: float) -> Row:
+def rollouts_row(workers: Sequence[WorkerRecord], now: float) -> Row:
     """All of them in one."""
     states = Counter("silent" if is_silent(worker, now) else worker.state for worker in workers)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
@@ -211,9 +211,9 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> str:
         f"TPSPD {number(record.tpspd, '.1f')}",
     ]
     parts += [f"{label} {text}" for label, values in learning(record).items() if (text := join_known(values))]
-    left_s = progress.time_left_s() if record.iteration + 1 == progress.job.next_iteration else None
+    left_s = progress.time_left_s() if record.iteration + 1 == progress.num_committed else None
     if left_s is not None:
-        parts.append(f"about {duration(left_s)} left")
+        parts.append(f"about {duration(left_s)} left at {progress.iteration_s():.1f} s an iteration")
     return "  ".join(parts)
 
 

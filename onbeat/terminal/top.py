@@ -1,6 +1,7 @@
-"""`onbeat top`: jobs and rollouts of a broker at one moment, and tables of them that fit a terminal."""
+"""`onbeat top`: the jobs and rollouts of a broker as they are now, in tables that fit a terminal."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.errors import ApiError
-from onbeat.formatting import duration, number, printable
-from onbeat.job_view import heartbeat_time, is_silent
-from onbeat.report import num_tokens
+from onbeat.terminal.formatting import duration, number, printable
+from onbeat.terminal.job_view import heartbeat_time, is_silent
+from onbeat.terminal.live import LATE_S, live_view, look_until, press_of_q
+from onbeat.terminal.report import num_tokens
+from onbeat.terminal.tables import Column, table_lines
 from onbeat.types import IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
 
 DEFAULT_POOL = "default"
@@ -89,14 +92,31 @@ async def look_at_pool(client: AsyncClient, pool: str) -> PoolView:
     return PoolView(status, workers)
 
 
+async def show_top(client: AsyncClient, pool: str | None, console: Console) -> None:
+    """Show it until q is pressed. Raises BrokerUnreachable when the broker stays away."""
+    snapshot = await take_snapshot(client, pool)
+
+    async def look() -> None:
+        nonlocal snapshot
+        snapshot = await take_snapshot(client, pool)
+
+    def redraw(unanswered_s: float) -> None:
+        title = f"onbeat top  {client.base_url}  {time.strftime('%H:%M:%S')}  (q ends)"
+        draw(TopView(snapshot, time.time(), title, silence(unanswered_s)))
+
+    with press_of_q() as has_quit, live_view(console, is_full_screen=True) as draw:
+        await look_until(has_quit, look, redraw)
+
+
+def silence(unanswered_s: float) -> str:
+    """What to say when the last answer is so old; '' when the next one is not late."""
+    if unanswered_s < LATE_S:
+        return ""
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - unanswered_s))
+    return f"the broker does not answer since {since} ({unanswered_s:.0f} s), trying again; all below is as of then"
+
+
 # ---- tables ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Column:
-    title: str
-    rank: int  # those with the highest go first where the width is short; 0: never
-    is_number: bool = False
 
 
 JOB_COLUMNS = (
@@ -161,29 +181,6 @@ def natural(name: str) -> list[tuple[int, str]]:
     """rollout-2 before rollout-10."""
     parts = "".join(c if c.isdigit() else f"\0{c}\0" for c in name).split("\0")
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
-
-
-def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
-    """The title line and one line a row; columns are left out and texts cut until that fits."""
-    cells = [[column.title.upper() for column in columns], *([printable(text) for text in row] for row in rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    shown = list(range(len(columns)))
-    while width is not None and sum(widths[index] + 2 for index in shown) - 2 > width:
-        droppable = [index for index in shown if columns[index].rank]
-        if droppable:
-            shown.remove(max(droppable, key=lambda index: columns[index].rank))
-            continue
-        widest = max(shown, key=lambda index: widths[index])
-        if widths[widest] <= 4:
-            break
-        widths[widest] -= 1
-    for row in cells:
-        yield "  ".join(aligned(row[index], widths[index], columns[index].is_number) for index in shown).rstrip()
-
-
-def aligned(text: str, width: int, is_number: bool) -> str:
-    text = text if len(text) <= width else text[: width - 1] + "…"
-    return text.rjust(width) if is_number else text.ljust(width)
 
 
 def pool_line(pool: PoolView) -> str:

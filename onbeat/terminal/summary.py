@@ -9,10 +9,10 @@ from rich.text import Text
 
 from onbeat.client import AsyncClient
 from onbeat.errors import OnbeatError
-from onbeat.formatting import duration, number, printable, sparkline
-from onbeat.job_progress import JobProgress
-from onbeat.job_view import state_style
-from onbeat.report import make_report
+from onbeat.terminal.formatting import duration, number, printable, sparkline
+from onbeat.terminal.job_progress import JobProgress
+from onbeat.terminal.job_view import state_style
+from onbeat.terminal.report import make_report
 from onbeat.types import Sample
 
 NUM_EXAMPLES = 3
@@ -20,7 +20,7 @@ NUM_EXAMPLES = 3
 
 async def print_summary(client: AsyncClient, progress: JobProgress, console: Console) -> None:
     job, committed = progress.job, progress.committed
-    report = make_report(job, committed, progress.scored, progress.weights)
+    report = make_report(job, committed, progress.scored, await client.jobs.weights(job.id))
     table = Table.grid(padding=(0, 2))
     table.add_row("state", Text(job.state, style=state_style(job.state)))
     for label, text in total_rows(report):

@@ -64,6 +64,7 @@ def make_report(
         "job_id": job.id,
         "state": job.state.value,
         "mode": job.config.get("schedule", {}).get("mode"),
+        "dtype": job.dtype,
         "error": job.error,
         "checkpoint": job.checkpoint,
         "totals": make_totals(job, committed) | weight_totals(weights),

@@ -1,10 +1,11 @@
 """What is known of a job that is followed."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Self
 
-from onbeat.client import AsyncClient, Update
-from onbeat.report import num_tokens
+from onbeat.client import AsyncClient
+from onbeat.terminal.report import num_tokens
 from onbeat.types import (
     Diagnosis,
     EvaluationRecord,
@@ -13,10 +14,8 @@ from onbeat.types import (
     Finding,
     IterationRecord,
     IterationState,
-    IterationUpdate,
     JobRecord,
     JobState,
-    WeightsRecord,
     WorkerRecord,
 )
 
@@ -26,26 +25,42 @@ NUM_RECENT = 5  # iterations of which means are taken
 
 
 class JobProgress:
-    """`load` and `finish` ask the broker, `apply` takes what its stream tells; everything else only looks."""
+    """`load` and `look` ask the broker; everything else is about what they were told."""
 
     def __init__(self, job: JobRecord) -> None:
         self.job = job
         self.iterations: dict[int, IterationRecord] = {}
         self.evaluations: dict[int, EvaluationRecord] = {}
-        self.weights: list[WeightsRecord] = []  # once the job is final
-        self.workers: list[WorkerRecord] = []
+        self.workers: Sequence[WorkerRecord] = []
         self.diagnosis: Diagnosis | None = None
         self.trainer = "not started"
-        self.is_broker_lost = False
-        self.cursor = "0"  # the newest event that is known
+        self.news: list[Event] = []  # until somebody shows them
+        self._cursor = "0"  # the newest event that is known
 
     @classmethod
     async def load(cls, client: AsyncClient, job_id: str) -> Self:
-        """Without events: the stream tells them from the first one that is kept."""
         progress = cls(await client.jobs.get(job_id))
-        records, _ = await asyncio.gather(client.jobs.iterations(job_id), progress.load_evaluations(client))
-        progress.iterations = {record.iteration: record for record in records}
+        await progress.look(client)
         return progress
+
+    async def look(self, client: AsyncClient) -> None:
+        """Ask for whatever may have changed. Raises ApiError when the job was deleted.
+
+        The job itself comes first: when it is final, so is all that is asked after it.
+        """
+        self.job = await client.jobs.get(self.job.id)
+        while events := await client.jobs.events(self.job.id, self._cursor):
+            self._cursor = events[-1].id
+            self.news += events
+            for event in events:
+                self.trainer = trainer_activity(event) or self.trainer
+        records, self.diagnosis, self.workers, _ = await asyncio.gather(
+            client.jobs.iterations(self.job.id, after=self.num_committed - 1),
+            client.jobs.explain(self.job.id),
+            client.workers(self.job.pool),
+            self.load_evaluations(client),
+        )
+        self.iterations |= {record.iteration: record for record in records}
 
     async def load_evaluations(self, client: AsyncClient) -> None:
         if not self.job.config.get("evaluation"):
@@ -55,27 +70,13 @@ class JobProgress:
         records = await client.jobs.evaluations(self.job.id, after)
         self.evaluations.update({record.evaluation: record for record in records})
 
-    async def finish(self, client: AsyncClient) -> None:
-        """Raises ApiError when the job was deleted."""
-        self.job, self.weights, _ = await asyncio.gather(
-            client.jobs.get(self.job.id), client.jobs.weights(self.job.id), self.load_evaluations(client)
-        )
-
-    def apply(self, update: Update) -> None:
-        match update:
-            case JobRecord():
-                self.job = update
-            case IterationUpdate():
-                self.iterations[update.record.iteration] = update.record
-            case Diagnosis():
-                self.diagnosis = update
-            case Event():
-                self.cursor = update.id
-                self.trainer = trainer_activity(update) or self.trainer
-
     @property
     def committed(self) -> list[IterationRecord]:
         return [record for _, record in sorted(self.iterations.items()) if record.state == IterationState.COMMITTED]
+
+    @property
+    def num_committed(self) -> int:
+        return self.committed[-1].iteration + 1 if self.committed else 0
 
     @property
     def current(self) -> IterationRecord | None:
@@ -97,12 +98,12 @@ class JobProgress:
         return next(iter(problems + waits), None)
 
     def iteration_s(self) -> float | None:
-        """The mean of the last ones."""
-        walls = [record.wall_s for record in self.committed[-NUM_RECENT:] if record.wall_s is not None]
+        """Return the mean of the last iterations; the first one, in which the engine starts, does not count."""
+        walls = [record.wall_s for record in self.committed[1:][-NUM_RECENT:] if record.wall_s is not None]
         return sum(walls) / len(walls) if walls else None
 
     def time_left_s(self) -> float | None:
-        iteration_s, num_left = self.iteration_s(), self.job.num_iterations - self.job.next_iteration
+        iteration_s, num_left = self.iteration_s(), self.job.num_iterations - self.num_committed
         return iteration_s * num_left if iteration_s is not None and num_left and not self.job.state.is_final else None
 
     def tokens_per_s(self) -> float | None:

@@ -1,0 +1,108 @@
+"""`onbeat run` and `onbeat jobs watch`: a job on the terminal until it is over."""
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from onbeat.client import AsyncClient
+from onbeat.terminal.formatting import printable
+from onbeat.terminal.job_progress import JobProgress
+from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
+from onbeat.terminal.live import LATE_S, can_redraw, live_view, look_until
+from onbeat.types import Event
+
+MAX_NOTICES_OF_A_KIND = 5
+NOTICE_KINDS = frozenset(
+    {"group.failed", "group.stale", "job.taken_over", "worker.lost", "worker.left", "job.state", "job.warning"}
+    | {"evaluation.failed", "checkpoint.failed", "job.dtype"}
+)
+
+
+async def follow(
+    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None
+) -> JobProgress:
+    """Show the job until it is final. `tick` is called about twice a second and may raise.
+
+    Raises BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
+    question refused.
+    """
+    progress = await JobProgress.load(client, job_id)
+    printer = Printer(console, progress)
+    is_over, is_broker_lost = asyncio.Event(), False
+
+    def show() -> None:
+        printer.show_news()
+        if progress.job.state.is_final:
+            is_over.set()
+
+    async def look() -> None:
+        await progress.look(client)
+        show()
+
+    def redraw(unanswered_s: float) -> None:
+        nonlocal is_broker_lost
+        tick()
+        if (unanswered_s > LATE_S) != is_broker_lost:
+            is_broker_lost = not is_broker_lost
+            printer.say("the broker does not answer, trying again" if is_broker_lost else "the broker answers again")
+        draw(JobView(progress, time.time(), is_broker_lost))
+
+    with live_view(console) as draw:
+        show()
+        await look_until(is_over, look, redraw)
+    return progress
+
+
+class Printer:
+    """Lines that stay on the terminal: notices always; without a live view also what that would show."""
+
+    def __init__(self, console: Console, progress: JobProgress) -> None:
+        self._console, self._progress = console, progress
+        self._is_live = can_redraw(console)
+        self._notices = Notices(self.say)
+        self._said: set[Hashable] = set()
+
+    def say(self, line: str) -> None:
+        self._console.print(Text(printable(line)), soft_wrap=True)
+
+    def show_news(self) -> None:
+        """Print what came since the last time."""
+        self._notices.show(self._progress.news)
+        self._progress.news.clear()
+        if self._is_live:
+            return
+        for record in self._progress.committed:
+            if self._is_new("iteration", record.iteration):
+                self.say(plain_line(record, self._progress))
+        for scored in self._progress.scored:
+            if self._is_new("evaluation", scored.evaluation):
+                self.say(evaluation_line(scored))
+        finding = self._progress.waits_for
+        if finding is not None and self._is_new(finding.who, finding.waits_for):  # its seconds change all the time
+            self.say(f"doctor: {finding.sentence}")
+
+    def _is_new(self, *key: Hashable) -> bool:
+        is_new = key not in self._said
+        self._said.add(key)
+        return is_new
+
+
+class Notices:
+    """Events that a person should see, a bounded number of each kind."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._counts: dict[str, int] = {}
+
+    def show(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.kind not in NOTICE_KINDS:
+                continue
+            count = self._counts[event.kind] = self._counts.get(event.kind, 0) + 1
+            if event.kind == "job.state" or count <= MAX_NOTICES_OF_A_KIND:
+                self._say(f"{event.kind}: {event.message}")
+            elif count == MAX_NOTICES_OF_A_KIND + 1:
+                self._say(f"{event.kind}: more of these are counted, not shown")

@@ -1,0 +1,110 @@
+"""A view of what a broker says, drawn again and again: `onbeat jobs watch` and `onbeat top`.
+
+look_until    asks the broker every LOOK_S seconds, and draws in between: neither the screen nor the keys wait for
+              an answer. A broker that goes away is waited for.
+live_view     draws on the terminal: below what was printed before, or on the whole screen
+press_of_q    an event for the key q
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from onbeat.client import BrokerUnreachable
+
+LOOK_S = 2.0  # between an answer and the next question
+REDRAW_S = 0.5
+LATE_S = 6.0  # an answer is older than this only when the broker does not answer
+UNREACHABLE_DEADLINE_S = 60.0  # a broker that restarts is no reason to stop looking
+
+
+async def look_until(
+    has_ended: asyncio.Event, look: Callable[[], Awaitable[None]], redraw: Callable[[float], None]
+) -> None:
+    """Call `look` every LOOK_S, and `redraw` with the seconds since it last returned, until the event is set.
+
+    Raises BrokerUnreachable when the broker stays away, and whatever else `look` and `redraw` raise.
+    """
+
+    async def look_later() -> None:
+        await asyncio.sleep(LOOK_S)
+        await look()
+
+    answered_at = time.monotonic()
+    ending, looking = asyncio.create_task(has_ended.wait()), asyncio.create_task(look_later())
+    try:
+        while not has_ended.is_set():
+            redraw(time.monotonic() - answered_at)
+            await asyncio.wait([ending, looking], timeout=REDRAW_S, return_when="FIRST_COMPLETED")
+            if looking.done():
+                try:
+                    looking.result()
+                    answered_at = time.monotonic()
+                except BrokerUnreachable:
+                    if time.monotonic() - answered_at > UNREACHABLE_DEADLINE_S:
+                        raise
+                looking = asyncio.create_task(look_later())
+    finally:
+        ending.cancel()
+        looking.cancel()
+        await asyncio.gather(ending, looking, return_exceptions=True)
+
+
+def can_redraw(console: Console) -> bool:
+    """Return False in a pipe, also where colours are forced, and on a terminal that cannot move its cursor."""
+    return console.is_interactive and console.file.isatty()
+
+
+@contextmanager
+def live_view(console: Console, is_full_screen: bool = False) -> Iterator[Callable[[RenderableType], None]]:
+    """Yield the function that draws over what it drew before, or nothing in a pipe. Leaves the terminal as it was."""
+    if not can_redraw(console):
+        yield lambda view: None
+        return
+    with Live(console=console, auto_refresh=False, transient=not is_full_screen, screen=is_full_screen) as live:
+        size = console.size
+
+        def draw(view: RenderableType) -> None:
+            nonlocal size
+            if console.size != size:  # what was drawn has other line breaks now
+                size = console.size
+                console.clear()
+            live.update(view, refresh=True)
+
+        yield draw
+
+
+@contextmanager
+def press_of_q() -> Iterator[asyncio.Event]:
+    """Yield an event that is set when q is pressed, without a terminal to read from never. Keys are not shown."""
+    has_quit = asyncio.Event()
+    if not sys.stdin.isatty():
+        yield has_quit
+        return
+    import termios
+    import tty
+
+    descriptor, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+
+    def read_keys() -> None:
+        try:
+            keys = os.read(descriptor, 64)
+        except OSError:  # the terminal has gone
+            keys = b""
+        if not keys or b"q" in keys.lower():
+            has_quit.set()
+
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    loop.add_reader(descriptor, read_keys)
+    try:
+        yield has_quit
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

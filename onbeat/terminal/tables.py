@@ -1,0 +1,36 @@
+"""Tables of text in plain columns, which `grep` and `awk` can read as well as people."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from onbeat.terminal.formatting import printable
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    rank: int = 0  # those with the highest go first where the width is short; 0: never
+    is_number: bool = False
+
+
+def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """The title line and one line a row; columns are left out and texts cut until that fits."""
+    cells = [[column.title.upper() for column in columns], *([printable(text) for text in row] for row in rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    shown = list(range(len(columns)))
+    while width is not None and sum(widths[index] + 2 for index in shown) - 2 > width:
+        droppable = [index for index in shown if columns[index].rank]
+        if droppable:
+            shown.remove(max(droppable, key=lambda index: columns[index].rank))
+            continue
+        widest = max(shown, key=lambda index: widths[index])
+        if widths[widest] <= 4:
+            break
+        widths[widest] -= 1
+    for row in cells:
+        yield "  ".join(aligned(row[index], widths[index], columns[index].is_number) for index in shown).rstrip()
+
+
+def aligned(text: str, width: int, is_number: bool) -> str:
+    text = text if len(text) <= width else text[: width - 1] + "…"
+    return text.rjust(width) if is_number else text.ljust(width)
