@@ -3,6 +3,7 @@
 Under torchrun all ranks train the same job: rank 0 claims it and tells the others.
 """
 
+import gc
 import json
 import logging
 import os
@@ -10,20 +11,25 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import AsyncIterator
 
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.local.hardware import Hardware
+from onbeat.local.malloc import give_back_freed
 from onbeat.logging import configure
-from onbeat.streams.connection import public_address
+from onbeat.streams.connection import describe_loss
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from services.device import choose_device
+from services.device import choose_device, describe_device
 from services.trainer.background import Background
 from services.trainer.distributed import PeerLost, World, is_lost_peer
 from services.trainer.link import JobCancelled, JobLink, Stopped
+from services.trainer.precision import UnusableDtype, resolve_dtype
 from services.trainer.presence import Presence
 from services.trainer.settings import Settings
 from services.trainer.watchdog import Watchdog, stall_limit_s
@@ -31,6 +37,7 @@ from services.trainer.watchdog import Watchdog, stall_limit_s
 logger = logging.getLogger(__name__)
 
 RESTART_CODE = 75  # EX_TEMPFAIL: whoever started the ranks (torchrun --max-restarts) is to start them again
+QUEUE_AT_ONCE = 16  # jobs of the pool's queue that are looked at in one round trip
 
 
 class RanksMustRestart(Exception):
@@ -59,8 +66,7 @@ def main() -> int:
                 presence.close()
         world.close()
     except (RedisError, TimeoutError) as error:
-        where = public_address(ledger.redis)
-        logger.error("Redis at %s cannot be reached: %s; the job goes on when a trainer is back", where, error)
+        logger.error("%s; the job goes on when a trainer is back", describe_loss(ledger.redis, error))
         return 1
     except RanksMustRestart as reason:
         logger.warning("%s", reason)
@@ -84,10 +90,11 @@ def serve(
     presence: Presence | None,
 ) -> None:
     """Jobs, one after another, until `stop`. Raises RanksMustRestart when one of several ranks left a job early."""
+    hardware = describe_device(world.device)
     if world.is_main:
-        logger.info("%s waits for jobs of pool %s", settings.trainer_id, settings.pool)
+        logger.info("%s waits for jobs of pool %s on %s", settings.trainer_id, settings.pool, hardware)
     while not stop.wait(0.2):
-        claimed = background.run(claim_next(settings, ledger)) if world.is_main else None
+        claimed = background.run(claim_next(settings, ledger, hardware)) if world.is_main else None
         message = world.broadcast_bytes(json.dumps(claimed).encode())
         if (claimed := json.loads(message)) is None:
             continue
@@ -109,28 +116,47 @@ def serve(
             link.close()
             if presence is not None:
                 presence.job_id = None
+        del link  # it holds the last version of the weights
+        gc.collect()
+        give_back_freed()
         if world.size > 1 and outcome is not JobState.SUCCEEDED:
             raise RanksMustRestart(f"job {job_id} ended early ({outcome or 'left'}); all ranks start again")
 
 
-async def claim_next(settings: Settings, ledger: Ledger) -> tuple[str, str, str] | None:
-    """Id, epoch and configuration (JSON) of the oldest job of the pool that is pending or whose trainer died."""
-    for job_id in await ledger.job_ids(active_only=True):
-        try:
-            fields = await ledger.job_fields(job_id)
-        except JobNotFound:  # it is listed a moment before it is created
-            continue
-        if fields["pool"] != settings.pool or JobState(fields["state"]).is_final:
-            continue
+async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> tuple[str, str, str] | None:
+    """Return id, epoch and configuration (JSON, its dtype resolved) of the oldest job of the pool that is pending or
+    whose trainer died."""
+    async for job_id, fields in candidates(ledger, settings.pool):
         epoch = await ledger.claim_job(job_id, settings.trainer_id, settings.lease_s)
         if epoch is None:
+            await ledger.file_job(job_id)  # its state is not that of the list where it was found, or it has a trainer
             continue
         try:
-            JobConfig.model_validate_json(fields["config"])
-            return job_id, epoch, fields["config"]
-        except ValidationError as error:
+            config = await resolve_dtype(ledger, job_id, epoch, fields, hardware, settings)
+            return job_id, epoch, config.model_dump_json()
+        except (ValidationError, LookupError) as error:
             await ledger.move_job(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
+        except UnusableDtype as error:
+            await ledger.move_job(job_id, JobState.FAILED, str(error))
+        except LeaseLost:  # the job is over, or another trainer was faster
+            continue
     return None
+
+
+async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict[str, str]]]:
+    """Started jobs of the pool, whose trainer may have died, and then its queue, each with its fields."""
+    started = await existing_jobs(ledger, await ledger.lists.started())
+    for job_id, fields in started.items():
+        if fields.get("pool") == pool:
+            yield job_id, fields
+    for first in range(0, await ledger.lists.num_waiting(pool), QUEUE_AT_ONCE):
+        queued = await ledger.lists.waiting(pool, first, QUEUE_AT_ONCE)
+        found = await existing_jobs(ledger, queued)
+        for job_id in queued:
+            if job_id in found:
+                yield job_id, found[job_id]
+            else:
+                await ledger.lists.remove(job_id, pool)
 
 
 def train(settings: Settings, link: JobLink, config: JobConfig, world: World) -> tuple[JobState | None, str]:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,7 @@ class TrainState:
     published_version: int  # the newest that rollouts know; older than policy_version when a transfer was skipped
     num_steps: int
     model_path: str
+    first_mismatch: float | None = None  # of iteration 0, nats per token; see `engine_probe`
 
     @classmethod
     def fresh(cls, job_id: str, model_path: str) -> "TrainState":
@@ -89,6 +91,8 @@ class CheckpointStore:
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future[None]] | None = None
+        self._is_read = threading.Event()  # what is being written does not need the live tensors any more
+        self._is_read.set()
         self._finished: list[tuple[int, Path]] = []
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -102,19 +106,29 @@ class CheckpointStore:
         policies: Mapping[int, NamedTensors] | None = None,
         holders: Mapping[str, int] | None = None,
     ) -> None:
-        """Copy `tensors` to the host and return; writing goes on behind. Waits first for the save before.
+        """Return at once; writing goes on behind. Waits first for the save before.
 
+        `tensors` may change after `wait_until_read`: a copy of them would be most of the trainer's memory.
         `weights` (in the dtype they are published in) and `policies` (by version) are host tensors that nobody will
         change, such as a Snapshot's. They are rank 0's, unless `holders` says which rank has each tensor: then each
         rank gives its own. Raises as `wait`.
         """
         self.wait()
-        shards = HostShards.copy_of(tensors, self._world.is_main)
+        shards = HostShards.of(tensors, self._world.is_main)
         content = Content(state, shards, files if self._world.is_main else {}, holders)
         if self._world.is_main or holders is not None:
             frozen = {version: dict(named) for version, named in (policies or {}).items()}
             content = replace(content, weights=dict(weights), policies=frozen)
+        self._is_read.clear()
         self._in_flight = (state.next_iteration, self._thread.submit(self._write, content))
+
+    def wait_until_read(self) -> None:
+        """Return when the tensors of the last save may change. Raises JobFailed when that takes long."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._is_read.wait(timeout=1.0):
+            self._while_waiting()
+            if time.monotonic() > deadline:
+                raise self._late(self._timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when nothing is being written. Raises NotWritten when that failed, JobFailed when it takes long."""
@@ -125,15 +139,20 @@ class CheckpointStore:
         try:
             self._result(written, timeout_s)
         except TimeoutError:
-            raise JobFailed(
-                f"checkpoint {path} is still not on disk after {timeout_s:.0f} s (ONBEAT_CHECKPOINT_TIMEOUT_S); "
-                "is the disk slow?"
-            ) from None
+            raise self._late(timeout_s) from None
         except (OSError, SafetensorError) as error:
             self._in_flight = None
             raise NotWritten(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
         self._in_flight = None
         self._finished.append((next_iteration, path))
+
+    def _late(self, waited_s: float) -> JobFailed:
+        assert self._in_flight is not None
+        path = self.path(self._in_flight[0])
+        return JobFailed(
+            f"checkpoint {path} is still not on disk after {waited_s:.0f} s (ONBEAT_CHECKPOINT_TIMEOUT_S); "
+            "is the disk slow?"
+        )
 
     def _result(self, written: Future[None], timeout_s: float) -> None:
         """Raises what the writing raises, and TimeoutError."""
@@ -160,12 +179,14 @@ class CheckpointStore:
         partial = self.folder / f".{target.name}.{self._writer}.partial"
         try:
             self._together(lambda: prepare(partial) if self._world.is_main else {})
-            files = self._together(lambda: write_content(partial, content, self._world.rank, self._world.size))
+            files = self._together(lambda: write_content(partial, content, self._world, self._is_read.set))
             self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
         except OSError:  # on every rank: nobody writes there any more
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)  # what was written takes the room that is missing
             raise
+        finally:
+            self._is_read.set()
 
     def _together(self, step: Callable[[], Sizes]) -> Sizes:
         """One step on every rank: the files that all of them wrote. Raises OSError everywhere when it failed on any."""
@@ -272,8 +293,9 @@ def prepare(partial: Path) -> Sizes:
     return {}
 
 
-def write_content(partial: Path, content: Content, rank: int, size: int) -> Sizes:
-    """Write and sync this rank's files; their sizes in bytes by name."""
+def write_content(partial: Path, content: Content, world: World, on_read: Callable[[], None]) -> Sizes:
+    """Write and sync this rank's files; their sizes in bytes by name. `on_read`: the live tensors may change."""
+    rank, size = world.rank, world.size
     paths: list[Path] = []
 
     def new(name: str) -> Path:
@@ -283,6 +305,7 @@ def write_content(partial: Path, content: Content, rank: int, size: int) -> Size
 
     if content.shards.tensors:
         content.shards.write(new(f"optimizer/rank-{rank:05d}-of-{size:05d}.safetensors"))
+    on_read()
     for name, file in content.files.items():
         new(name).write_bytes(file)
     weights_file = "model.safetensors" if content.holders is None else shard_name(rank, size)

@@ -104,7 +104,7 @@ class JobLink:
         self._rank, self._num_replicas = rank, num_replicas
         self._consumer = f"rank-{rank}"  # stable, so that whoever takes over finds what its predecessor had taken
         self._num_recorded: dict[int, int] = {}  # iteration -> micro-batches under this rank
-        self._store = WeightStore(num_kept=config.max_staleness + 2)
+        self._store = WeightStore(num_kept=config.max_staleness + 1 + (config.evaluation is not None))
         self._server: WeightServer | None = None
         self._address = ""
         self._meter = CommitMeter()

@@ -5,6 +5,7 @@
             for each micro-batch of groups, in completion order, while others are still being generated:
                 leave out groups without signal
                 pack -> forward (policy, old, reference) -> loss sum -> backward     gradients add up unnormalised
+            after the first updates: compare the engines with the trainer
             barrier: reduce over replicas -> rescale once -> GAC -> clip -> AdamW
         snapshot -> publish (version t + 1) -> commit
 
@@ -16,7 +17,7 @@ is applied once at the end. In `bounded` the version may be older, by max_stalen
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 
@@ -29,6 +30,7 @@ from services.trainer.algorithm.reinforce_pp import batch_scale
 from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import ALONE, World
+from services.trainer.engine_probe import NUM_PROBED, check_mismatch
 from services.trainer.link import Link
 from services.trainer.lockstep import create_feed
 from services.trainer.objective import (
@@ -106,6 +108,7 @@ class TrainLoop:
         if self._lockstep(len(self._rows)) == 0:  # no signal at all: one row, of zero gradient, shows the mismatch
             with stats.busy("train/micro_batches_s"):
                 self._accumulate_rows(rows(witness, self._config)[:1], stats, scale)
+        self._probe_engines(stats)
         self._link.doing = f"at the barrier of iteration {self._iteration}: sum over replicas and optimizer step"
         with stats.busy("train/step_s"):
             self.reduce(stats)
@@ -148,18 +151,24 @@ class TrainLoop:
 
     def _pass_idle_row(self) -> None:
         """Take part in the collectives of the ranks that have one more row; adds nothing."""
-        logprobs, _ = self._policy.logprobs(idle_batch(self._device), 1.0, self._old_version())
+        batch = idle_batch(self._device)
+        self._probed_logprobs(batch)
+        logprobs, _ = self._policy.logprobs(batch, 1.0, self._old_version())
         (logprobs.trainer * 0.0).sum().backward()
 
     def loss(self, batch: MicroBatch, stats: IterationStats, scale: float) -> Loss:
         """All policies on the same packed row, then the objective."""
-        behaviour, version = self._behaviour_version, self._old_version()
-        logprobs, entropy = self._policy.logprobs(batch, self._config.rollout.temperature, version)
+        probed = self._probed_logprobs(batch)
+        logprobs, entropy = self._policy.logprobs(batch, self._config.rollout.temperature, self._old_version())
         loss = compute_loss(self._config.objective, batch, logprobs, scale)
-        is_on_policy = behaviour == self._current_version and self._num_updates_done == 0
-        has_behaviour = is_on_policy or version == behaviour
-        stats.add_loss(batch, logprobs.trainer, logprobs.old if has_behaviour else None, loss, entropy)
+        behaviour_logprobs = logprobs.old if self._has_behaviour_logprobs() else probed
+        stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
         return loss
+
+    def _has_behaviour_logprobs(self) -> bool:
+        """Return whether the pass for the loss has them: it includes the policy that generated."""
+        is_on_policy = self._behaviour_version == self._current_version and self._num_updates_done == 0
+        return is_on_policy or self._behaviour_version == self._old_version()
 
     def reduce(self, stats: IterationStats) -> None:
         """The barrier, first half: the sums of all replicas. A sharded model has summed its gradients on the way."""
@@ -176,6 +185,7 @@ class TrainLoop:
             self._config, tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs
         )
         optimizer = self._policy.optimizer
+        self._publisher.wait_for_reader()
         decision = self._policy.control.apply(optimizer.rescale(divisor))
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip()
@@ -215,6 +225,33 @@ class TrainLoop:
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
         return batch_scale(everywhere) if everywhere else 1.0
 
+    # ---- do the engines follow ---------------------------------------------------------------------------------------
+
+    def _is_probed(self) -> bool:
+        """Return whether this update compares the engines with the trainer; the same on every rank."""
+        return self._num_updates_done == 0 and self._iteration <= NUM_PROBED + self._config.max_staleness
+
+    def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return the trainer's logprobs [N] at the weights that generated, where only the comparison needs them."""
+        if self._has_behaviour_logprobs() or not self._is_probed():
+            return None
+        assert self._behaviour_version is not None, "no pass before the first groups are here"
+        return self._policy.logprobs_at(self._behaviour_version, batch, self._config.rollout.temperature)
+
+    def _probe_engines(self, stats: IterationStats) -> None:
+        """Raise JobFailed, before the optimizer steps, if their mismatch has grown since iteration 0."""
+        if not self._is_probed():
+            return
+        sums = [stats.sums.get(name, 0.0) for name in ("token/mismatch", "train/trained_tokens")]
+        gap, num_tokens = self._world.sum_scalars(sums)
+        state = self._publisher.state
+        if num_tokens == 0:  # all of its groups failed
+            return
+        if self._iteration == 0:
+            self._publisher.state = replace(state, first_mismatch=gap / num_tokens)
+        elif state.first_mismatch is not None:
+            check_mismatch(gap / num_tokens, state.first_mismatch, self._config.model.dtype, self._iteration)
+
     # ---- what may enter ----------------------------------------------------------------------------------------------
 
     def _verify(self, group: RolloutGroup) -> None:
@@ -234,7 +271,7 @@ class TrainLoop:
         except ValueError as error:
             raise JobFailed(f"{error}; worker {group.worker_id} sent it, stop that one") from error
         largest = max(max(ids) for ids in (group.prompt_token_ids, *(each.token_ids for each in group.responses)))
-        if largest >= (vocab_size := self._policy.model.config.vocab_size):
+        if largest >= (vocab_size := self._policy.model.config.get_text_config().vocab_size):
             raise JobFailed(
                 f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens; "
                 f"worker {group.worker_id} sent it, stop that one"

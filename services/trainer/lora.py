@@ -12,8 +12,10 @@ published, a mean gap of 0.21 where noise is 0.04. Here the gap is 0, and small 
 """
 
 import functools
+import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,7 +67,12 @@ def last_part(name: str) -> str:
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:
-    """PEFT's layers by the name of the linear layer that each one wraps; empty for a model without adapters."""
+    """PEFT's layers by the name of the linear layer that each one wraps; empty for a model without adapters.
+
+    Whoever put adapters on a model has imported PEFT, which takes long and may be missing where nobody uses LoRA.
+    """
+    if "peft" not in sys.modules:
+        return {}
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -120,10 +127,11 @@ class MergedLinear(torch.autograd.Function):
 def published_tensors(
     model: Any, whole: Whole = lambda parameter: parameter, skip: Container[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of the model as if it had no adapters, merged one at a time; nothing in training is touched.
+    """Everything in the model's state as if it had no adapters, merged one at a time; nothing in training is touched.
 
-    Names, order and shapes are those of the base model; without adapters this is `named_parameters()`. `whole` puts the
-    shards of a parameter together, in the compute dtype. Parameters named in `skip` are left out.
+    Names, order and shapes are those of the base model; without adapters this is `named_parameters()`, then the buffers
+    that belong to the state, which training never changes. `whole` puts the shards of a parameter together, in the
+    compute dtype. Parameters named in `skip` are left out.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
@@ -134,13 +142,25 @@ def published_tensors(
             a, b, scale = adapter(layers[layer_name])
             yield f"{layer_name}.weight", merged_weight(whole(parameter), whole(a), whole(b), scale)
         elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), whole(parameter)
+            yield base_name(name), whole(parameter)
+    yield from persistent_buffers(model)
 
 
 def published_sizes(model: Any) -> dict[str, int]:
     """Names of `published_tensors`, in order, and their numbers of elements."""
-    parameters = model.named_parameters()
-    return {name.replace(".base_layer.", "."): p.numel() for name, p in parameters if ".lora_" not in name}
+    tensors = chain(model.named_parameters(), persistent_buffers(model))
+    return {base_name(name): t.numel() for name, t in tensors if ".lora_" not in name}
+
+
+def persistent_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Whatever a checkpoint of the model holds besides parameters, such as the correction biases of some routers."""
+    state = model.state_dict(keep_vars=True)
+    return [(name, tensor) for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)]
+
+
+def base_name(name: str) -> str:
+    """Return what a parameter is called in the model without adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,52 @@ def resolve_model(path: str, cache_dir: Path) -> str:
     return path
 
 
-def load_model(source: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A decoder that attends by packed layouts, with parameters in the compute dtype. Raises ValueError by name."""
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class Passes:
+    """How a model of some architecture goes over a micro-batch; `trial.py` finds out which way is right for it."""
+
+    attention: str = PACKED_ATTENTION  # or transformers' own, `sdpa` or `eager`: then each response is a row of its own
+    is_padded: bool = True  # rows are padded to one length, in one pass; otherwise each length has its own pass
+    has_plain_head: bool = True  # the logits are just hidden states times a matrix: no bias, no cap, no scale
+
+    @property
+    def is_packed(self) -> bool:
+        return self.attention == PACKED_ATTENTION
+
+    @property
+    def is_one(self) -> bool:
+        return self.is_packed or self.is_padded
+
+
+def load_config(source: str) -> Any:
+    """The model's configuration. Raises ValueError by name."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return AutoConfig.from_pretrained(source)
+    except (OSError, StrictDataclassError, ValueError) as error:
+        raise ValueError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Passes = Passes()) -> Any:
+    """A decoder for those passes, with parameters in the compute dtype. Raises ValueError by name.
+
+    It is built with its attention, not switched to it: some classes choose theirs when they are built.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=passes.attention)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {source!r} cannot be loaded: {error}") from error
-    register_attention()
-    use_attention(model, PACKED_ATTENTION)
+    return set_up(model, passes, device)
+
+
+def set_up(model: Any, passes: Passes, device: torch.device) -> Any:
+    """Prepare a transformers model that was built with the attention of these passes: its device, no dropout."""
+    model.passes = passes
     model.config.use_cache = False
     return model.to(device).eval()
 
@@ -50,9 +88,10 @@ def register_attention() -> None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """PACKED_ATTENTION, or one of transformers' own (`sdpa`, `eager`): then each response is a row of its own."""
+    """Switch a built model, of a class that bears it, to other passes: PACKED_ATTENTION, or padded rows with `sdpa` or
+    `eager`. Jobs never switch; tests and benchmarks compare."""
     model.set_attn_implementation(name)
-    model.is_packed = name == PACKED_ATTENTION
+    model.passes = replace(getattr(model, "passes", Passes()), attention=name)
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
@@ -80,28 +119,27 @@ def freeze_copy(model: Any) -> Any:
     return copy.deepcopy(model).requires_grad_(False)
 
 
-def frozen_like(model: Any) -> Any:
-    """`freeze_copy` of what is published: a model without adapters, merged if this one has any."""
+def frozen_base(model: Any) -> Any:
+    """`freeze_copy` of the model without its adapters: what published weights can be loaded into."""
     frozen = freeze_copy(model)
     for name, layer in adapted_layers(frozen).items():
         frozen.set_submodule(name, layer.get_base_layer())
-    load_frozen(frozen, published_tensors(model))
     return frozen
 
 
 @torch.no_grad()
 def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite a frozen copy with published weights: [shape of the parameter] by name, each parameter once.
+    """Overwrite a frozen copy with published tensors: [shape of the own one] by name, each once.
 
     Raises ValueError naming what is missing, unknown or of another shape; the copy is then not to be used.
     """
-    parameters = dict(frozen.named_parameters())
-    missing = set(parameters)
+    own = dict(published_tensors(frozen))
+    missing = set(own)
     for name, tensor in tensors:
-        if name not in parameters or parameters[name].shape != tensor.shape:
-            known = tuple(parameters[name].shape) if name in parameters else "no such parameter"
+        if name not in own or own[name].shape != tensor.shape:
+            known = tuple(own[name].shape) if name in own else "no such parameter"
             raise ValueError(f"weights of another model: {name} {tuple(tensor.shape)}, the model has {known}")
-        parameters[name].copy_(tensor)
+        own[name].copy_(tensor)
         missing.discard(name)
     if missing:
         raise ValueError(f"weights of another model: nothing for {', '.join(sorted(missing))}")
@@ -150,8 +188,8 @@ def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tupl
     return target_logprobs(model, prepare_inputs(model, batch), batch, temperature)
 
 
-Select = Callable[[torch.Tensor], torch.Tensor]  # outputs of all places -> those that predict a target, [N, ...]
-Prepared = tuple[dict[str, Any], Select]
+Hidden = list[torch.Tensor]  # of each pass, [rows, T, ...]
+Prepared = tuple[list[dict[str, Any]], Callable[[Hidden], torch.Tensor]]  # inputs; what predicts a target, [N, ...]
 
 
 def target_logprobs(
@@ -165,11 +203,13 @@ def whole_model_logprobs(
     model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The computation itself, where the head's weight is at hand (`sharding.call`)."""
-    inputs, select = prepared
-    if has_plain_head(model):
-        hidden = select(model.get_decoder()(**inputs).last_hidden_state)
+    passes, select = prepared
+    if model.passes.has_plain_head:
+        decoder = model.get_decoder()
+        hidden = select([decoder(**inputs).last_hidden_state for inputs in passes])
         return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, temperature)
-    log_probabilities = (select(model(**inputs).logits).float() / temperature).log_softmax(-1)
+    logits = select([model(**inputs).logits for inputs in passes])
+    log_probabilities = (logits.float() / temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return log_probabilities.gather(-1, batch.target_ids[:, None])[:, 0], entropy
@@ -177,7 +217,7 @@ def whole_model_logprobs(
 
 def prepare_inputs(model: Any, batch: MicroBatch) -> Prepared:
     """What depends on the micro-batch only, for every model of this architecture, dtype and attention."""
-    return packed_inputs(batch) if model.is_packed else separate_inputs(batch)
+    return packed_inputs(batch) if model.passes.is_packed else separate_inputs(batch, model.passes.is_padded)
 
 
 def packed_inputs(batch: MicroBatch) -> Prepared:
@@ -188,28 +228,41 @@ def packed_inputs(batch: MicroBatch) -> Prepared:
         "layout_plan": plan_attention(batch.layout),
         "use_cache": False,
     }
-    return inputs, lambda outputs: outputs[0].index_select(0, batch.layout.logit_index)
+    return [inputs], lambda outputs: outputs[0][0].index_select(0, batch.layout.logit_index)
 
 
-def separate_inputs(batch: MicroBatch) -> Prepared:
-    """A padded row per response, its prompt repeated: for attentions that cannot be packed."""
-    rows, places = [], []
+def separate_inputs(batch: MicroBatch, is_padded: bool) -> Prepared:
+    """A row per response, its prompt repeated: for attentions that cannot be packed. One pass of padded rows, or one
+    for each length."""
+    rows, spans = separate_rows(batch)
+    longest = max(map(len, rows))
+    by_length: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        by_length.setdefault(longest if is_padded else len(row), []).append(index)
+    passes = []
+    for indices in by_length.values():
+        input_ids = torch.nn.utils.rnn.pad_sequence([rows[index] for index in indices], batch_first=True)
+        passes.append({"input_ids": input_ids, "use_cache": False})
+    if is_padded:
+        lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
+        steps = torch.arange(longest, device=input_ids.device)
+        passes[0]["attention_mask"] = (steps[None] < lengths[:, None]).long()
+    order = list(chain.from_iterable(by_length.values()))
+
+    def select(outputs: Hidden) -> torch.Tensor:
+        of_row = dict(zip(order, chain.from_iterable(outputs), strict=True))
+        return torch.cat([of_row[index][start:end] for index, (start, end) in enumerate(spans)])
+
+    return passes, select
+
+
+def separate_rows(batch: MicroBatch) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Prompt and response of each response, and which of these places predict the response's tokens."""
+    rows, spans = [], []
     prefix = batch.token_ids[: batch.layout.prefix_length]
     for group in batch.layout.groups:
         prompt = torch.cat([prefix, batch.token_ids[group.start : group.start + group.prompt_length]])
         for start, length in zip(group.response_starts, group.response_lengths, strict=True):
             rows.append(torch.cat([prompt, batch.token_ids[start : start + length]]))
-            places.append((len(prompt) - 1, len(prompt) + length))
-    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
-    attention_mask = (torch.arange(input_ids.shape[1], device=input_ids.device)[None] < lengths[:, None]).long()
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    return inputs, lambda outputs: torch.cat([row[a:b] for row, (a, b) in zip(outputs, places, strict=True)])
-
-
-def has_plain_head(model: Any) -> bool:
-    """Whether the logits are just hidden states times a matrix: no bias, no soft cap, no scale."""
-    head = model.get_output_embeddings()
-    twists = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    is_linear = isinstance(head, torch.nn.Linear) and head.bias is None
-    return is_linear and not any(getattr(model.config, name, None) for name in twists)
+            spans.append((len(prompt) - 1, len(prompt) + length))
+    return rows, spans

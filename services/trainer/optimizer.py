@@ -1,8 +1,9 @@
 """AdamW on float32 master weights, whatever dtype the model computes in.
 
-    one process, DDP   parameters (bf16) --backward--> gradient (bf16), added to the master's (float32) after each
-                       micro-batch; DDP sums the masters' gradients over ranks at the barrier
-    FSDP2              the sharded parameters are float32 and are the masters themselves; FSDP sums the gradients
+    bfloat16           parameters --backward--> gradient (bf16), added to the master's (float32) after each micro-batch
+    float32, FSDP2     the parameters are float32 and are the masters themselves
+
+DDP sums the masters' gradients over ranks at the barrier; FSDP sums them on the way.
 
     barrier: rescale, clip, AdamW on the masters, masters -> parameters
 
@@ -10,6 +11,7 @@ So the weights that compute, the weights that are published and the weights that
 and small updates are not lost in bf16. Only parameters that require a gradient take part.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from onbeat.config import OptimizerConfig
 from onbeat.errors import JobFailed
 from services.trainer.device import has_fused_adamw
+from services.trainer.rounding import spread_masters
 
+MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_NUMEL = 8 << 20  # of parameters that are stepped together; the next are stepped while these are published
 
@@ -29,10 +33,11 @@ Written = Callable[[list[str]], None]  # names of parameters that have their new
 class MasterAdamW:
     """Before the barrier gradients add up; `rescale`, `clip`, `step` are called once each, in this order."""
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
-        self.config = config
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, num_job_steps: int = 0) -> None:
+        """`num_job_steps`: those of the whole job, over which the learning rate decays."""
+        self.config, self._num_job_steps = config, num_job_steps
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
+        self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}
         self._buckets = [(names, self._adamw(names)) for names in buckets(self.masters)]
         self.num_steps = 0
 
@@ -47,9 +52,11 @@ class MasterAdamW:
             fused=has_fused_adamw(masters[0].device),
         )
 
-    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The float32 tensor that AdamW moves for this parameter, and that its gradients arrive in."""
-        master = parameter.detach().float().clone()
+    def _master(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the float32 tensor that AdamW moves for this parameter, and that its gradients arrive in."""
+        if torch.finfo(parameter.dtype).bits >= MASTER_BITS:
+            return parameter
+        master = spread_masters(name, parameter.detach())
         parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
         return master
 
@@ -103,8 +110,7 @@ class MasterAdamW:
         in the same order.
         """
         self.num_steps += 1
-        warmup = self.config.num_warmup_iterations
-        learning_rate = self.config.learning_rate * min(1.0, self.num_steps / (warmup + 1))
+        learning_rate = scheduled_learning_rate(self.config, self.num_steps, self._num_job_steps)
         for names, adamw in self._buckets:
             adamw.param_groups[0]["lr"] = learning_rate
             adamw.step()
@@ -117,7 +123,8 @@ class MasterAdamW:
     @torch.no_grad()
     def write_parameters(self, names: Iterable[str]) -> None:
         for name in names:
-            self.parameters[name].copy_(self.masters[name])
+            if self.parameters[name] is not self.masters[name]:
+                self.parameters[name].copy_(self.masters[name])
 
     def drop_gradients(self) -> None:
         for _, adamw in self._buckets:
@@ -148,15 +155,22 @@ class MasterAdamW:
         self.write_parameters(self.masters)
 
 
-class ShardedAdamW(MasterAdamW):
-    """For a model that `sharding.shard` has been through: each rank moves its share; nothing is kept twice."""
+def scheduled_learning_rate(config: OptimizerConfig, step: int, num_job_steps: int) -> float:
+    """Return the learning rate of a step, counted from 1: linear warm-up, then the decay to 0 over the rest of the job.
 
-    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
-        assert isinstance(parameter, DTensor), "shard the model first"
-        return parameter
-
-    def write_parameters(self, names: Iterable[str]) -> None:
-        pass
+    A job of 10 steps, learning rate 1, 2 warm-up iterations: 1/3, 2/3, then with linear decay 1, 7/8, 6/8, ... 1/8.
+    """
+    warmup = config.num_warmup_iterations
+    if step <= warmup:
+        return config.learning_rate * (step / (warmup + 1))
+    done = (step - 1 - warmup) / max(1, num_job_steps - warmup)  # share of the steps after the warm-up, below 1
+    match config.decay:
+        case "none":
+            return config.learning_rate
+        case "linear":
+            return config.learning_rate * (1.0 - done)
+        case "cosine":
+            return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def buckets(tensors: dict[str, torch.Tensor]) -> list[list[str]]:

@@ -1,62 +1,62 @@
-"""Whether a model may be packed, found out by trying its architecture; never by a list of names.
+"""How a job's model goes over its micro-batches: decided before it is loaded, and before anything is generated.
 
-An attention that needs more than positions and a causal structure (ALiBi, a soft cap, a window shorter than the
-sequences) would give wrong numbers on packed rows. Such a model is trained one response at a time instead.
-
-The trial runs on a shrunken random model of the same configuration in float32, where equal means equal: bfloat16 noise
-on a real model would hide a real difference. That trial runs on the CPU; another device's attention kernel is compared
-with a dense mask on that device, forward and backward.
+`trial.py` tries the architecture on the CPU. The attention kernel of another device is compared with a dense mask on
+that device, forward and backward. Nothing is decided by a list of names.
 """
 
-import copy
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.attention import build_layout, dense_mask, packed_attention, plan_attention
-from services.trainer.batch import MicroBatch, pack
-from services.trainer.model import PACKED_ATTENTION, register_attention, response_logprobs, use_attention
+from services.trainer.model import Passes
+from services.trainer.shrink import rope_tables
+from services.trainer.trial import TRIAL_ERRORS, architecture_name, try_architecture
 
 PROBE_PREFIX, PROBE_PROMPT, PROBE_RESPONSES = 16, 40, (20, 1, 9)
-PROBE_LAYERS, PROBE_VOCAB, PROBE_GAIN = 2, 256, 8.0
-TOLERANCE = 1e-3  # mean gap of logprobs, in nats
 KERNEL_TOLERANCE = 0.02  # of the mean magnitude; bfloat16 resolves 0.004
-PROBE_ERRORS = (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def choose_attention(model: Any, longest_tokens: int) -> str:
-    """Leave the model packed, or switch it to one-by-one. Returns '' or the reason why it cannot be packed."""
-    reason = window_problem(model.config, longest_tokens)
-    is_sdpa_right = True
-    if not reason:
-        reason, is_sdpa_right = try_architecture(model.config)
-    parameter = next(model.parameters())
-    if not reason and parameter.device.type != "cpu":
-        reason = try_kernel(model.config, parameter.device, parameter.dtype)
-    if reason:
-        use_attention(model, "sdpa" if is_sdpa_right else "eager")
-    return reason
+def choose_passes(
+    config: Any, max_context_tokens: int | None, device: torch.device, dtype: torch.dtype, is_sharded: bool = False
+) -> tuple[Passes, str]:
+    """The quickest passes that are right for the model, and why they are not packed ('' if they are).
+
+    Raises ValueError naming the architecture when there are none.
+    """
+    text = config.get_text_config()
+    longest = max_context_tokens or getattr(text, "max_position_embeddings", None) or float("inf")
+    if problem := rope_problem(text, longest):
+        raise ValueError(f"model.max_context_tokens: {architecture_name(config)} {problem}")
+    passes, reason = try_architecture(config, longest, is_sharded)
+    window = getattr(text, "sliding_window", None)
+    if reason and window and longest > window and try_architecture(config, window)[0].is_packed:
+        reason = (
+            f"sequences may reach {longest} tokens, beyond the attention window of {window}; "
+            f"set model.max_context_tokens to {window} or less to pack"
+        )
+    if passes.is_packed and device.type != "cpu" and (reason := try_kernel(text, device, dtype)):
+        passes, _ = try_architecture(config, longest, is_sharded, may_pack=False)
+    return passes, reason
 
 
-@torch.no_grad()
-def try_architecture(config: Any) -> tuple[str, bool]:
-    """'' or why packing is wrong; and whether transformers' sdpa agrees with eager (it may ignore a soft cap)."""
-    group = random_group(PROBE_VOCAB)
-    batch = pack([group, group], torch.device("cpu"))  # the second behind the first one's prompt
-    try:
-        model = shrunken(config)
-        reference = probe(model, "eager", batch)
-        is_sdpa_right = mean_gap(probe(model, "sdpa", batch), reference) <= TOLERANCE
-    except PROBE_ERRORS as error:
-        return f"its architecture could not be tried: {type(error).__name__}: {error}", False
-    try:
-        gap = mean_gap(probe(model, PACKED_ATTENTION, batch), reference)
-    except PROBE_ERRORS as error:
-        return f"its attention does not take packed rows: {type(error).__name__}: {error}", is_sdpa_right
-    wrong = f"packed and one-by-one logprobs of its architecture differ by {gap:.3g} on average"
-    return ("" if gap <= TOLERANCE else wrong), is_sdpa_right
+def rope_problem(config: Any, longest_tokens: float) -> str:
+    """'' or that sequences may be so long that rotary tables depend on the longest sequence of a pass.
+
+    Then a token's logprob would depend on what else is in the micro-batch, and engines choose otherwise.
+    """
+    for rope in rope_tables(config):
+        limit = {
+            "longrope": rope.get("original_max_position_embeddings"),
+            "dynamic": getattr(config, "max_position_embeddings", None),
+        }.get(rope["rope_type"])
+        if limit is not None and longest_tokens > limit:
+            return (
+                f"has other rotary embeddings ({rope['rope_type']}) in passes of more than {limit} tokens, so that "
+                f"results would depend on what shares a pass; set it to {limit} or less"
+            )
+    return ""
 
 
 def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
@@ -76,61 +76,12 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     try:
         found, _ = packed_attention(None, query, key, value, None, layout_plan=plan_attention(layout))
         gradients = torch.autograd.grad(found.float().square().sum(), inputs)
-    except PROBE_ERRORS as error:
+    except TRIAL_ERRORS as error:
         return f"the attention kernel of {device} fails: {type(error).__name__}: {error}"
     pairs = zip((found, *gradients), (expected, *torch.autograd.grad(expected.square().sum(), exact)), strict=True)
     gap = max((mean_gap(left.float(), right) / right.abs().mean()).item() for left, right in pairs)
     return "" if gap <= KERNEL_TOLERANCE else f"the attention kernel of {device} is off by {gap:.2g} of the mean value"
 
 
-def shrunken(config: Any) -> Any:
-    """A random float32 model with the same attention, few layers and tokens, and weights large enough to matter."""
-    from transformers import AutoModelForCausalLM
-
-    small = copy.deepcopy(config)
-    small.vocab_size, small.num_hidden_layers = PROBE_VOCAB, PROBE_LAYERS
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(small, name, None)
-    if layer_types := getattr(config, "layer_types", None):
-        kinds = sorted(set(layer_types))
-        small.layer_types = [kinds[index % len(kinds)] for index in range(PROBE_LAYERS)]
-    register_attention()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(PROBE_GAIN)
-    return model.eval()
-
-
-def probe(model: Any, attention: str, batch: MicroBatch) -> torch.Tensor:
-    """Log-probabilities [N] of the batch by that attention."""
-    use_attention(model, attention)
-    return response_logprobs(model, batch, 1.0)[0]
-
-
 def mean_gap(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left - right).abs().mean().item()
-
-
-def window_problem(config: Any, longest_tokens: int) -> str:
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    is_used = getattr(config, "use_sliding_window", True) and "sliding_attention" in layer_types
-    if window is None or not is_used or longest_tokens <= window:
-        return ""
-    return (
-        f"sequences may reach {longest_tokens} tokens, beyond the attention window of {window}; "
-        f"set model.max_context_tokens to {window} or less to pack"
-    )
-
-
-def random_group(vocab_size: int) -> RolloutGroup:
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(vocab_size, (count,), generator=generator).tolist()
-
-    responses = [Response(token_ids=tokens(n), rollout_logprobs=[0.0] * n) for n in PROBE_RESPONSES]
-    return RolloutGroup(group_id="probe", prompt_token_ids=tokens(PROBE_PROMPT), responses=responses)

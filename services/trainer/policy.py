@@ -22,15 +22,19 @@ from services.trainer.model import (
     DTYPES,
     enable_gradient_checkpointing,
     freeze_copy,
-    frozen_like,
+    frozen_base,
+    load_config,
     load_frozen,
     load_model,
+    response_logprobs,
     tri_model_logprobs,
 )
 from services.trainer.objective import Logprobs, needs_reference
-from services.trainer.optimizer import MasterAdamW, ShardedAdamW
-from services.trainer.packing import choose_attention
+from services.trainer.optimizer import MasterAdamW
+from services.trainer.packing import choose_passes
 from services.trainer.sharding import gather_full, load_shards, shard
+from services.trainer.stored_model import open_model
+from services.trainer.tensor_files import StoredWeights
 from services.trainer.weight_store import Snapshot, split_evenly
 
 
@@ -38,6 +42,7 @@ class OldPolicy:
     """One frozen model that takes on the weights of any version that is held."""
 
     def __init__(self, model: Any | None, is_sharded: bool) -> None:
+        """Whatever the model's weights are now, it is handed out with those of a version that is held."""
         self.snapshots: dict[int, Snapshot] = {}  # by policy version; of a sharded model each rank's part
         self._model, self._is_sharded = model, is_sharded
         self._loaded: int | None = None
@@ -71,18 +76,28 @@ class Policy:
     is_sharded: bool = False
 
     @classmethod
-    def create(cls, model: Any, config: JobConfig, world: World = ALONE, is_sharded: bool = False) -> "Policy":
-        """From a loaded model, the same on every rank; `is_sharded`: FSDP2 over the ranks, else whole replicas."""
+    def create(
+        cls,
+        model: Any,
+        config: JobConfig,
+        world: World = ALONE,
+        is_sharded: bool = False,
+        stored: StoredWeights | None = None,
+    ) -> "Policy":
+        """From a loaded model, the same on every rank; `is_sharded`: FSDP2 over the ranks, else whole replicas.
+
+        `stored`: the model is one to be sharded and has no weights yet; they are there.
+        """
         dtype = next(model.parameters()).dtype
-        old = frozen_like(model) if has_old_policies(config) else None
+        old = frozen_base(model) if has_old_policies(config) else None
         reference = None
         if needs_reference(config.objective):
             reference = model if config.lora else freeze_copy(model)
         if is_sharded:
             for each in (model, old, None if reference is model else reference):
                 if each is not None:
-                    shard(each, world, dtype)
-        optimizer = (ShardedAdamW if is_sharded else MasterAdamW)(model, config.optimizer)
+                    shard(each, world, dtype, stored)
+        optimizer = MasterAdamW(model, config.optimizer, config.num_optimizer_steps)
         control = GradientControl(config.gac, world)
         return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
 
@@ -114,6 +129,11 @@ class Policy:
         old_logprobs = trainer_logprobs.detach() if old_logprobs is None else old_logprobs
         return Logprobs(trainer_logprobs, old_logprobs, ref_logprobs), entropy
 
+    @torch.no_grad()
+    def logprobs_at(self, version: int, batch: MicroBatch, temperature: float) -> torch.Tensor:
+        """Return those [N] of an earlier version that is held."""
+        return response_logprobs(self.old.at(version), batch, temperature)[0]
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint needs besides the published weights; no copies."""
         return self.optimizer.state_tensors() | self.control.state_tensors()
@@ -129,14 +149,16 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
 
     Raises ValueError.
     """
-    model = load_model(source, DTYPES[config.model.dtype], world.device)
-    longest = config.model.max_context_tokens or model.config.max_position_embeddings
-    reason = choose_attention(model, longest)
+    assert config.model.dtype != "auto", "a job's dtype is resolved when a trainer claims it"
+    dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
+    passes, reason = choose_passes(load_config(source), limit, world.device, dtype, is_sharded)
+    opened = open_model(source, dtype, world.device, passes) if is_sharded else None
+    model, stored = opened or (load_model(source, dtype, world.device, passes), None)
     if config.training.has_gradient_checkpointing:
         enable_gradient_checkpointing(model)
     if config.lora:
         add_adapters(model, config.lora, config.seed)
-    return Policy.create(model, config, world, is_sharded), reason
+    return Policy.create(model, config, world, is_sharded, stored), reason
 
 
 def has_old_policies(config: JobConfig) -> bool:

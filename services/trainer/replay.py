@@ -132,7 +132,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     async def fields_of() -> dict[str, str]:
         return await Ledger(settings.connect_redis()).job_fields(job_id)
 
-    config = JobConfig.model_validate_json(asyncio.run(fields_of())["config"])
+    config = JobConfig.of_job(asyncio.run(fields_of()))
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 
 from onbeat.config import JobConfig
+from onbeat.local.malloc import give_back_freed, give_back_large_at_once
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import pin_cores
 from services.trainer.distributed import ALONE, World
@@ -34,13 +35,16 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     is_sharded = world.size > 1 and settings.parallelism == "fsdp"
     is_cpu = world.device.type == "cpu"
     num_cores = pin_cores(settings.cpu_cores, world.local_rank, world.local_size) if is_cpu else 0
+    if is_sharded:
+        give_back_large_at_once()
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", link.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)
+    give_back_freed()  # loading took the model's size twice
     if reason and world.is_main:
-        message = f"responses are trained one by one, which is slower: {reason}"
+        message = f"responses share no prompt in a pass, which is slower: {reason}"
         logger.warning("job %s: %s", link.job_id, message)
         link.emit("trainer.not_packed", message)
     folder = settings.data_dir / "jobs" / link.job_id

@@ -3,6 +3,9 @@
     sharded float32 parameter --all-gather in the compute dtype--> layer computes --> gradient
     gradient --reduce-scatter in float32, summed--> the share's gradient, added up over micro-batches
 
+A model is sharded layer by layer, and each layer may be read from its files just before: then a rank never holds more
+than its share and one layer.
+
 Gradients are sums over ranks, not means: the loss is divided once, at the barrier. The float32 shares are the masters
 that the optimizer moves, and what is published is their rounded value: the bits that the layers compute with.
 
@@ -20,31 +23,48 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.distributed import World
+from services.trainer.lora import base_name
+from services.trainer.rounding import spread_masters
+from services.trainer.tensor_files import StoredWeights
 
 T = TypeVar("T")
 
 
-def shard(model: Any, world: World, compute_dtype: torch.dtype) -> None:
+def shard(model: Any, world: World, compute_dtype: torch.dtype, stored: StoredWeights | None = None) -> None:
     """Shard a transformers decoder in place, by layer; the root holds embeddings, norm and head (tied ones stay tied).
 
-    Before: the same full weights on every rank, adapters and checkpointing already in place. After: trainable
-    parameters are float32, frozen ones stay in their dtype. Frozen relatives (reference, old policy) are copied before,
-    and sharded by a call of their own. Raises ValueError for a model without a list of layers.
+    Before: the same full weights on every rank (of an opened model none: they are in `stored`), adapters and
+    checkpointing already in place. After: trainable parameters are float32, frozen ones stay in their dtype. Frozen
+    relatives (reference, old policy) are copied before, and sharded by a call of their own. Raises ValueError for a
+    model without a list of layers.
     """
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use ONBEAT_PARALLELISM=ddp")
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     mesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(compute_dtype, sum_dtype(compute_dtype), cast_forward_inputs=False)
+    names = {module: name for name, module in model.named_modules()}
     for module in [*layers, model]:
+        fill(module, names[module], stored)
         fully_shard(module, mesh=mesh, mp_policy=precision)
         module.set_gradient_divide_factor(1.0)  # the sum: by default FSDP divides by the number of ranks
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
     model.call_unsharded = lambda function, *args, **kwargs: function(model, *args, **kwargs)
     register_fsdp_forward_method(model, "call_unsharded")
+
+
+def fill(module: nn.Module, prefix: str, stored: StoredWeights | None) -> None:
+    """Give a module that is about to be sharded its whole weights, in float32 where they are trained.
+
+    `prefix`: the module's name in the model. What is sharded already, layers in the root, is left alone.
+    """
+    for name, parameter in module.named_parameters(prefix):
+        if isinstance(parameter, DTensor):
+            continue
+        if stored is not None and base_name(name) in stored.files:  # all but adapters
+            parameter.data = stored.read(base_name(name)).to(parameter.device, parameter.dtype)
+        if parameter.requires_grad:
+            parameter.data = spread_masters(name, parameter.data)
 
 
 def sum_dtype(compute_dtype: torch.dtype) -> torch.dtype:

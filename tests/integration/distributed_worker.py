@@ -3,9 +3,12 @@
 A check is a function (world, folder) that asserts; a rank that fails ends the run. Add one, and a test that names it.
 """
 
+import contextlib
 import copy
+import gc
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,15 +22,17 @@ from transformers import Gemma2Config
 import services.trainer.distributed as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
 from onbeat.errors import JobFailed
+from onbeat.local.malloc import give_back_freed
 from services.trainer.batch import pack
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import PeerLost, World
-from services.trainer.gradient_control import GradientControl
+from services.trainer.gradient_control import GradientControl, local_part
 from services.trainer.lora import add_adapters
-from services.trainer.model import PACKED_ATTENTION, response_logprobs
-from services.trainer.optimizer import MasterAdamW, ShardedAdamW
+from services.trainer.model import DTYPES, PACKED_ATTENTION, load_model, response_logprobs
+from services.trainer.optimizer import MasterAdamW
+from services.trainer.policy import Policy, load_policy
 from services.trainer.sharding import call, deal, gather_full, load_full, shard
-from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
+from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1)
@@ -145,7 +150,7 @@ def sharded_steps(world, folder):
         reference = copy.deepcopy(model)
         alone = MasterAdamW(reference, OPTIMIZER)
         shard(model, world, dtype)
-        optimizer = ShardedAdamW(model, OPTIMIZER)
+        optimizer = MasterAdamW(model, OPTIMIZER)
         for _ in range(2):
             backward(reference, groups())
             train_dealt(model, world)
@@ -179,6 +184,89 @@ def sharded_copies(world, folder):
         assert torch.equal(found, response_logprobs(expected, batch, 1.0)[0])
 
 
+def sharded_reading(world, folder):
+    """A model that each rank reads layer by layer has the bits of one that each reads whole; so have its relatives."""
+    old_and_reference = {
+        "schedule": {"mode": "bounded", "max_staleness": 1, "num_iterations": 2},
+        "objective": {"kl": {"coef": 0.1}},
+    }
+    for dtype in ("float32", "bfloat16"):
+        for is_tied, sections in [
+            (True, old_and_reference),
+            (False, old_and_reference | {"lora": {"rank": 2}}),
+            (False, {"training": {"has_gradient_checkpointing": True}}),
+        ]:
+            source = write_model(world, folder, tiny_config(tie_word_embeddings=is_tied, attention_bias=True))
+            config = job_config(model={"path": source, "dtype": dtype}, **sections)
+            found, _ = load_policy(source, config, world, is_sharded=True)
+            whole = load_model(source, DTYPES[dtype], CPU)
+            if config.lora:
+                add_adapters(whole, config.lora, config.seed)
+            expected = Policy.create(whole, config, world, is_sharded=True)
+            compare_shards(found.model, expected.model)
+            if "objective" in sections:
+                compare_shards(found.reference, expected.reference)
+                compare_shards(found.old._model, expected.old._model)
+
+
+def write_model(world, folder, config):
+    """A random bfloat16 model in several files, written by rank 0; the folder's name."""
+    if world.is_main:
+        tiny_model(config, torch.bfloat16).save_pretrained(folder / "model", max_shard_size="10KB")
+    world.all_gather_bytes(b"written")
+    return str(folder / "model")
+
+
+def compare_shards(found, expected):
+    kept = dict(expected.named_parameters()) | dict(expected.named_buffers())
+    tensors = dict(found.named_parameters()) | dict(found.named_buffers())
+    assert list(tensors) == list(kept)
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, DTensor) == isinstance(kept[name], DTensor)
+        assert tensor.dtype == kept[name].dtype, name
+        assert tensor.requires_grad == kept[name].requires_grad, name
+        assert torch.equal(local_part(tensor), local_part(kept[name])), name
+
+
+def little_memory(world, folder):
+    """Loading takes less than the whole model in the job's dtype does."""
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 22}
+    source = write_model(world, folder, tiny_config(**sizes))
+    config = job_config(model={"path": source, "dtype": "float32"})
+    gc.collect()
+    give_back_freed()
+    before = anonymous_bytes()
+    with highest(anonymous_bytes) as peak:
+        policy, _ = load_policy(source, config, world, is_sharded=True)
+    taken, whole = peak[0] - before, sum(p.nbytes for p in policy.model.parameters())
+    assert whole > 1e8
+    assert taken < 0.9 * whole, f"{taken / 1e6:.0f} MB for a share of {whole / 1e6:.0f} MB"
+
+
+def anonymous_bytes():
+    """Without pages of files: the system drops those and reads them again as it likes, so that they prove nothing."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@contextlib.contextmanager
+def highest(measure):
+    """Yields a list; its only item is the highest value that `measure` returned every millisecond of the block."""
+    values, done = [measure()], threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            values[0] = max(values[0], measure())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield values
+    finally:
+        done.set()
+        watcher.join()
+
+
 def gradient_control(world, folder):
     """Rows shared out over the ranks, an odd number of them, and one replicated tensor that must count once."""
     mesh = init_device_mesh("cpu", (world.size,))
@@ -204,7 +292,7 @@ def trained(world, seed=0):
     """A sharded model after one step, with GAC's history: (optimizer, control, all state)."""
     model = tiny_model(tiny_config(initializer_range=0.02 + 0.01 * seed), torch.float32)
     shard(model, world, torch.float32)
-    optimizer, control = ShardedAdamW(model, OPTIMIZER), GradientControl(GacConfig(mode="metric"), world)
+    optimizer, control = MasterAdamW(model, OPTIMIZER), GradientControl(GacConfig(mode="metric"), world)
     train_dealt(model, world)
     control.apply(optimizer.rescale(17.0))
     optimizer.clip()
@@ -274,6 +362,8 @@ CHECKS: dict[str, Callable[[World, Path], None]] = {
         sharded_gradients,
         sharded_steps,
         sharded_copies,
+        sharded_reading,
+        little_memory,
         gradient_control,
         save_sharded,
         load_whole,

@@ -19,12 +19,15 @@ PROJECT = Path(__file__).parents[2]
 
 
 def launch(module: str, *arguments: str, num_ranks: int = 2, timeout_s: float = 150.0) -> str:
-    """Run a module on some ranks of this machine, one thread each; returns what they wrote. Ends with all of them."""
+    """Run a module on some ranks of this machine, one thread each; returns what they wrote. Ends with all of them.
+
+    Tensors of 256 KiB and more are given back to the system when they are freed, so that a peak is of what is held.
+    """
     options = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", module, *arguments]
     ranks = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options],
         cwd=PROJECT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

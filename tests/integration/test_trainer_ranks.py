@@ -44,7 +44,10 @@ JOBS = {
         "training": {"num_updates_per_iteration": 2},
         "objective": {"kl": {"coef": 0.1}},
     },
-    "bounded reinforce_pp": {"schedule": BOUNDED, "objective": {"type": "reinforce_pp"}},
+    "bounded reinforce_pp, proximal": {
+        "schedule": BOUNDED,
+        "objective": {"type": "reinforce_pp", "old_policy": "proximal", "importance": {"type": "truncated"}},
+    },
     "lora with kl in bfloat16": {
         "schedule": PERIODIC,
         "lora": {"rank": 4},

@@ -1,11 +1,20 @@
-"""Tiny random Llama models in HF layout, with a tokenizer, written without a hub: what tests run real engines on."""
+"""Tiny random models in HF layout, with a tokenizer, written without a hub: what tests run real engines on."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 512
@@ -19,12 +28,24 @@ CHAT_TEMPLATE = (
 
 def write_tied_model(model_dir: Path, seed: int = 0) -> Path:
     """A model whose output head is its embedding."""
-    return _write_model(model_dir, seed, is_tied=True)
+    return _write_model(model_dir, seed, LlamaConfig, tie_word_embeddings=True)
 
 
 def write_untied_model(model_dir: Path, seed: int = 0) -> Path:
     """A model with an output head of its own, and with attention biases, which vLLM reloads differently."""
-    return _write_model(model_dir, seed, is_tied=False)
+    return _write_model(model_dir, seed, LlamaConfig, tie_word_embeddings=False, attention_bias=True)
+
+
+def write_qwen3_moe_model(model_dir: Path, seed: int = 0) -> Path:
+    """A mixture of experts, whose routers are beside them."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return _write_model(model_dir, seed, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
+
+
+def write_mixtral_model(model_dir: Path, seed: int = 0) -> Path:
+    """Another mixture of experts, whose size (80) a kernel may have to pad."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 80}
+    return _write_model(model_dir, seed, MixtralConfig, tie_word_embeddings=False, **experts)
 
 
 def write_perturbed_weights(model_dir: Path, weights_file: Path, seed: int, scale: float = 0.02) -> Path:
@@ -58,29 +79,30 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _write_model(model_dir: Path, seed: int, *, is_tied: bool) -> Path:
+def _write_model(model_dir: Path, seed: int, config_class: type[PreTrainedConfig], **options: Any) -> Path:
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM has attention for on the CPU
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=is_tied,
-        attention_bias=not is_tied,
-        initializer_range=0.15,  # wide, so that logits differ visibly between tokens and between models
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # the least that vLLM has attention for on the CPU
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "initializer_range": 0.15,  # wide, so that logits differ visibly between tokens and between models
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config_class(**(sizes | options))).to(torch.bfloat16)
     # Sampling defaults that an engine must not take over from the model.
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=True, top_k=2, top_p=0.5)
     model.save_pretrained(model_dir)
+    # Under the names that the trainer publishes: those of the hub hold each expert by itself.
+    published = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(published, model_dir / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(model_dir)
     return model_dir

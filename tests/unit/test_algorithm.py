@@ -4,12 +4,17 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from onbeat.config import KlConfig
 from services.trainer.algorithm.advantages import grpo_advantages
 from services.trainer.algorithm.grpo import grpo_token_loss
+from services.trainer.algorithm.gspo import gspo_token_loss
+from services.trainer.algorithm.importance import band_weights, truncated_weights
 from services.trainer.algorithm.inputs import LossInputs
 from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.algorithm.normalization import denominator, token_weights
+from services.trainer.algorithm.rloo import rloo_token_loss
 
 
 def test_grpo_advantages_worked_by_hand():
@@ -59,6 +64,31 @@ def test_kl_estimators_agree_with_the_exact_kl():
         torch.testing.assert_close((policy.exp() * kl_estimate(estimator, policy, reference)).sum(), exact)
 
 
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", "nothing"), ("k2", "reverse"), ("k3", "forward")])
+def test_gradients_of_kl_estimators_in_the_loss(estimator, expected):
+    """Over the policy's samples: k1 none, k2 that of KL(policy || reference), k3 that of KL(reference || policy)."""
+    logits = torch.tensor([0.5, -0.3, 0.2], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    policy = logits.log_softmax(-1)
+    samples = policy.detach().exp()
+    (found,) = torch.autograd.grad(
+        (samples * kl_estimate(estimator, policy, reference)).sum(), logits, retain_graph=True
+    )
+    divergences = {
+        "nothing": 0.0 * policy.sum(),
+        "reverse": (policy.exp() * (policy - reference)).sum(),
+        "forward": (reference.exp() * (reference - policy)).sum(),
+    }
+    (wanted,) = torch.autograd.grad(divergences[expected], logits)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_k1_is_for_the_reward_only():
+    with pytest.raises(ValidationError, match="k1 in the loss pulls nowhere"):
+        KlConfig(coef=0.1, estimator="k1")
+    assert KlConfig(coef=0.1, estimator="k1", placement="reward").estimator == "k1"
+
+
 def test_normalizations_equal_their_definitions():
     lengths = torch.tensor([2, 4])
     losses = torch.tensor([1.0, 3.0, 2.0, 2.0, 6.0, 6.0])
@@ -66,3 +96,26 @@ def test_normalizations_equal_their_definitions():
     sequence_mean = (losses * token_weights("sequence_mean", lengths)).sum() / denominator("sequence_mean", 6, 2, 8)
     assert token_mean.item() == pytest.approx(20 / 6)
     assert sequence_mean.item() == pytest.approx((2 + 4) / 2)
+
+
+@pytest.mark.parametrize("gap", [100.0, -100.0, 1000.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_policies_far_apart_give_finite_losses_and_gradients(gap, advantage):
+    """float32 overflows at a log ratio of 88, and a clipped infinity has the gradient 0 x inf."""
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    old = logprobs.detach() - gap
+    inputs = LossInputs(logprobs, old, torch.full((2,), advantage), torch.tensor([2]))
+    losses = [
+        grpo_token_loss(inputs, 0.2, 0.2)[0],
+        gspo_token_loss(inputs, 3e-4, 4e-4)[0],
+        rloo_token_loss(inputs),
+        kl_estimate("k3", logprobs, old),
+    ]
+    for loss in losses:
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
+    weights, is_kept = band_weights(old, logprobs.detach(), 0.5, 5.0)
+    assert not is_kept.any()
+    assert torch.equal(weights, torch.zeros(2))
+    assert truncated_weights(old, logprobs.detach(), 2.0).isfinite().all()

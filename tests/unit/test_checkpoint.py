@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from onbeat.errors import JobFailed
 from services.trainer import checkpoint as checkpoint
 from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.lora import published_sizes, published_tensors
+from services.trainer.model import frozen_base, load_frozen
+from services.trainer.shrink import random_model, shrunken
 from services.trainer.weight_store import take_snapshot
 from tests.unit.trainer_fixtures import tiny_config, tiny_model
 
@@ -51,17 +54,21 @@ def gate(monkeypatch):
     gate.set()
 
 
-def test_training_goes_on_while_the_checkpoint_of_before_is_written(tmp_path, gate):
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate):
     signs: list[str] = []
     store = CheckpointStore(tmp_path, keep=2, while_waiting=lambda: signs.append("waiting"))
     live = tensors(1.0)
     store.save(STATE, [], live, {})
     assert (store.finished(), store.complete()) == ([], [])
-    live["master.w"].fill_(99.0)  # the next step
     with pytest.raises(JobFailed, match=r"iteration-000003 is still not on disk .*ONBEAT_CHECKPOINT_TIMEOUT_S"):
         store.wait(timeout_s=0.05)
     assert signs  # a watchdog need not take this for a stuck step
+    stepping = threading.Thread(target=lambda: (store.wait_until_read(), live["master.w"].fill_(99.0)))
+    stepping.start()
+    stepping.join(0.1)
+    assert stepping.is_alive(), "the next step must wait until its tensors are read"
     gate.set()
+    stepping.join(10)
     store.wait()
     assert store.finished() == [(3, tmp_path / "iteration-000003")]
     assert store.finished() == []
@@ -157,6 +164,24 @@ def test_the_folder_loads_as_an_ordinary_model(tmp_path):
     assert {name for name, _ in loaded.named_parameters()} == expected.keys()
     assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
+
+def test_buffers_of_the_state_are_exported_and_frozen(tmp_path):
+    """A router's correction bias is no parameter, and decides which experts compute."""
+    model = random_model(shrunken(Glm4MoeConfig(), 64), "eager")
+    published = dict(published_tensors(model))
+    biases = [name for name in published if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert published.keys() == published_sizes(model).keys() == frozenset(dict(published_tensors(frozen_base(model))))
+    store = CheckpointStore(tmp_path, keep=1)
+    config = model.config.to_json_string(use_diff=False).encode()
+    store.save(STATE, take_snapshot(3, published.items()).tensors(), tensors(), {"config.json": config})
+    store.wait()
+    loaded = AutoModelForCausalLM.from_pretrained(store.path(3), attn_implementation="eager", dtype=torch.float32)
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=f"nothing for {biases[0]}"):
+        load_frozen(frozen_base(model), [(name, tensor) for name, tensor in published.items() if name != biases[0]])
 
 
 def cut(name, size):

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, Qwen3Config
 from onbeat.config import LoraConfig
 from services.trainer.batch import pack
 from services.trainer.lora import add_adapters
-from services.trainer.model import enable_gradient_checkpointing, frozen_like, response_logprobs, use_attention
+from services.trainer.model import enable_gradient_checkpointing, frozen_base, response_logprobs, use_attention
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
 
@@ -79,7 +79,7 @@ def test_less_is_kept_for_the_backward_pass(has_adapters, batch):
 def test_a_frozen_copy_computes_the_same(batch):
     model = tiny_model(tiny_config(), torch.float32)
     enable_gradient_checkpointing(model)
-    frozen = frozen_like(model)
+    frozen = frozen_base(model)
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()  # tied: the copy must not read the original's layers or tables
         model.get_decoder().layers[0].mlp.up_proj.weight.zero_()

@@ -1,6 +1,7 @@
 """Adapters train, ordinary weights are published, and both are the same policy bit for bit."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from onbeat.config import LoraConfig, OptimizerConfig
 from services.trainer.batch import pack
 from services.trainer.lora import adapted_layers, add_adapters, published_tensors, without_adapters
-from services.trainer.model import frozen_like, response_logprobs
+from services.trainer.model import frozen_base, load_frozen, response_logprobs
 from services.trainer.optimizer import MasterAdamW
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
@@ -21,6 +22,14 @@ ATTENTION_ONLY = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj
 @pytest.fixture
 def batch():
     return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
+
+
+def test_a_model_without_adapters_needs_no_peft(monkeypatch):
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora", None)  # as where it is not installed
+    model = tiny_model(tiny_config(), torch.float32)
+    assert frozen_base(model) is not model
+    assert dict(published_tensors(model)).keys() == dict(model.named_parameters()).keys()
 
 
 def adapted(dtype, config=CONFIG, config_class=LlamaConfig, scale=0.2):
@@ -82,7 +91,8 @@ def test_gradients_equal_those_of_pefts_own_forward(config_class, batch):
 @pytest.mark.parametrize("config", [CONFIG, ATTENTION_ONLY])
 def test_what_is_published_is_the_trained_policy_bit_for_bit(dtype, config, batch):
     model = adapted(dtype, config, Qwen2Config)
-    published = frozen_like(model)
+    published = frozen_base(model)
+    load_frozen(published, published_tensors(model))
     assert not adapted_layers(published)
     assert torch.equal(response_logprobs(published, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0].detach())
 

@@ -9,7 +9,7 @@ from services.trainer.batch import pack
 from services.trainer.lora import adapted_layers, add_adapters, published_tensors, without_adapters
 from services.trainer.model import (
     freeze_copy,
-    frozen_like,
+    frozen_base,
     load_frozen,
     response_logprobs,
     tri_model_logprobs,
@@ -85,14 +85,14 @@ def test_a_model_without_adapters_cannot_be_its_own_reference(batch):
 def test_a_frozen_copy_takes_on_another_version(batch):
     earlier, now = moved(1), moved(2)
     version = [(name, tensor.detach().clone()) for name, tensor in published_tensors(earlier)]
-    old = frozen_like(now)
+    old = frozen_base(now)
     load_frozen(old, version)
     assert torch.equal(response_logprobs(old, batch, 1.0)[0], response_logprobs(earlier, batch, 1.0)[0].detach())
     assert not any(p.requires_grad for p in old.parameters())
 
 
 def test_weights_of_another_model_are_refused_by_name():
-    old = frozen_like(moved(0))
+    old = frozen_base(moved(0))
     tensors = dict(published_tensors(moved(1)))
     name = "model.layers.1.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=f"nothing for {name}"):

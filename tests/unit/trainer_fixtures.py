@@ -3,17 +3,17 @@
 import random
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState
-from services.trainer.attention import no_mask, packed_attention
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
-from services.trainer.model import PACKED_ATTENTION, use_attention
+from services.trainer.model import PACKED_ATTENTION, Passes, register_attention, use_attention
 from services.trainer.policy import Policy
 from services.trainer.session import restore
+from services.trainer.trial import is_head_plain
 
 VOCAB = 61
 
@@ -33,14 +33,14 @@ def tiny_config(config_class=LlamaConfig, **options):
 
 
 def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    AttentionMaskInterface.register(PACKED_ATTENTION, no_mask)
+    register_attention()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     with torch.no_grad():  # the default initialisation is so small that every softmax is flat
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8.0)
+    model.passes = Passes(has_plain_head=is_head_plain(model))
     use_attention(model, attention)
     return model
 

@@ -9,13 +9,13 @@ The clip acts on whole responses. Usual bounds are of the order of 1e-4, far sma
 
 import torch
 
-from services.trainer.algorithm.inputs import LossInputs
+from services.trainer.algorithm.inputs import LossInputs, ratio_of
 
 
 def gspo_token_loss(inputs: LossInputs, clip_low: float, clip_high: float) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] and whether the clip cut the token's gradient off (bool)."""
     log_ratio = inputs.trainer_logprobs.detach() - inputs.old_logprobs
-    response_ratio = inputs.response_mean(log_ratio).exp()
+    response_ratio = ratio_of(inputs.response_mean(log_ratio))
     token_ratio = response_ratio * (inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).exp()
     surrogate = token_ratio * inputs.advantages
     clipped = token_ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * inputs.advantages

@@ -8,16 +8,18 @@ With r = exp(old_logprobs - rollout_logprobs):
 
 import torch
 
+from services.trainer.algorithm.inputs import ratio_of
+
 
 def truncated_weights(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
     """[N] weights without gradient, at most `cap`."""
-    return (old_logprobs - rollout_logprobs).detach().exp().clamp(max=cap)
+    return ratio_of((old_logprobs - rollout_logprobs).detach()).clamp(max=cap)
 
 
 def band_weights(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] weights without gradient and the mask of kept tokens (bool)."""
-    ratio = (old_logprobs - rollout_logprobs).detach().exp()
+    ratio = ratio_of((old_logprobs - rollout_logprobs).detach())
     is_kept = (ratio >= low) & (ratio <= high)
     return ratio * is_kept, is_kept

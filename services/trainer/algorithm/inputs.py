@@ -4,6 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
+# Beyond e^20 a ratio only says that the policies have nothing in common; beyond e^88 it is infinite in float32, and its
+# gradient NaN even where it is clipped.
+MAX_LOG_RATIO = 20.0
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio), finite: no gradient flows beyond the bound."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -21,7 +30,7 @@ class LossInputs:
     @property
     def importance_ratio(self) -> torch.Tensor:
         """[N], exactly 1 where the old policy is the policy."""
-        return (self.trainer_logprobs - self.old_logprobs).exp()
+        return ratio_of(self.trainer_logprobs - self.old_logprobs)
 
     def response_mean(self, values: torch.Tensor) -> torch.Tensor:
         """[N] -> [N]: each token gets the mean over its response."""

@@ -2,9 +2,14 @@
 
 With r = ref - policy (log ratio): k1 = -r, unbiased but noisy; k2 = r^2 / 2, low variance; k3 = exp(r) - 1 - r,
 unbiased and never negative.
+
+As a term of the loss only its gradient counts. Expected over the policy's own samples, k2 has that of KL(policy ||
+reference), k3 that of KL(reference || policy), and k1 none: as a reward it is right, in the loss it is refused.
 """
 
 import torch
+
+from services.trainer.algorithm.inputs import ratio_of
 
 
 def kl_estimate(estimator: str, trainer_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -22,4 +27,4 @@ def k2(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.exp() - 1.0 - log_ratio
+    return ratio_of(log_ratio) - 1.0 - log_ratio

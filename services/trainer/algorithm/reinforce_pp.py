@@ -2,6 +2,9 @@
 
     A_i = (r_i - mean of its group) / (std over all centred rewards of the iteration + eps)
 
+Every response counts once in the scale, however long it is; OpenRLHF and verl whiten over tokens, where longer ones
+count more.
+
 The scale is a statistic of the batch: it is known only when every group is in. So this objective waits for all groups
 (`schedule.mode = "sync"`) and is refused in `periodic`. The token loss is GRPO's.
 """

@@ -1,0 +1,266 @@
+"""`python -m services.trainer.memory_plan JOB.json`: what a trainer of this job holds in memory, before there is one.
+
+Most of it is a number of bytes for each parameter. What a pass keeps for its backward is counted on tensors that have a
+shape and no memory (the meta device): for the model with few layers, twice, so that what one layer adds is known.
+Nothing of the model is read but its configuration.
+
+The peak is in one of two moments:
+
+    pass      gradients, activations, and the two versions that rollouts may still ask for
+    publish   after the step: no gradients or activations, and a third version
+"""
+
+import copy
+import json
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from onbeat.config import JobConfig, OnlineDpoObjective
+from onbeat.streams.codec import Response, RolloutGroup
+from services.trainer.batch import MicroBatch, Part, pack
+from services.trainer.lora import add_adapters
+from services.trainer.model import (
+    DTYPES,
+    PACKED_ATTENTION,
+    Passes,
+    Prepared,
+    enable_gradient_checkpointing,
+    load_config,
+    register_attention,
+    resolve_model,
+    separate_inputs,
+    target_logprobs,
+)
+from services.trainer.objective import needs_reference
+from services.trainer.packing import choose_passes
+from services.trainer.policy import has_old_policies
+from services.trainer.settings import Settings
+from services.trainer.shrink import shrink_depth
+from services.trainer.trial import TRIAL_ERRORS, architecture_name
+
+META = "meta"
+DEPTHS = (2, 4)  # layers of the models that are tracked; more where the kinds of layers repeat after more
+PROGRAM_BYTES = 450_000_000  # of a process that has imported PyTorch and transformers; measured
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4  # float32, for each trained parameter
+NUM_SERVED = 2  # versions that are kept in full (`WeightStore`)
+DELTAS, DELTAS_OF_LORA = 0.5, 0.1  # of a version's bytes, all that are kept; they change from job to job
+
+Parts = dict[str, int]  # bytes by what they are
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of a model, and what one pass over the largest row takes besides them."""
+
+    num_parameters: int  # without adapters
+    num_trained: int
+    num_outside_layers: int  # embeddings and head
+    pass_bytes: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a job is spread: FSDP2 over the ranks of one job, or one rank that holds everything."""
+
+    num_ranks: int = 1  # that share one model
+    is_on_host: bool = True  # the device is the CPU, so that all parts are in one memory
+
+
+def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[str, Parts]:
+    """Return the parts of one rank, by the memory they are in, at the moment when that memory holds most."""
+    item, shared = DTYPES[config.model.dtype].itemsize, placement.num_ranks
+    whole, trained = sizes.num_parameters, sizes.num_trained
+    frozen = whole - trained if config.lora is None else whole
+    has_masters_beside = item < MASTER_BYTES and shared == 1  # shards are float32 and are the masters themselves
+    held: Parts = {
+        "weights": (frozen * item + trained * (item if shared == 1 else MASTER_BYTES)) // shared,
+        "optimizer": trained * (MOMENTS_BYTES + MASTER_BYTES * has_masters_beside) // shared,
+    }
+    if needs_reference(config.objective) and config.lora is None:
+        held["reference model"] = whole * item // shared
+    if has_old_policies(config):
+        held["older policies"] = whole * item // shared
+    if config.gac.mode != "off":
+        held["last gradient"] = trained * GRADIENT_BYTES // shared
+    one_layer = (whole - sizes.num_outside_layers) // sizes.num_layers
+    gathered = (sizes.num_outside_layers * 2 + one_layer * 2) * item if shared > 1 else 0  # and the root's gradient
+    in_pass = {
+        "gradients": trained * GRADIENT_BYTES // shared,
+        "activations": sizes.pass_bytes,
+        **({"gathered layers": gathered} if gathered else {}),
+    }
+    version = whole * item // shared
+    num_held = config.max_staleness + 1 if has_old_policies(config) else 0
+    deltas = int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
+    served = {"published versions": max(NUM_SERVED, num_held) * version, "deltas": deltas}
+    published = served | {"published versions": max(NUM_SERVED + 1, num_held + 1) * version}
+    program = {"program": PROGRAM_BYTES}
+    if placement.is_on_host:
+        moments = [held | in_pass | served | program, held | published | program]
+        return {"host": max(moments, key=lambda parts: sum(parts.values()))}
+    return {"device": held | in_pass, "host": published | program}
+
+
+def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int) -> Sizes:
+    """The model is never built in memory. Raises ValueError as `add_adapters` does."""
+    batch = largest_row(config, prompt_tokens)
+    depth = model_config.get_text_config().num_hidden_layers
+    model = empty_model(config, model_config, passes, depth)
+    few, more = (min(depth, layers) for layers in DEPTHS)
+    taken = [tracked_pass(empty_model(config, model_config, passes, layers), batch) for layers in (few, more)]
+    each = (taken[1] - taken[0]) // max(1, more - few)
+    parameters = list(model.parameters())
+    return Sizes(
+        num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
+        num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+        num_outside_layers=sum(p.numel() for p in set(parameters) - set(model.get_decoder().layers.parameters())),
+        pass_bytes=taken[0] + each * (depth - few),
+        num_layers=depth,
+    )
+
+
+def empty_model(config: JobConfig, model_config: Any, passes: Passes, num_layers: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    cut = copy.deepcopy(model_config)
+    shrink_depth(cut.get_text_config(), num_layers)
+    dtype = DTYPES[config.model.dtype]
+    with torch.device(META):
+        model = AutoModelForCausalLM.from_config(cut, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    model.passes, model.config.use_cache = passes, False
+    if config.training.has_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    if config.lora:
+        add_adapters(model, config.lora, config.seed)
+    return model.eval()
+
+
+def tracked_pass(model: Any, batch: MicroBatch) -> int:
+    """The most bytes that a forward and a backward pass hold besides the model and its gradients."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
+    with LiveBytes() as live:
+        logprobs, _ = target_logprobs(model, inputs_without_values(model, batch), batch, 1.0)
+        logprobs.sum().backward()
+    return live.peak
+
+
+def drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations of its block make, while they are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(found):
+            storage = tensor.untyped_storage()
+            if id(storage) not in before and storage not in self._seen:
+                self._seen.add(storage)
+                self._change(storage.nbytes())
+                weakref.finalize(storage, self._change, -storage.nbytes())
+        return found
+
+    def _change(self, size_bytes: int) -> None:
+        self.now += size_bytes
+        self.peak = max(self.peak, self.now)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def inputs_without_values(model: Any, batch: MicroBatch) -> Prepared:
+    """As `prepare_inputs`, and in place of a plan, which reads the layout's values, an attention of the same sizes."""
+    if model.passes.is_packed:
+        rows, select = batch.token_ids[None], lambda outputs: outputs[0][0].index_select(0, batch.layout.logit_index)
+    else:
+        (inputs,), select = separate_inputs(batch, is_padded=False)  # all responses have one length
+        rows = inputs["input_ids"]
+    mask = torch.ones_like(rows)  # else the model looks for packed sequences in the values
+    return [{"input_ids": rows, "attention_mask": mask, "layout_plan": KeepInputs(), "use_cache": False}], select
+
+
+class KeepInputs:
+    """The plan of an attention that keeps what all kernels do: queries, keys, values and its output."""
+
+    def attend(
+        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        output: torch.Tensor = KeptInputs.apply(query_BHTD, key_BKTD, value_BKTD)
+        return output
+
+
+class KeptInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        output_BTHD = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, output_BTHD)
+        return output_BTHD
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
+    """As many whole groups as the token budget takes, all responses at full length; of a larger group a part."""
+    rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
+    is_pair = isinstance(config.objective, OnlineDpoObjective)
+    size = 2 if is_pair else rollout.num_samples_per_prompt
+    response_places = max(1, rollout.max_response_tokens - 1)
+    places = prompt_tokens + size * response_places
+    is_whole = is_pair or (config.objective.kl.coef > 0 and config.objective.kl.placement == "reward")
+    if places > budget and not is_whole:
+        size, num_groups = max(1, (budget - prompt_tokens) // response_places), 1
+    else:
+        num_groups = max(1, min(rollout.num_prompts_per_iteration, budget // places))
+    response = Response(token_ids=[0] * (response_places + 1), rollout_logprobs=[0.0] * (response_places + 1))
+    group = RolloutGroup(group_id="0-0", prompt_token_ids=[0] * prompt_tokens, responses=[response] * size)
+    return pack([Part.whole(group)] * num_groups, torch.device(META), is_prefix_shared=False)
+
+
+def main() -> None:
+    """Print JSON: the parts, the number of parameters and the model's configuration, which an engine's plan needs."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    config = JobConfig.model_validate(request["job"])
+    source = resolve_model(config.model.path, Settings().cache_dir)
+    try:
+        model_config = load_config(source)
+        dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
+        passes, _ = choose_passes(model_config, limit, torch.device("cpu"), dtype)
+        sizes = measure_sizes(config, model_config, passes, request["prompt_tokens"])
+    except ValueError as error:
+        sys.exit(str(error))
+    except TRIAL_ERRORS as error:
+        name = architecture_name(model_config)
+        sys.exit(f"the memory of {name} cannot be planned without building it ({type(error).__name__}: {error})")
+    placement = Placement(request["num_ranks"], request["is_on_host"])
+    found = {
+        "parts": plan_trainer(config, sizes, placement),
+        "num_parameters": sizes.num_parameters,
+        "num_trained": sizes.num_trained,
+        "model": model_config.get_text_config().to_dict(),
+    }
+    sys.stdout.write(json.dumps(found, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A configuration of the same architecture that is tried in a second: few layers, narrow, and everything that acts on
+long sequences acts on short ones.
+
+Names of fields are read for their meaning (heads, sizes of heads, widths, experts, lengths). A name that is not
+understood keeps its value; a configuration that does not survive being narrowed is tried in its own width.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MAX_PARAMETERS = 500_000_000  # of a model that is tried: 2 GB, several times
+VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, HEAD_SIZE, WIDTH = 256, 12, 8, 16, 32
+REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and beyond all of them
+CAP = 2.0  # of logits: so low that it is felt
+GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
+
+LENGTH = re.compile(
+    r"(window|chunk_?size|chunk_length|index_topk|block_size|floor_scale|local_attention)(?!.*(pattern|layers))"
+)
+CAPPED = re.compile(r"soft_?cap|logit_cap")
+NUM_HEADS = re.compile(
+    r"(^|_)n?_?(num_)?(q_|k_|v_|key_|value_|kv_|key_value_|attention_)*(?<!index_n_)heads?$|query_groups$"
+)
+SIZE_OF_HEAD = re.compile(r"head_?(dim|size)$|d_head$|kv_channels$|rotary_dim$")
+WIDE = re.compile(
+    r"(hidden|intermediate|inner|embedding|embd|model|ffn|ff|width|rank|proj|ssm)(_size|_dim)?(_mlp)?$|_size$"
+)
+NOT_WIDE = re.compile(r"vocab|kernel|state|window|chunk|block|patch|conv")
+CHOSEN_EXPERTS = re.compile(r"experts?_per_tok|moe_(k|top_?k)$|top_k_experts")
+EXPERTS = re.compile(r"experts?(_num)?$|experts_num|expert_num")
+LAYERS = re.compile(r"layers$|layer_end_index$|first_k_dense")
+PATTERN = re.compile(r"period|interval|every|idx|layer_ids|offset|pattern|freq|first_k|step$|layer_end|block_type")
+SPECIAL_TOKEN = re.compile(r"token_(id|index)$")
+STATE = re.compile(r"state(_size)?$")
+
+
+def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, is_narrow: bool = True) -> Any:
+    """A copy for `random_model`. Lengths that sequences of up to `longest_tokens` exceed are exceeded in the trial too,
+    and no others. `is_narrow`: its widths are small; otherwise they are the configuration's own."""
+    small = copy.deepcopy(config)
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(small, name, None)
+        if part is not None and part is not small.get_text_config():
+            shrink_depth(part, 1)
+    text = small.get_text_config()
+    for holder in {id(each): each for each in (small, text)}.values():
+        replace_numbers(holder, SPECIAL_TOKEN, lambda value: value % VOCAB_SIZE)
+    shrink_depth(text, num_layers if has_pattern(text) else 2)
+    replace_numbers(text, r"vocab_size", lambda value: VOCAB_SIZE)
+    replace_numbers(text, EXPERTS, lambda value: min(value, NUM_EXPERTS))
+    replace_numbers(text, CHOSEN_EXPERTS, lambda value: min(value, 2))
+    replace_numbers(text, STATE, lambda value: min(value, HEAD_SIZE))
+    replace_numbers(text, r"n_?groups$", lambda value: 1)  # of state-space heads
+    replace_numbers(text, r"^n_group$", lambda value: min(value, 2))  # of experts
+    replace_numbers(text, r"^topk_group$", lambda value: 1)
+    replace_numbers(text, LENGTH, lambda value: REACHED if value < longest_tokens else NOT_REACHED)
+    replace_numbers(text, CAPPED, lambda value: CAP)
+    if is_narrow:
+        shrink_width(text)
+    return small
+
+
+def replace_numbers(config: Any, pattern: str | re.Pattern[str], replace: Callable[[Any], Any]) -> None:
+    """Replace the positive numbers of fields whose names have the pattern; switches, lists and what is unset stay."""
+    for name, value in numbers(config).items():
+        if re.search(pattern, name):
+            setattr(config, name, replace(value))
+
+
+def numbers(config: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and not name.startswith("_")
+    }
+
+
+def has_pattern(config: Any) -> bool:
+    """Whether layers may differ. Where they do not, two are enough, and deep ones may forget what they read."""
+    depth = getattr(config, "num_hidden_layers", 0)
+    return any(
+        (isinstance(value, list | tuple) and len(value) == depth) or (value and PATTERN.search(name))
+        for name, value in vars(config).items()
+    )
+
+
+def shrink_depth(config: Any, num_layers: int) -> None:
+    """Keep the first layers of each kind's pattern; lists with an entry for each layer are cut."""
+    depth = getattr(config, "num_hidden_layers", None)
+    if not isinstance(depth, int) or depth <= num_layers:
+        return
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == depth:
+            setattr(config, name, value[:num_layers])
+        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            setattr(config, name, {key: each for key, each in value.items() if int(key) < num_layers})
+    replace_numbers(config, LAYERS, lambda value: max(1, value * num_layers // depth))
+    overrides = getattr(config, "_heterogeneity_spec", None)  # of Gemma 4, by layer
+    config.num_hidden_layers = num_layers
+    if overrides is not None:
+        kept = {layer: values for layer, values in overrides.per_layer_overrides.items() if layer < num_layers}
+        config.per_layer_config = kept or None
+
+
+def shrink_width(config: Any) -> None:
+    """Divide the numbers of heads by one number, their sizes by another, and widths by the product of both."""
+    fields = {name: value for name, value in numbers(config).items() if isinstance(value, int)}
+    sizes = [value for name, value in fields.items() if SIZE_OF_HEAD.search(name)]
+    heads = [value for name, value in fields.items() if NUM_HEADS.search(name) and not SIZE_OF_HEAD.search(name)]
+    width = config.hidden_size
+    main_heads = getattr(config, "num_attention_heads", None) or fields.get("num_heads")
+    if main_heads and width % main_heads == 0:
+        sizes.append(width // main_heads)
+    common = math.gcd(*heads)
+    fewer = max(1, common // math.gcd(common, 4 if len(set(heads)) == 1 else 2))
+    smaller = math.gcd(*sizes, max(1, max(sizes, default=0) // HEAD_SIZE))
+    factor = fewer * smaller if heads else max(1, width // WIDTH)
+    if "head_dim" in fields:  # heads are no parts of the width
+        factor = max(factor, width // (4 * WIDTH))
+
+    def narrowed(name: str, value: int) -> int:
+        if SIZE_OF_HEAD.search(name):
+            return value // smaller
+        if NUM_HEADS.search(name):
+            return value // fewer
+        return narrower(value, factor) if WIDE.search(name) and not NOT_WIDE.search(name) else value
+
+    for name, value in vars(config).items():
+        if name in fields:
+            setattr(config, name, narrowed(name, value))
+        elif isinstance(value, list) and value and all(type(each) is int for each in value):
+            setattr(config, name, [narrowed(name.removesuffix("_per_layer"), each) for each in value])
+    for rope in rope_tables(config):
+        for name in ("short_factor", "long_factor"):
+            if name in rope:
+                rope[name] = rope[name][: len(rope[name]) // smaller]
+        if "mrope_section" in rope:
+            rope["mrope_section"] = [value // smaller for value in rope["mrope_section"]]
+
+
+def narrower(value: int, factor: int) -> int:
+    """A multiple of 8, which products of matrices ask for."""
+    return 8 * math.ceil(value / factor / 8)
+
+
+def rope_tables(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of the configuration: one, one for each kind of layer, or none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = [parameters, *parameters.values()]
+    return [table for table in tables if isinstance(table, dict) and "rope_type" in table]
+
+
+def num_parameters(config: Any) -> int:
+    """Of a model of this configuration, which is not built for it."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def random_model(config: Any, attention: str, seed: int = 0) -> Any:
+    """A float32 model on the CPU in which every parameter and buffer matters: none is 0, and attention is sharp."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        options = {"dtype": torch.float32, "attn_implementation": attention}
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        for tensor in model.state_dict(keep_vars=True).values():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape)
+                if tensor.dim() > 1 and isinstance(tensor, torch.nn.Parameter):
+                    tensor.copy_(noise * GAIN / math.sqrt(tensor.shape[-1]))
+                else:
+                    tensor.add_(noise, alpha=0.1)
+    return model.eval()

@@ -1,0 +1,258 @@
+"""A trial of an architecture: which passes over a micro-batch are right for it, found out on a tiny random model.
+
+The reference is transformers' own model, one sequence at a time, without padding or cache. The passes of `model.py` are
+compared with it, log-probabilities and gradient, in float32, where equal means equal: the noise of bfloat16 on the real
+model would hide a real difference. The first that agrees is chosen; if none does, the model is refused by name. So it
+is if its logits see the future, or if what is published of it is not all of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from onbeat.streams.codec import Response, RolloutGroup
+from services.trainer.batch import MicroBatch, pack
+from services.trainer.lora import published_tensors
+from services.trainer.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs
+from services.trainer.shrink import MAX_PARAMETERS, NUM_LAYERS, VOCAB_SIZE, num_parameters, random_model, shrunken
+from services.trainer.weight_store import SAFETENSORS_DTYPES
+
+PREFIX = 16  # tokens that all prompts begin with
+GROUPS = ((24, (20, 1, 9)), (30, (9,)), (5, (13, 13)))  # tokens of the rest of the prompt, and of responses
+TOLERANCE = 1e-3  # greatest gap of logprobs, in nats, and of the gradient, relative to its norm
+SENSITIVITY = 0.1  # a change of the prompt must move logprobs by so much of their standard deviation
+SIZES = [(NUM_LAYERS, True), (2, True), (2, False)]  # layers, and whether they are narrow
+HEAD_GAIN = 16.0  # makes logits so large that a cap is felt
+CANDIDATES = [  # the quickest first
+    (PACKED_ATTENTION, False),
+    ("sdpa", True),
+    ("eager", True),
+    ("sdpa", False),
+    ("eager", False),
+]
+TRIAL_ERRORS = (  # with which a model answers that is made otherwise than expected
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of all response tokens of the trial's groups."""
+
+    logprobs: torch.Tensor  # [N]
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tiny random model of the architecture and what transformers computes with it."""
+
+    config: Any
+    model: Any
+    groups: Sequence[RolloutGroup]
+    numbers: Numbers
+
+
+def try_architecture(
+    config: Any, longest_tokens: float, is_sharded: bool = False, may_pack: bool = True
+) -> tuple[Passes, str]:
+    """The quickest right passes for sequences of up to so many tokens, and why they are not packed ('' if they are).
+
+    `is_sharded`: ranks go through the layers together, so that a micro-batch must be one pass. Raises ValueError naming
+    the architecture and the reason when none is right.
+    """
+    register_attention()
+    name = architecture_name(config)
+    reference = create_reference(config, longest_tokens, name)
+    try:
+        problem = sequence_problem(reference) or publishing_problem(reference)
+    except TRIAL_ERRORS as error:
+        problem = f"a tiny model of it fails ({describe(error)})"
+    if problem:
+        raise ValueError(f"{name} cannot be trained: {problem}")
+    has_plain_head, batch = is_head_plain(reference.model), pack(reference.groups, torch.device("cpu"))
+    reasons: list[str] = []
+    for attention, is_padded in CANDIDATES if may_pack else CANDIDATES[1:]:
+        passes = Passes(attention, is_padded, has_plain_head)
+        if not (reason := try_passes(passes, reference, batch)):
+            if is_sharded and not passes.is_one:
+                raise ValueError(
+                    f"{name} needs a pass for each length of sequences, which sharded ranks cannot make together; use "
+                    "ONBEAT_PARALLELISM=ddp"
+                )
+            return passes, reasons[0] if reasons else ""
+        reasons.append(reason)
+    raise ValueError(f"{name} cannot be trained: its passes differ from transformers' own ({reasons[-1]})")
+
+
+def architecture_name(config: Any) -> str:
+    return (getattr(config, "architectures", None) or [f"a model of type {config.model_type}"])[0]
+
+
+def create_reference(config: Any, longest_tokens: float, name: str) -> Reference:
+    """Of the first of SIZES that the architecture survives and that shows differences. Raises ValueError by name."""
+    groups = trial_groups()
+    for num_layers, is_narrow in SIZES:
+        try:
+            small = shrunken(config, longest_tokens, num_layers, is_narrow)
+            if (size := num_parameters(small)) > MAX_PARAMETERS:
+                raise ValueError(f"it still has {size} parameters")
+            model = random_model(small, "eager")
+            reference = Reference(small, model, groups, numbers_of(model, plain_logprobs(model, groups)))
+            if not (change := change_with_prompt(reference)) >= SENSITIVITY:
+                raise ValueError(f"another prompt moves its logprobs by {change:.2g} of their standard deviation only")
+            return reference
+        except TRIAL_ERRORS as error:
+            failure = error
+    raise ValueError(f"{name} cannot be trained: a tiny model of it fails ({describe(failure)})") from failure
+
+
+@torch.no_grad()
+def change_with_prompt(reference: Reference) -> float:
+    """How far logprobs are from those after the prompt backwards, on average, in their standard deviations.
+
+    Deep random models of some architectures forget what they read: then wrong passes would not be noticed.
+    """
+    backwards = [
+        RolloutGroup(prompt_token_ids=list(group.prompt_token_ids)[::-1], responses=group.responses)
+        for group in reference.groups
+    ]
+    logprobs = reference.numbers.logprobs
+    return ((plain_logprobs(reference.model, backwards) - logprobs).abs().mean() / logprobs.std()).item()
+
+
+def try_passes(passes: Passes, reference: Reference, batch: MicroBatch) -> str:
+    """'' or what is wrong with them."""
+    kind = "packed rows" if passes.is_packed else f"{'padded' if passes.is_padded else 'separate'} rows"
+    what = f"{kind} with {passes.attention} attention" if not passes.is_packed else kind
+    try:
+        model = random_model(reference.config, passes.attention)  # some classes choose their attention when built
+        model.load_state_dict(reference.model.state_dict())
+        model.passes = passes
+        found = numbers_of(model, response_logprobs(model, batch, 1.0)[0])
+    except TRIAL_ERRORS as error:
+        return f"{what} fail: {describe(error)}"
+    expected = reference.numbers
+    gap = (found.logprobs - expected.logprobs).abs().max().item()
+    gradient_gap = gap_of_gradients(found.gradients, expected.gradients)
+    if gap <= TOLERANCE and gradient_gap <= TOLERANCE:  # false for NaN as well
+        return ""
+    return f"{what} differ by {gap:.2g} nats and by {gradient_gap:.2g} of the gradient"
+
+
+def sequence_problem(reference: Reference) -> str:
+    """'' or that a token's logits change with what comes after it: then no engine can sample from them."""
+    prompt = list(reference.groups[0].prompt_token_ids)
+    whole, half = (logits_of(reference.model, tokens) for tokens in (prompt, prompt[: len(prompt) // 2]))
+    gap = (whole[: len(half)] - half).abs().max().item()
+    gap = (whole[: len(half)] - half).norm() / half.norm()  # sums over other lengths differ in their last bits
+    return "" if gap <= TOLERANCE else "its logits depend on later tokens, so that it is no causal language model"
+
+
+def publishing_problem(reference: Reference) -> str:
+    """'' or what a rollout would lack that gets what is published, and the configuration."""
+    published = dict(published_tensors(reference.model))
+    unknown = [
+        f"{name} ({tensor.dtype})" for name, tensor in published.items() if tensor.dtype not in SAFETENSORS_DTYPES
+    ]
+    if unknown:
+        return f"{unknown[0]} cannot be published"
+    copied = random_model(reference.config, "eager", seed=1)
+    copied.load_state_dict(published, strict=False)
+    tokens = list(reference.groups[0].prompt_token_ids)
+    gap = (logits_of(copied, tokens) - logits_of(reference.model, tokens)).abs().max().item()
+    return "" if gap <= TOLERANCE else f"a copy made from what is published of it differs by {gap:.2g}"
+
+
+@torch.no_grad()
+def is_head_plain(model: Any) -> bool:
+    """Whether the logits are just hidden states times the head's weight: no bias, cap or scale."""
+    token_ids = torch.arange(16, device=model.device)[None]
+    try:
+        weight = model.get_output_embeddings().weight
+        kept = weight.clone()
+    except TRIAL_ERRORS:
+        return False
+    try:
+        weight.mul_(HEAD_GAIN)
+        hidden = model.get_decoder()(token_ids, use_cache=False).last_hidden_state
+        expected, found = model(token_ids, use_cache=False).logits, hidden @ weight.T
+        return bool((found - expected).norm() <= TOLERANCE * expected.norm())
+    except TRIAL_ERRORS:
+        return False
+    finally:
+        weight.copy_(kept)
+
+
+def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:
+    """[N]: each response alone after its prompt, as any transformers model computes it."""
+    logprobs = []
+    for group in groups:
+        for response in group.responses:
+            prompt, answer = list(group.prompt_token_ids), list(response.token_ids)
+            logits = forward(model, prompt + answer)[len(prompt) - 1 : -1]
+            logprobs.append(logits.float().log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+    return torch.cat(logprobs)
+
+
+def forward(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[T, V]."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    return forward(model, tokens)
+
+
+def numbers_of(model: Any, logprobs: torch.Tensor) -> Numbers:
+    """The gradient is that of a sum in which every token has a weight of its own."""
+    model.zero_grad()
+    (logprobs * torch.linspace(-1.0, 1.0, len(logprobs))).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Numbers(logprobs.detach(), gradients)
+
+
+def gap_of_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference over all parameters, relative to the expected norm; one without gradient has zeros."""
+    difference = total = 0.0
+    for name in found.keys() | expected.keys():
+        left, right = found.get(name, torch.zeros(())), expected.get(name, torch.zeros(()))
+        difference += (left - right).square().sum().item()
+        total += right.square().sum().item()
+    return (difference / total) ** 0.5
+
+
+def trial_groups() -> list[RolloutGroup]:
+    """Prompts that begin alike, responses of several lengths, some sequences equally long."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    prefix = tokens(PREFIX)
+    return [
+        RolloutGroup(
+            group_id=str(index),
+            prompt_token_ids=prefix + tokens(length),
+            responses=[Response(token_ids=tokens(n), rollout_logprobs=[0.0] * n) for n in lengths],
+        )
+        for index, (length, lengths) in enumerate(GROUPS)
+    ]
+
+
+def describe(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"[:200]

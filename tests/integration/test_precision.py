@@ -1,0 +1,140 @@
+"""The dtype of a job is resolved once, by what trainer and rollouts can multiply, and holds for all of them."""
+
+import json
+import time
+import uuid
+
+import pytest
+
+from onbeat.config import JobConfig
+from onbeat.errors import LeaseLost
+from onbeat.local.hardware import Hardware
+from onbeat.types import WorkerRecord
+from services.trainer.__main__ import claim_next
+from services.trainer.precision import UnusableDtype, resolve_dtype
+from services.trainer.settings import Settings
+
+NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")
+OLD = Hardware("Older", "AVX2, no bfloat16", "emulated")
+OLD_GPU = Hardware("T4", "compute capability 7.5", "missing")
+
+
+class Pool:
+    """A job in a pool of its own, with the rollouts that are put there."""
+
+    def __init__(self, ledger, dtype):
+        self.ledger, self.name = ledger, f"pool-{uuid.uuid4().hex[:8]}"
+        self.job_id = f"job-{self.name}"
+        self.config = JobConfig.model_validate(
+            {
+                "pool": self.name,
+                "model": {"path": "tiny", "dtype": dtype},
+                "data": {"type": "reasoning_gym", "task": "chain_sum"},
+                "reward": {"name": "exact"},
+                "rollout": {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 2, "max_response_tokens": 4},
+                "schedule": {"num_iterations": 1},
+            }
+        )
+
+    async def store(self):
+        await self.ledger.create_job(self.job_id, json.loads(self.config.model_dump_json()), 1, 0)
+
+    async def create(self):
+        await self.store()
+        self.epoch = await self.ledger.claim_job(self.job_id, "trainer-0", lease_s=30.0)
+        return self
+
+    async def add_rollout(self, worker_id, hardware, age_s=0.0):
+        record = WorkerRecord(
+            id=worker_id,
+            state="idle",
+            last_seen_at=time.time() - age_s,
+            hardware=str(hardware),
+            bfloat16=hardware.bfloat16,
+        )
+        await self.ledger.heartbeat(self.name, record)
+
+    async def resolve(self, trainer=NEW):
+        fields = await self.ledger.job_fields(self.job_id)
+        settings = Settings(pool=self.name)
+        return await resolve_dtype(self.ledger, self.job_id, self.epoch, fields, trainer, settings)
+
+    async def messages(self, kind):
+        return [event.message for event in await self.ledger.events(self.job_id) if event.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollouts", "dtype"),
+    [
+        (NEW, [], "bfloat16"),
+        (OLD, [], "float32"),
+        (NEW, [NEW, NEW], "bfloat16"),
+        (NEW, [NEW, OLD], "float32"),
+        (NEW, [OLD_GPU], "float32"),
+    ],
+)
+async def test_auto_takes_what_all_devices_multiply(ledger, trainer, rollouts, dtype):
+    pool = await Pool(ledger, "auto").create()
+    for index, hardware in enumerate(rollouts):
+        await pool.add_rollout(f"rollout-{index}", hardware)
+    assert (await pool.resolve(trainer)).model.dtype == dtype
+    assert (await ledger.job_fields(pool.job_id))["dtype"] == dtype
+    (message,) = await pool.messages("job.dtype")
+    assert message.startswith(f"computes in {dtype}: ")
+    slow = [f"rollout-{index}'s {each}" for index, each in enumerate(rollouts) if each.bfloat16 != "native"]
+    assert all(who in message for who in slow)
+    assert await pool.messages("job.warning") == []
+
+
+async def test_rollouts_that_are_gone_do_not_count(ledger):
+    pool = await Pool(ledger, "auto").create()
+    await pool.add_rollout("rollout-dead", OLD, age_s=60.0)
+    assert (await pool.resolve()).model.dtype == "bfloat16"
+
+
+async def test_the_first_resolution_holds_for_later_trainers(ledger):
+    pool = await Pool(ledger, "auto").create()
+    assert (await pool.resolve(NEW)).model.dtype == "bfloat16"
+    await pool.add_rollout("rollout-late", OLD)
+    assert (await pool.resolve(OLD)).model.dtype == "bfloat16"
+    assert len(await pool.messages("job.dtype")) == 1
+
+
+async def test_bfloat16_is_obeyed_with_one_warning(ledger):
+    pool = await Pool(ledger, "bfloat16").create()
+    assert (await pool.resolve(OLD)).model.dtype == "bfloat16"
+    await pool.resolve(OLD)
+    (warning,) = await pool.messages("job.warning")
+    assert "trainer's Older (AVX2, no bfloat16)" in warning
+    assert "6 to 25 times as long" in warning
+
+
+async def test_a_trainer_that_cannot_hold_the_dtype_refuses(ledger):
+    pool = await Pool(ledger, "bfloat16").create()
+    with pytest.raises(UnusableDtype, match=r"T4 \(compute capability 7\.5\) cannot compute in bfloat16"):
+        await pool.resolve(OLD_GPU)
+    assert "dtype" not in await ledger.job_fields(pool.job_id)
+
+
+async def test_a_job_fails_with_a_sentence_on_a_trainer_that_cannot_hold_it(ledger):
+    pool = Pool(ledger, "bfloat16")
+    await pool.store()
+    assert await claim_next(Settings(pool=pool.name), ledger, OLD_GPU) is None
+    fields = await ledger.job_fields(pool.job_id)
+    assert fields["state"] == "FAILED"
+    assert "submit the job with auto or float32" in fields["error"]
+
+
+async def test_a_trainer_claims_a_job_with_its_dtype_resolved(ledger):
+    pool = Pool(ledger, "auto")
+    await pool.store()
+    claimed = await claim_next(Settings(pool=pool.name), ledger, OLD)
+    assert claimed is not None
+    assert JobConfig.model_validate_json(claimed[2]) == pool.config.with_dtype("float32")
+
+
+async def test_a_trainer_without_the_lease_records_no_dtype(ledger):
+    pool = await Pool(ledger, "auto").create()
+    with pytest.raises(LeaseLost):
+        await ledger.record_dtype(pool.job_id, "0", "float32", "")
+    assert "dtype" not in await ledger.job_fields(pool.job_id)

@@ -1,0 +1,31 @@
+"""Models of many kinds, in folders as jobs name them: trained right, in the expected way, or refused by name."""
+
+import pytest
+
+from tests.architectures import VARIANTS, Row, measure
+
+OPTIONS = {f"{model_type}, {what}": (model_type, options) for model_type, what, options in VARIANTS}
+EXPECTED = {
+    "llama": "packed",
+    "apertus": "packed",
+    "cohere2": "packed",
+    "bart": "not packed",
+    "bloom": "not packed",
+    "gemma2": "not packed",
+    "cohere2, long sequences": "not packed",
+    "deepseek_v4": "refused",
+    "qwen3_moe": "packed",  # experts
+    "falcon, ALiBi": "not packed",  # chooses its attention when it is built
+    "falcon_h1, head with a multiplier": "not packed",  # its logits are more than a product
+    "gpt_oss": "not packed",  # sinks and a window
+    "recurrent_gemma": "not packed",  # a state in place of attention
+    "doge, long sequences": "refused",  # attends to other tokens when it is padded
+    "minimax": "refused",  # sees later tokens
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_trainer_is_right_about(name):
+    model_type, options = OPTIONS.get(name, (name.removesuffix(", long sequences"), {}))
+    found = measure(Row(name, model_type, name.endswith("long sequences"), options))
+    assert found["outcome"] == EXPECTED[name], found

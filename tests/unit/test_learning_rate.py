@@ -1,0 +1,26 @@
+"""The learning rate of each step: warm-up, then decay over the rest of the job."""
+
+import pytest
+
+from onbeat.config import OptimizerConfig
+from services.trainer.optimizer import scheduled_learning_rate
+
+
+def rates(num_steps, **options):
+    config = OptimizerConfig(learning_rate=0.5, **options)
+    return [scheduled_learning_rate(config, step, num_steps) for step in range(1, num_steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1]),
+        ({"num_warmup_iterations": 1}, [1 / 2, 1, 1, 1, 1]),
+        ({"decay": "linear"}, [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5]),
+        ({"decay": "linear", "num_warmup_iterations": 1}, [1 / 2, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ({"decay": "cosine", "num_warmup_iterations": 1}, [1 / 2, 1, 0.853553, 0.5, 0.146447]),
+        ({"decay": "linear", "num_warmup_iterations": 9}, [1 / 10, 2 / 10, 3 / 10, 4 / 10, 5 / 10]),
+    ],
+)
+def test_warm_up_comes_before_the_decay(options, expected):
+    assert rates(5, **options) == pytest.approx([0.5 * share for share in expected], abs=1e-6)
