@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+from onbeat.local.hardware import Bfloat16, Hardware, read_processor
+
 try:
     import torch
 except RuntimeError as error:  # while it is imported, torch loads the back ends that are installed: torch_npu
@@ -13,6 +15,7 @@ except RuntimeError as error:  # while it is imported, torch loads the back ends
 logger = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cuda", "npu")
+BFLOAT16_CAPABILITY = 8  # of CUDA devices: Ampere
 
 
 class NotInstalled(ValueError):
@@ -76,6 +79,18 @@ def check_npu() -> None:
             "torch_npu sees no device; check the driver with npu-smi info, check ASCEND_RT_VISIBLE_DEVICES, and start "
             "a container with /dev/davinci*, /dev/davinci_manager, /dev/devmm_svm and /dev/hisi_hdc"
         )
+
+
+def describe_device(device: torch.device) -> Hardware:
+    """Return what the device is and whether it multiplies in bfloat16."""
+    if device.type == "cpu":
+        return read_processor()
+    if device.type == "npu":
+        return Hardware(torch.npu.get_device_name(), "Ascend", "native")  # type: ignore[attr-defined]
+    major, minor = torch.cuda.get_device_capability(device)
+    # vLLM refuses bfloat16 below this compute capability.
+    bfloat16: Bfloat16 = "native" if major >= BFLOAT16_CAPABILITY else "missing"
+    return Hardware(torch.cuda.get_device_name(device), f"compute capability {major}.{minor}", bfloat16)
 
 
 def load_torch_npu() -> Any:

@@ -8,7 +8,7 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
-from onbeat.weights.client import Itinerary, ModelDescription, Peer, Source
+from onbeat.weights.client import Itinerary, ModelDescription, Peer
 from onbeat.weights.framing import Manifest, TensorEntry
 from onbeat.weights.host import full_plan
 from onbeat.weights.payload import PayloadKey, Plan
@@ -159,9 +159,9 @@ class FakeSource:
             raise WeightsError(f"version {version} is not held")
         return Itinerary(manifest_of(version))
 
-    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> Source:
+    async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:
         self._trainer.check(self._address)
-        return Source(self._address)
+        return self._address
 
     async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
         self._trainer.check(self._address)

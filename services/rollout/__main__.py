@@ -12,11 +12,11 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.local.cores import parse_cores
 from onbeat.logging import configure
-from onbeat.streams.connection import public_address
+from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
 from services.rollout.engine import Engine
-from services.rollout.engines import check_engine, create_engine, prepare_engine
+from services.rollout.engines import check_engine, create_engine, find_hardware, prepare_engine
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 
@@ -69,7 +69,13 @@ async def supervise(settings: Settings) -> int:
             **place,
         )
 
-    worker = Worker(settings, ledger, engine_of, lambda address, job_id: WeightsClient(address, job_id, security))
+    worker = Worker(
+        settings,
+        ledger,
+        find_hardware(device),
+        engine_of,
+        lambda address, job_id: WeightsClient(address, job_id, security),
+    )
     watching = asyncio.create_task(health.watch(ledger.redis))
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)
@@ -81,7 +87,7 @@ async def supervise(settings: Settings) -> int:
     except Exception as error:  # the supervisor: an unknown defect ends the process, loudly
         cause = root_cause(error)
         if isinstance(cause, RedisError):
-            logger.error("Redis at %s cannot be reached: %s", public_address(ledger.redis), cause)
+            logger.error("%s", describe_loss(ledger.redis, cause))
         else:
             logger.error("the rollout broke", exc_info=cause)
             await report(ledger, worker, settings.worker_id, cause)

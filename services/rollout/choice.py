@@ -4,21 +4,12 @@ A rollout that is free goes where rollouts are fewest for what an iteration need
 moves only where a job has none: a move costs an engine's start, so evenness alone is not worth one.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onbeat.config import JobConfig
-from onbeat.streams.ledger import Ledger
 from onbeat.types import WorkerRecord
-
-SILENCE_S = 10.0  # a rollout without a heartbeat for so long does not count
-
-
-async def live_workers(ledger: Ledger, pool: str) -> list[WorkerRecord]:
-    oldest = time.time() - SILENCE_S
-    return [worker for worker in await ledger.workers(pool) if worker.last_seen_at > oldest]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
+from onbeat.local.hardware import Hardware, read_processor
 from services.rollout.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,17 @@ def find_device(device: str) -> str:
     from services.device import choose_device
 
     return choose_device(device).type
+
+
+def find_hardware(device: str) -> Hardware:
+    """Return what the rollout computes on. `device` as `check_engine` returns it."""
+    if device in ("auto", "cpu"):
+        return read_processor()
+    import torch
+
+    from services.device import describe_device
+
+    return describe_device(torch.device(device))
 
 
 def knows_accelerators() -> bool:

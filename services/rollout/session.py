@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.chat import Chats
+from onbeat.streams.inspection import live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.temporary import private_folder
 from onbeat.types import JobState, WeightUpdate
 from onbeat.weights.client import ModelDescription, Peer
-from onbeat.weights.host import host_id, shared_space
+from onbeat.weights.connections import WeightsSource
+from onbeat.weights.host import host_id
 from onbeat.weights.mover import WeightsMover
-from onbeat.weights.pull import Pull, WeightsSource
+from onbeat.weights.pull import Pull
 from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters
 from services.rollout.chat import ChatServer
-from services.rollout.choice import live_workers
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine
 from services.rollout.engines import stop_engine, wait_for_engine
@@ -100,6 +101,11 @@ class Session:
         """Drain and leave: another job needs this rollout more."""
         self._ending.set()
 
+    @property
+    def dtype(self) -> str:
+        """The dtype that the job computes in."""
+        return self._config.model.dtype
+
     # ---- what heartbeats say -------------------------------------------------------------------------------------
 
     @property
@@ -127,17 +133,15 @@ class Session:
     async def _create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
         """And the server that passes on what it pulls."""
         settings, security = self._settings, self._settings.wire_security()
-        peer = Peer(
-            settings.worker_id, "", host_id(), settings.zone, "", shared_space() if settings.weights_relay else ""
-        )
+        peer = Peer(settings.worker_id, "", host_id(), settings.zone)
         mover = WeightsMover(self._connect, self._find_address, peer, staging_dir)
-        puller = WeightsPuller(mover, self._connect, self._find_address)
+        puller = WeightsPuller(mover)
         cleanup.push_async_callback(puller.close)
         if settings.weights_relay and security.can_serve:
             server = PayloadServer(self.job_id, mover, security)
             port = await server.start(settings.weights_host, settings.weights_port)
             cleanup.push_async_callback(server.stop)
-            mover.address = f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}"
+            mover.serve_at(f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}")
         return puller
 
     # ---- attach --------------------------------------------------------------------------------------------------

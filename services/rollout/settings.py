@@ -54,7 +54,7 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of each CUDA or NPU device's memory")
     cpu_cores: str = Field("", description="cores of the engine on a CPU, such as 0 or 0-3; its own choice if empty")
     max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")
-    kv_cache_gib: float = Field(1.0, gt=0, description="memory for the engine's cache on a CPU")
+    kv_cache_gib: float = Field(1.0, gt=0, description="memory for the engine's cache on a CPU, at most")
     engine_start_s: float = Field(900.0, gt=0, description="for starting the engine on a model; then it is replaced")
     engine_load_s: float = Field(
         600.0, gt=0, description="for loading a version into the engine once it is pulled; then the engine is replaced"

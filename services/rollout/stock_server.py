@@ -200,7 +200,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
 
         peer = Peer(f"stock-server-{socket.gethostname()}-{os.getpid()}", host_id=host_id())  # it serves nobody
         mover = WeightsMover(connect_weights, find_address, peer, folder)
-        puller = WeightsPuller(mover, connect_weights, find_address)
+        puller = WeightsPuller(mover)
         cleanup.push_async_callback(puller.close)
         logger.info("%s is to serve job %s with the model %s", server.url, options.job, model_dir)
         await first_of(stopping.wait(), puller.follow(), keep_up(server, puller, model_dir))

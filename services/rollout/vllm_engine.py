@@ -27,7 +27,7 @@ from services.rollout.engine import (
 )
 from services.rollout.engines import find_device
 from services.rollout.imports import IMPORTING
-from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment
+from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment, kv_cache_bytes
 from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class VllmEngine:
     max_model_len: prompt + response tokens; None takes the model's own limit.
     max_num_seqs: responses generated concurrently; more wait in vLLM's queue.
     device: auto, cpu, cuda or npu. Raises ValueError where it, its driver or the vLLM for it is missing.
-    kv_cache_gib, cpu_cores: CPU only. `cpu_cores` binds the workers' threads, e.g. "0" or "0-3"; None lets vLLM choose.
+    kv_cache_gib, cpu_cores: CPU only. The cache is smaller where all sequences need less. `cpu_cores` binds the
+        workers' threads, e.g. "0" or "0-3"; None lets vLLM choose.
     tensor_parallel_size: devices (or shares of the cores) that hold the model together.
     gpu_memory_utilization: share of each device's memory, not used on the CPU.
     """
@@ -119,7 +120,11 @@ class VllmEngine:
         assert self._llm is None, "the engine is already started"
         assert self._building is None, "an engine that did not start has to be stopped first"
         self._shapes = read_checkpoint_shapes(model_dir)
-        self._is_tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
+        model_config = json.loads((model_dir / "config.json").read_text())
+        self._is_tied = bool(model_config.get("tie_word_embeddings", False))
+        if (limit := self._engine_args.get("kv_cache_memory_bytes")) is not None:
+            sizes = (self._engine_args[name] for name in ("dtype", "max_model_len", "max_num_seqs"))
+            self._engine_args["kv_cache_memory_bytes"] = kv_cache_bytes(limit, model_config, *sizes)
         set_environment(self._environment)
         # In a thread, because it takes many seconds in which heartbeats and leases have to go on.
         self._building = asyncio.create_task(asyncio.to_thread(self._build, model_dir), name="build vLLM")

@@ -1,5 +1,6 @@
 """What vLLM needs on each device: the right build of it, its engine arguments, its environment. Imports no vLLM."""
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,10 @@ GIB = 1024**3
 
 PLATFORM_PLUGINS = "vllm.platform_plugins"  # entry points: an accelerator that vLLM itself does not know
 ASCEND_PLUGIN = "ascend"  # of vllm-ascend
+
+# Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens shares
+# nothing of a short prompt; 32 is the least that the CPU's attention takes.
+CPU_BLOCK_TOKENS = 32
 
 CPU_KERNELS = "onbeat_cpu"  # what `vllm_kernels` registers
 
@@ -86,9 +91,7 @@ def engine_arguments(
         # vLLM's engine core dies on the CPU when a seeded request's prompt is read in parts: it rewinds the
         # request's generator, which only CUDA's can.
         arguments["enable_chunked_prefill"] = False
-        # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens
-        # shares nothing of a short prompt; 32 is the least that the CPU's attention takes.
-        arguments["block_size"] = 32
+        arguments["block_size"] = CPU_BLOCK_TOKENS
         preferred = {operation: [CPU_KERNELS] for operation in ("rms_norm", "fused_add_rms_norm")}
         arguments["kernel_config"] = {"ir_op_priority": preferred}
         if tensor_parallel_size == 1:
@@ -96,6 +99,27 @@ def engine_arguments(
             # then waits by spinning, on a core that the worker or the trainer needs.
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments
+
+
+def kv_cache_bytes(
+    limit: int, model_config: Mapping[str, Any], dtype: str, max_model_len: int | None, max_num_seqs: int
+) -> int:
+    """Return the cache of an engine on a CPU: room for all sequences at full length, `limit` at most.
+
+    `limit` also where the job or config.json does not say how long or wide they are.
+
+    >>> smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    >>> kv_cache_bytes(GIB, smollm2, "bfloat16", max_model_len=128, max_num_seqs=64)
+    189480960
+    """
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    if max_model_len is None or not all(name in model_config for name in sizes):
+        return limit
+    layers, heads, hidden = (model_config[name] for name in sizes)
+    head_dim = model_config.get("head_dim") or hidden // heads
+    width = 2 * layers * (model_config.get("num_key_value_heads") or heads) * head_dim  # keys and values
+    num_blocks = 1 + max_num_seqs * math.ceil(max_model_len / CPU_BLOCK_TOKENS)  # vLLM itself takes one
+    return min(limit, num_blocks * CPU_BLOCK_TOKENS * width * (4 if dtype == "float32" else 2))
 
 
 def engine_environment(

@@ -3,16 +3,18 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
-from onbeat.streams.inspection import forget_old_rollouts
+from onbeat.local.hardware import Hardware
+from onbeat.streams.inspection import forget_old_rollouts, live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
-from services.rollout.choice import Candidate, choose_job, find_move, live_workers
+from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.session import SERVED_STATES, EngineFactory, Session, SourceFactory
 from services.rollout.settings import Settings
 
@@ -27,13 +29,18 @@ FAREWELL_DEADLINE_S = 5.0
 
 class Worker:
     def __init__(
-        self, settings: Settings, ledger: Ledger, create_engine: EngineFactory, connect_weights: SourceFactory
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        hardware: Hardware,
+        create_engine: EngineFactory,
+        connect_weights: SourceFactory,
     ) -> None:
-        self._settings, self._ledger = settings, ledger
+        self._settings, self._ledger, self._hardware = settings, ledger, hardware
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._stopping = asyncio.Event()
         self._session: Session | None = None
-        self._not_understood: set[str] = set()
+        self._left_alone: set[str] = set()  # jobs, each with a sentence in the log
 
     async def run(self) -> None:
         """Until `stop` is called. Raises what this process cannot cure: redis' errors, EngineBroken, ..."""
@@ -71,6 +78,8 @@ class Worker:
             self._session = session
             logger.info("serving job %s", session.job_id)
             await self._emit("worker.joined")
+            if session.dtype == "bfloat16" and self._hardware.bfloat16 == "emulated":
+                await self._warn_of_emulation(session.job_id)
             await session.run()
             await self._emit("worker.left")
             self._session = None
@@ -100,24 +109,40 @@ class Worker:
     async def _candidates(self) -> list[Candidate]:
         """Jobs of the pool that can be served, the oldest first."""
         found = []
-        for job_id in await self._ledger.job_ids(active_only=True):
+        for job_id in await self._ledger.lists.started():
             try:
                 fields = await self._ledger.job_fields(job_id)
             except JobNotFound:
                 continue
-            is_ours = fields["pool"] == self._settings.pool and fields["state"] in SERVED_STATES
-            if is_ours and "weights_address" in fields and (config := self._read_config(job_id, fields["config"])):
+            is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
+            if is_ours and "weights_address" in fields and (config := self._read_config(job_id, fields)):
                 found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
         return found
 
-    def _read_config(self, job_id: str, config: str) -> JobConfig | None:
+    def _read_config(self, job_id: str, fields: Mapping[str, str]) -> JobConfig | None:
+        """Return the job as this rollout would serve it; None for one that it cannot serve."""
         try:
-            return JobConfig.model_validate_json(config)
-        except ValidationError as error:
-            if job_id not in self._not_understood:
-                logger.error("job %s is left alone, this rollout does not understand it: %s", job_id, error)
-            self._not_understood.add(job_id)
+            config = JobConfig.of_job(fields)
+        except (ValidationError, LookupError) as error:
+            self._leave_alone(job_id, f"this rollout does not understand it: {error}")
             return None
+        if config.model.dtype == "bfloat16" and self._hardware.bfloat16 == "missing":
+            self._leave_alone(job_id, f"it computes in bfloat16, which this rollout's {self._hardware} cannot")
+            return None
+        return config
+
+    def _leave_alone(self, job_id: str, reason: str) -> None:
+        if job_id not in self._left_alone:
+            logger.error("job %s is left alone: %s", job_id, reason)
+        self._left_alone.add(job_id)
+
+    async def _warn_of_emulation(self, job_id: str) -> None:
+        warning = (
+            f"{self._settings.worker_id} computes in the job's bfloat16 without instructions for it: expect it to be "
+            f"many times slower than in float32 ({self._hardware})"
+        )
+        logger.warning("job %s: %s", job_id, warning)
+        await self._ledger.emit(job_id, "job.warning", warning)
 
     async def _emit(self, kind: str) -> None:
         if self.job_id is not None:
@@ -142,7 +167,14 @@ class Worker:
 
     def _record(self) -> WorkerRecord:
         settings = self._settings
-        record = WorkerRecord(id=settings.worker_id, state="idle", last_seen_at=time.time(), lease_s=settings.lease_s)
+        record = WorkerRecord(
+            id=settings.worker_id,
+            state="idle",
+            last_seen_at=time.time(),
+            lease_s=settings.lease_s,
+            hardware=str(self._hardware),
+            bfloat16=self._hardware.bfloat16,
+        )
         session = self._session
         if session is None:
             return record

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import JobConfig
+from onbeat.local.hardware import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, Verdict
@@ -21,6 +22,7 @@ from services.rollout.worker import Worker
 from tests.rollout_fakes import FakeEngine, FakeTrainer
 
 CONTEXT_TOKENS = 128
+NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")
 G = 2
 
 
@@ -75,6 +77,7 @@ class Rig:
         epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
         assert epoch
         self.epoch = epoch
+        await self.ledger.record_dtype(self.job_id, epoch, "bfloat16", "")
         await self.announce()
 
     async def replace_job(self, **changes: Any) -> None:
@@ -146,10 +149,10 @@ class Rig:
             await self.skip(iteration)
         self.trainer.newest = 0
 
-    def start_worker(self, engine: FakeEngine | None = None, **settings) -> Worker:
+    def start_worker(self, engine: FakeEngine | None = None, hardware: Hardware = NEW, **settings) -> Worker:
         engine = engine or FakeEngine()
         defaults = {"pool": self.pool, "worker_id": f"w{len(self.running)}", "lease_s": 30.0, "drain_s": 5.0}
-        worker = Worker(Settings(**(defaults | settings)), self.ledger, lambda config: engine, self.connect)
+        worker = Worker(Settings(**(defaults | settings)), self.ledger, hardware, lambda config: engine, self.connect)
         self.engines.append(engine)
         self.running.append((worker, asyncio.create_task(worker.run())))
         return worker

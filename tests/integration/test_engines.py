@@ -1,6 +1,7 @@
 """Real engines on tiny models: what an engine samples after a load is what a fresh engine on those weights samples."""
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -29,7 +30,9 @@ from services.rollout.vllm_engine import VllmEngine
 from services.rollout.weight_file import BadWeightFile, read_shapes, whole_modules
 from tests.integration.tiny_models import (
     build_tokenizer,
+    write_mixtral_model,
     write_perturbed_weights,
+    write_qwen3_moe_model,
     write_tied_model,
     write_untied_model,
 )
@@ -106,8 +109,8 @@ def teacher_forced_logprobs(
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def new_vllm_engine() -> VllmEngine:
-    return VllmEngine(cpu_cores="0", kv_cache_gib=0.25, max_num_seqs=32)
+def new_vllm_engine(dtype: str = "bfloat16") -> VllmEngine:
+    return VllmEngine(cpu_cores="0", kv_cache_gib=0.25, max_num_seqs=32, dtype=dtype)
 
 
 def new_transformers_engine() -> TransformersEngine:
@@ -175,6 +178,27 @@ async def test_loading_the_first_weights_again_restores_them(subject: Subject) -
     first = await probe(subject.engine, await subject.load(subject.first_weights))
     await subject.load(subject.second_weights)
     assert sampled(await probe(subject.engine, await subject.load(subject.first_weights))) == sampled(first)
+
+
+@pytest.mark.parametrize("write_model", [write_qwen3_moe_model, write_mixtral_model])
+async def test_experts_follow_every_update_in_vllm(tmp_path: Path, write_model) -> None:
+    """Also one that leaves the experts as they are. On the CPU vLLM computes with packed copies of their weights.
+
+    In float32: rounding may send a token to other experts.
+    """
+    new_engine = functools.partial(new_vllm_engine, "float32")
+    subject = await open_subject(tmp_path, write_model(tmp_path / "first"), new_engine)
+    attention = [name for name in subject.names() if "self_attn" in name]
+    try:
+        await subject.load(subject.second_weights)
+        assert_logprobs_are_the_models(subject.second_model_dir, subject.fresh_probe)
+        assert sampled(await probe(subject.engine, subject.next_version)) == sampled(subject.fresh_probe)
+        await subject.load(subject.first_weights, [attention])
+        assert sampled(await probe(subject.engine, subject.next_version)) != sampled(subject.fresh_probe)
+        await subject.load(subject.second_weights, [attention])
+        assert sampled(await probe(subject.engine, subject.next_version)) == sampled(subject.fresh_probe)
+    finally:
+        await subject.engine.stop()
 
 
 def assert_logprobs_are_the_models(

@@ -62,6 +62,8 @@ def behave(response, context, **options):
         return 1e39
     if response == "too huge":
         return 10**400
+    if response == "odd part":
+        return {"reward": 1.0, chr(0xD800): 1.0}
     if response == "huge part":
         return {"reward": 1.0, "length": -1e39}
     if response == "nan":
@@ -201,6 +203,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("huge", RewardRefused, "invalid: reward is 1e\\+39, not a number from"),
         ("too huge", RewardRefused, "invalid: reward is 10000"),
         ("huge part", RewardRefused, "invalid: length is -1e\\+39, not a number from"),
+        ("odd part", RewardRefused, r"invalid: the part named '\\ud800' has a name that is no text"),
         ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
         ("big file", RewardRefused, "raised: OSError: .*File too large"),
         ("many files", RewardRefused, "raised: OSError: .*Too many open files"),

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from onbeat.local.hardware import Hardware
 from onbeat.streams.codec import Message
 from onbeat.streams.keys import JobKeys
 from onbeat.types import EvaluationState, JobState, WorkerRecord
@@ -28,6 +29,29 @@ async def rig(ledger):
     await rig.start_job()
     yield rig
     await rig.stop()
+
+
+# ---- the dtype of the job ------------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
+    rig.start_worker(hardware=Hardware("Older", "AVX2, no bfloat16", "emulated"))
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    events = await rig.ledger.events(rig.job_id)
+    (warning,) = [event.message for event in events if event.kind == "job.warning"]
+    assert warning.startswith("w0 computes in the job's bfloat16 without instructions for it")
+    (worker,) = await rig.ledger.workers(rig.pool)
+    assert (worker.hardware, worker.bfloat16) == ("Older (AVX2, no bfloat16)", "emulated")
+
+
+async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig, caplog):
+    rig.start_worker(hardware=Hardware("T4", "compute capability 7.5", "missing"))
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: "computes in bfloat16, which this rollout's T4" in caplog.text)
+    rig.start_worker()
+    (group,) = await rig.drained(0)
+    assert group.worker_id == "w1"
 
 
 # ---- the ordinary course -------------------------------------------------------------------------------------------
@@ -356,11 +380,11 @@ async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatc
     engine = FakeEngine()
     engine.may_finish.clear()
     rig.start_worker(engine)
-    await rig.open(0, rig.task(0, 0, deadline_s=0.3))
+    await rig.open(0, rig.task(0, 0, deadline_s=1.0))
     await rig.until(lambda: len(engine.requests) == 2)
     engine.may_finish.set()
     assert len((await rig.drained(0))[0].responses) == G
-    assert "not ready 0.3 s after its claim" in (await rig.event_messages("group.released"))[0]
+    assert "not ready 1 s after its claim" in (await rig.event_messages("group.released"))[0]
 
 
 async def test_request_that_the_engine_refuses_fails_its_group_and_leaves_the_engine_alone(rig):

@@ -30,7 +30,7 @@ class Rig:
         self.address = self.trainer.address
         self.engine = FakeEngine()
         self.mover = WeightsMover(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
-        self.puller = WeightsPuller(self.mover, self.trainer.connect, self.find_address)
+        self.puller = WeightsPuller(self.mover)
         self.ready: list[int] = []
         self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), load_s=60.0)
 

@@ -209,6 +209,7 @@ async def test_engine_is_prepared_before_there_is_a_job(monkeypatch, redis_url):
             steps.append("wait for a job")
 
     monkeypatch.setattr(rollout, "check_engine", lambda *_: "npu")
+    monkeypatch.setattr(rollout, "find_hardware", lambda device: device)
     monkeypatch.setattr(rollout, "prepare_engine", lambda name, **place: steps.append((name, place)))
     monkeypatch.setattr(rollout, "Worker", Jobless)
     settings = Settings(engine="mine", redis_url=redis_url, tensor_parallel_size=2, cpu_cores="0-3")

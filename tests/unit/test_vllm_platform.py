@@ -16,7 +16,14 @@ from services.rollout import __main__ as rollout
 from services.rollout import engines, vllm_engine, vllm_platform
 from services.rollout.settings import Settings
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_platform import GIB, check_vllm, cores_per_rank, engine_arguments, engine_environment
+from services.rollout.vllm_platform import (
+    GIB,
+    check_vllm,
+    cores_per_rank,
+    engine_arguments,
+    engine_environment,
+    kv_cache_bytes,
+)
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -241,7 +248,7 @@ class ReachedTheWorker(Exception):
 
 
 async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worker(settings: Settings, ledger: Any, engine_of: Any, client_of: Any) -> None:
+    def worker(settings: Settings, ledger: Any, hardware: str, engine_of: Any, client_of: Any) -> None:
         engine_of(JobConfig.from_file(QUICKSTART))
         raise ReachedTheWorker
 
@@ -249,8 +256,20 @@ async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rollout, "Worker", worker)
     monkeypatch.setattr(rollout, "create_engine", lambda name, **given: options.update(given))
     monkeypatch.setattr(rollout, "check_engine", lambda name, device, size: f"{name} {device} {size}")
+    monkeypatch.setattr(rollout, "find_hardware", lambda device: device)
     settings = Settings(device="npu", tensor_parallel_size=4, gpu_memory_utilization=0.7)
     with pytest.raises(ReachedTheWorker):
         await rollout.supervise(settings)
     assert (options["device"], options["tensor_parallel_size"]) == ("vllm npu 4", 4)
     assert options["gpu_memory_utilization"] == 0.7
+
+
+def test_cache_holds_all_sequences_and_at_most_its_limit():
+    model = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64}
+    token_bytes = 2 * 2 * 16 * 2  # keys and values of two layers, one head of 16
+    tokens = (1 + 3 * 2) * 32  # three sequences of two blocks
+    assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=33, max_num_seqs=3) == tokens * token_bytes
+    assert kv_cache_bytes(GIB, model, "float32", max_model_len=33, max_num_seqs=3) == 2 * tokens * token_bytes
+    assert kv_cache_bytes(1000, model, "bfloat16", max_model_len=33, max_num_seqs=3) == 1000
+    assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=None, max_num_seqs=3) == GIB
+    assert kv_cache_bytes(GIB, {"n_layer": 2}, "bfloat16", max_model_len=33, max_num_seqs=3) == GIB

@@ -98,6 +98,8 @@ def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dic
     if "reward" not in parts:
         raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(parts)}")
     for name, value in parts.items():
+        if str(name).encode(errors="replace").decode() != str(name):  # half of a surrogate pair, which no JSON carries
+            raise InvalidReward(f"the part named {name!a} has a name that is no text")
         if not isinstance(value, numbers.Real) or not -MAX_REWARD <= value <= MAX_REWARD:
             raise InvalidReward(f"{name} is {value!r}, not a number from -{MAX_REWARD} to {MAX_REWARD}")
     values = {str(name): float(value) for name, value in parts.items()}

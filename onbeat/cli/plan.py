@@ -1,0 +1,131 @@
+"""`onbeat plan`: what a job will need, before it runs."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onbeat.cli.options import AsJson, Job, Overrides
+
+if TYPE_CHECKING:
+    from onbeat.config import JobConfig
+
+app = typer.Typer(help="What a job will need, before it runs.", no_args_is_help=True)
+DEADLINE_S = 300.0
+GB = 1e9
+OTHERS_BYTES = 330_000_000  # broker, Redis and the command: measured
+
+Plan = dict[str, dict[str, int]]  # bytes, by process and part
+
+
+@app.callback()
+def group() -> None:
+    """What a job will need, before it runs."""
+
+
+@app.command()
+def memory(
+    job: Job,
+    overrides: Overrides = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the longest prompt.")] = 128,
+    num_ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Ranks of the trainer that share one model (FSDP2).")
+    ] = 1,
+    is_on_gpu: Annotated[
+        bool, typer.Option("--gpu", help="The trainer computes on a GPU, and the engine on another.")
+    ] = False,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses that an engine generates at a time.")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the memory that a trainer and a rollout take at their peak, part by part.
+
+    All responses are taken to run to their limit. `model.dtype = "auto"` is planned for this machine.
+    """
+    from onbeat.config import JobConfig
+
+    config = JobConfig.from_file(job, overrides)
+    found = plan_memory(with_dtype(config), prompt_tokens, num_ranks, is_on_gpu, max_num_seqs)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        typer.echo("\n".join(describe(found, num_ranks, is_on_gpu)))
+
+
+def with_dtype(config: "JobConfig") -> dict[str, Any]:
+    """The job with a dtype instead of `auto`."""
+    from onbeat.local.hardware import read_processor
+
+    fields: dict[str, Any] = config.model_dump(mode="json")
+    if fields["model"]["dtype"] == "auto":
+        fields["model"]["dtype"] = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+    return fields
+
+
+def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
+    """Raises ValueError where the model cannot be planned."""
+    request = {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
+    trainer = ask("services.trainer.memory_plan", request)
+    names = {"host": "trainer", "device": "trainer's GPU"}
+    plan: Plan = {names[place]: parts for place, parts in trainer["parts"].items()}
+    if is_on_gpu:  # a GPU of its own, of which vLLM takes the share that it is given
+        return plan
+    rollout = {
+        "model": trainer["model"],
+        "num_parameters": trainer["num_parameters"],
+        "dtype": job["model"]["dtype"],
+        "max_model_len": job["model"]["max_context_tokens"],
+        "max_num_seqs": max_num_seqs,
+        "cache_gib": 1.0,
+    }
+    return plan | ask("services.rollout.memory_plan", rollout)
+
+
+def ask(module: str, request: dict[str, Any]) -> Any:
+    """What a service's module prints. A process of its own: this one never imports torch. Raises ValueError."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "request.json"
+        path.write_text(json.dumps(request))
+        command = [sys.executable, "-P", "-m", module, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode != 0:
+        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
+    return json.loads(done.stdout)
+
+
+def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
+    lines = []
+    for process, parts in plan.items():
+        each = f", each of {num_ranks} ranks" if num_ranks > 1 and process.startswith("trainer") else ""
+        lines.append(f"{sum(parts.values()) / GB:7.2f} GB  {process}{each}")
+        lines += [f"           {size / GB:7.2f} GB  {part}" for part, size in sorted(parts.items(), key=by_size)]
+    if is_on_gpu:
+        return [*lines, "and for the engine the share of its GPU that ONBEAT_GPU_MEMORY_UTILIZATION says (0.85)"]
+    total = OTHERS_BYTES + sum(
+        sum(parts.values()) * (num_ranks if process == "trainer" else 1) for process, parts in plan.items()
+    )
+    available = available_bytes()
+    lines.append(f"{total / GB:7.2f} GB  in all, with broker and Redis; {available / GB:.2f} GB are available here")
+    if total > available:
+        lines.append(
+            "That is too much for this machine: lower training.max_tokens_per_micro_batch, set "
+            "training.has_gradient_checkpointing, or add a [lora] section"
+        )
+    return lines
+
+
+def by_size(item: tuple[str, int]) -> int:
+    return -item[1]
+
+
+def available_bytes() -> int:
+    """What programs can still get, or all that there is where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

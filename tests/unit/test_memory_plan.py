@@ -1,0 +1,102 @@
+"""`onbeat plan memory`: bytes that are counted without memory are those that a real pass takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from onbeat.cli import app
+from services.trainer import memory_plan
+from services.trainer.batch import pack
+from services.trainer.memory_plan import LiveBytes, Placement, Sizes, measure_sizes, plan_trainer
+from services.trainer.model import Passes, response_logprobs
+from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
+
+PROMPT, RESPONSE, SIZE = 40, 24, 4
+MB = 1_000_000
+
+
+def config_of(**sections):
+    rollout = {"num_prompts_per_iteration": 2, "num_samples_per_prompt": SIZE, "max_response_tokens": RESPONSE}
+    return job_config(**{"model": {"path": "x", "dtype": "float32"}, "rollout": rollout} | sections)
+
+
+def real_pass_bytes(model):
+    """What LiveBytes sees of the same groups in memory."""
+    batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(memory_plan.drop_gradient)
+    with LiveBytes() as live:
+        response_logprobs(model, batch, 1.0)[0].sum().backward()
+    return live.peak
+
+
+def test_planned_activations_are_those_of_a_real_pass() -> None:
+    wide = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
+    sizes = measure_sizes(config_of(), wide, Passes(), PROMPT)
+    model = tiny_model(wide, torch.float32)
+    assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.pass_bytes == pytest.approx(real_pass_bytes(model), rel=0.1)
+
+
+def test_checkpointing_and_lora_are_planned_as_less() -> None:
+    wide = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
+    full = measure_sizes(config_of(), wide, Passes(), PROMPT)
+    checkpointed = measure_sizes(config_of(training={"has_gradient_checkpointing": True}), wide, Passes(), PROMPT)
+    adapted = measure_sizes(config_of(lora={"rank": 4}), wide, Passes(), PROMPT)
+    assert checkpointed.pass_bytes < 0.6 * full.pass_bytes
+    assert adapted.num_trained < 0.1 * full.num_trained
+    assert adapted.num_parameters == full.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype", "placement", "expected"),
+    [
+        # weights 4, moments 8, gradients 4, two versions 8, deltas 4 bytes for each of a million parameters
+        ({}, "float32", Placement(), {"weights": 4, "optimizer": 8, "gradients": 4, "published versions": 8}),
+        ({}, "bfloat16", Placement(), {"weights": 2, "optimizer": 12, "gradients": 4, "published versions": 4}),
+        ({}, "bfloat16", Placement(num_ranks=2), {"weights": 2, "optimizer": 4, "gradients": 2}),
+        ({"objective": {"kl": {"coef": 0.1}}}, "float32", Placement(), {"reference model": 4}),
+        ({"schedule": {"mode": "bounded", "max_staleness": 2}}, "float32", Placement(), {"older policies": 4}),
+    ],
+)
+def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expected) -> None:
+    config = config_of(model={"path": "x", "dtype": dtype}, gac={"mode": "off"}, **sections)
+    sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
+    parts = plan_trainer(config, sizes, placement)["host"]
+    assert {name: parts[name] / MB for name in expected} == expected
+
+
+def test_a_gpu_holds_no_published_versions() -> None:
+    plan = plan_trainer(config_of(), Sizes(MB, MB, 0, MB, 2), Placement(is_on_host=False))
+    assert "published versions" in plan["host"]
+    assert "published versions" not in plan["device"]
+
+
+def plan_of(model: Path, folder: Path, *options: str):
+    job = {
+        "model": {"path": str(model), "dtype": "float32", "max_context_tokens": 64},
+        "data": {"type": "reasoning_gym", "task": "chain_sum"},
+        "reward": {"name": "reasoning_gym"},
+        "schedule": {"mode": "periodic", "num_iterations": 1},
+        "rollout": {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 2, "max_response_tokens": 8},
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    return CliRunner().invoke(app, ["plan", "memory", str(folder / "job.json"), *options])
+
+
+def test_the_command_shows_every_process(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path / "model")
+    shown = plan_of(tmp_path / "model", tmp_path, "--json")
+    assert shown.exit_code == 0, shown.output
+    plan = json.loads(shown.stdout)
+    assert set(plan) == {"trainer", "rollout", "engine core"}
+    assert plan["engine core"]["cache"] > 0
+
+
+def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
+    shown = plan_of(tmp_path / "nothing", tmp_path)
+    assert isinstance(shown.exception, ValueError)
+    assert "nothing" in str(shown.exception)
