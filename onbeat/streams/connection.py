@@ -13,9 +13,9 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
 
 MAX_CONNECTIONS = 10_000  # as many as Redis takes; with redis-py's own 100, the 101st long poll would be an error
 
@@ -155,6 +155,39 @@ def options_in(url: str) -> dict[str, Any]:
         "ONBEAT_REDIS_URL is no URL of Redis; expected redis://USER:PASSWORD@HOST:PORT/DB, or rediss:// with TLS. "
         "Write / ? # : % in a password as %2F %3F %23 %3A %25, or put it into a file and set ONBEAT_REDIS_PASSWORD_FILE"
     )
+
+
+async def why_refused(redis: Redis) -> str:
+    """Try one new connection; return what to do if Redis answers and refuses user or password, else ''.
+
+    A client that rides out restarts tries again and again, and would tell only that it got no answer.
+    """
+    connection = redis.connection_pool.make_connection()
+    connection.retry = Retry(NoBackoff(), 0)
+    try:
+        await connection.connect()
+    except AuthenticationError as error:
+        return explain_refusal(error)
+    except (RedisError, OSError):
+        return ""
+    finally:
+        await connection.disconnect(nowait=True)
+    return ""
+
+
+def explain_refusal(error: AuthenticationError) -> str:
+    return (
+        f"it refuses the user or the password ({error}): correct ONBEAT_REDIS_PASSWORD_FILE or ONBEAT_REDIS_URL, and "
+        "ONBEAT_REDIS_USERNAME if there is one"
+    )
+
+
+def describe_loss(redis: Redis, error: Exception) -> str:
+    """Return for people why a process cannot go on without Redis."""
+    where = public_address(redis)
+    if isinstance(error, AuthenticationError):
+        return f"Redis at {where} does not let this process in; {explain_refusal(error)}"
+    return f"Redis at {where} cannot be reached: {error}"
 
 
 def public_address(redis: Redis) -> str:

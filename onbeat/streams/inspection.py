@@ -4,15 +4,16 @@ Nothing here decides anything, and it only reads, but for the heartbeat of train
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from onbeat.errors import JobNotFound
 from onbeat.streams import keys
+from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger, to_event
-from onbeat.types import Event, TrainerRecord
+from onbeat.types import SILENT_S, Event, TrainerRecord, WorkerRecord
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
@@ -45,6 +46,12 @@ class StreamLengths:
 class IterationHashes:
     fields: dict[str, str]  # empty: it was never opened
     busy_s: dict[str, float]  # by worker
+
+
+async def live_workers(ledger: Ledger, pool: str) -> list[WorkerRecord]:
+    """Return the pool's rollouts that are not silent."""
+    oldest = time.time() - SILENT_S
+    return [worker for worker in await ledger.workers(pool) if worker.last_seen_at > oldest]
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
@@ -109,13 +116,14 @@ async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str],
     return as_text(fields), [to_event(entry, event) for entry, event in found[0][1]] if found else []
 
 
-async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> list[dict[str, str]]:
-    """The job hashes as text, in one round trip, without those of jobs that are listed and not there (yet)."""
-    pipeline = ledger.redis.pipeline(transaction=False)
-    for job_id in job_ids:
-        pipeline.hgetall(JobKeys(job_id).job)
-    found = await pipeline.execute() if job_ids else []
-    return [as_text(fields) for fields in found if b"state" in fields]
+async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The job hashes as text, without those of jobs that are listed and not there (yet)."""
+    found = {}
+    for job_id, text in zip(job_ids, await ledger.read_jobs(job_ids), strict=True):
+        if text is not None:
+            words = json.loads(text.decode(errors="replace"))
+            found[job_id] = dict(zip(words[::2], words[1::2], strict=True))
+    return {job_id: fields for job_id, fields in found.items() if "state" in fields}
 
 
 async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) -> list[IterationHashes]:
@@ -135,7 +143,7 @@ async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) 
 
 
 def as_text(fields: dict[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in fields.items()}
+    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
 
 
 async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
@@ -147,11 +155,8 @@ async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
 
 async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:
     """Pending jobs of a pool that are older than this one."""
-    older = takewhile(lambda other: other != job_id, await ledger.job_ids(active_only=True))
-    pipeline = ledger.redis.pipeline(transaction=False)
-    for other in older:
-        pipeline.hmget(JobKeys(other).job, "state", "pool")
-    return list(await pipeline.execute()).count([b"PENDING", pool.encode()])
+    (place,) = await ledger.lists.places(pool, [job_id])
+    return place or 0
 
 
 # ---- trainers ----------------------------------------------------------------------------------------------------
@@ -164,20 +169,26 @@ async def trainer_heartbeat(ledger: Ledger, pool: str, trainer_id: str, state: s
 
 
 async def trainers(ledger: Ledger, pool: str) -> list[TrainerRecord]:
-    records = await ledger.redis.hvals(keys.trainers(pool))
-    return sorted((TrainerRecord.model_validate_json(record) for record in records), key=lambda trainer: trainer.id)
+    """The last heartbeats of a pool's trainers, without those that cannot be read."""
+    return (await trainer_heartbeats(ledger, pool)).records
+
+
+async def trainer_heartbeats(ledger: Ledger, pool: str) -> Heartbeats[TrainerRecord]:
+    return read_heartbeats(await ledger.redis.hgetall(keys.trainers(pool)), TrainerRecord)
 
 
 async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
-    """To be called by a trainer that is alive: then none of those dropped is the pool's last sign of life."""
-    oldest = await ledger.now() - FORGET_S
-    if gone := [trainer.id for trainer in await trainers(ledger, pool) if trainer.last_seen_at < oldest]:
+    """To be called by a trainer that is alive: then none of those dropped is the pool's last sign of life.
+
+    What cannot be read goes, too: whoever is alive writes it again.
+    """
+    oldest, beats = await ledger.now() - FORGET_S, await trainer_heartbeats(ledger, pool)
+    if gone := [trainer.id for trainer in beats.records if trainer.last_seen_at < oldest] + beats.unreadable:
         await ledger.redis.hdel(keys.trainers(pool), *gone)
 
 
 async def forget_old_rollouts(ledger: Ledger, pool: str) -> None:
-    """Those that were killed: one that stops takes itself off the list."""
-    oldest = await ledger.now() - FORGET_S
-    for worker in await ledger.workers(pool):
-        if worker.last_seen_at < oldest:
-            await ledger.remove_worker(pool, worker.id)
+    """Those that were killed: one that stops takes itself off the list. What cannot be read goes as with trainers."""
+    oldest, beats = await ledger.now() - FORGET_S, await ledger.worker_heartbeats(pool)
+    for worker_id in [worker.id for worker in beats.records if worker.last_seen_at < oldest] + beats.unreadable:
+        await ledger.remove_worker(pool, worker_id)

@@ -10,7 +10,23 @@ ROLLOUT_GROUP = "rollouts"  # the consumer group of rollout replicas on the prom
 TRAINER_GROUP = "trainer"  # the consumer group of trainer replicas on the rollouts stream
 
 ALL_JOBS = f"{PREFIX}:jobs"  # sorted set: job id by creation time
-ACTIVE_JOBS = f"{PREFIX}:active"  # sorted set: jobs that are not final
+ACTIVE_JOBS = f"{PREFIX}:active"  # sorted set: jobs that were started and are not final, by creation time
+WAITING_JOBS = f"{PREFIX}:waiting"  # sorted set: pending jobs, by creation time
+
+
+def waiting_in(pool: str) -> str:
+    """Sorted set: the pending jobs of a pool, by creation time: its queue."""
+    return f"{PREFIX}:waiting:pool:{pool}"
+
+
+def waiting_of(submitter: str) -> str:
+    """Sorted set: the pending jobs that came with one API key, by creation time."""
+    return f"{PREFIX}:waiting:key:{submitter}"
+
+
+def ended_jobs(state: str) -> str:
+    """Sorted set: the jobs in a final state, by the time of their end."""
+    return f"{PREFIX}:ended:{state}"
 
 
 def workers(pool: str) -> str:

@@ -21,6 +21,7 @@ from onbeat.errors import (
     JobNotFinal,
     JobNotFound,
     LeaseLost,
+    StreamLost,
 )
 from onbeat.streams import audit, keys
 from onbeat.streams.batching import BatchedScript
@@ -37,6 +38,8 @@ from onbeat.streams.codec import (
     span_versions,
 )
 from onbeat.streams.evaluations import Evaluations
+from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
+from onbeat.streams.job_lists import JobLists
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.traces import Traces
 from onbeat.types import (
@@ -54,6 +57,7 @@ from onbeat.types import (
 
 UNLINKED_AT_ONCE = 100  # iterations
 DELETED_ID_S = 86_400
+UNREADABLE_EVENT = "event.unreadable"
 
 
 @dataclass(frozen=True)
@@ -77,44 +81,71 @@ class Ledger:
         self.redis: Any = redis  # redis-py types answers as unions over both protocols
         self._scripts: dict[str, Any] = {}
         self._submit: BatchedScript | None = None
+        self.lists = JobLists(self.redis)
         self.evaluations = Evaluations(self.redis, self._run)
         self.traces = Traces(self.redis, self._run)
 
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
+        return await self._script(name)(keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
+
+    def _script(self, name: str) -> Any:
         if name not in self._scripts:
             self._scripts[name] = self.redis.register_script(load_script(name))
-        return await self._scripts[name](keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
+        return self._scripts[name]
 
     # ---- jobs ----------------------------------------------------------------------------------------------------
 
-    async def create_job(self, job_id: str, config: dict[str, Any], num_iterations: int, max_staleness: int) -> bool:
-        """Store a PENDING job. False if the id exists. Indexed before it is created: a crash leaves no hidden job.
+    async def create_job(
+        self, job_id: str, config: dict[str, Any], num_iterations: int, max_staleness: int, submitter: str = ""
+    ) -> bool:
+        """Store a PENDING job. False if the id exists. Listed before it is created: a crash leaves no hidden job.
 
         max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
+        submitter: id of the API key that it came with.
         Raises JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
         """
         job = JobKeys(job_id)
         time_s = await self.now()  # whole seconds would order the jobs of one second by name
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
-        await self.redis.zadd(keys.ACTIVE_JOBS, {job_id: time_s}, nx=True)
         text = json.dumps(config)
         digest = payload_digest(text.encode())
-        fields = ["name", config["name"], "pool", config["pool"], "config", text]
+        fields = ["name", config["name"], "pool", config["pool"], "config", text, "submitter", submitter]
         fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
         more_keys = [job.prompts, job.rollouts, job.deleted]
         args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, *fields)
         outcome = (await self._run("create_job", job, more_keys, *args)).decode()
         if outcome == "deleted":
-            await self._unlist_job(job_id)
+            await self.lists.remove(job_id)
             raise JobDeleted(job_id)
+        await self.file_job(job_id)
         return bool(outcome == "created")
+
+    async def file_job(self, job_id: str) -> None:
+        """Put a job into the list where its state belongs; off the lists of what is to do if there is no such job."""
+        names = ("state", "pool", "submitter", "created_at", "finished_at")
+        values = await self.redis.hmget(JobKeys(job_id).job, *names)
+        found = {name: value.decode(errors="replace") for name, value in zip(names, values, strict=True) if value}
+        if "state" in found:
+            await self.lists.file({job_id: found})
+        else:
+            await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
+            await self.redis.zrem(keys.WAITING_JOBS, job_id)
 
     async def job_fields(self, job_id: str) -> dict[str, str]:
         """The job hash as text. Raises JobNotFound."""
         fields = await self.redis.hgetall(JobKeys(job_id).job)
         if b"state" not in fields:
             raise JobNotFound(job_id)
-        return {name.decode(): value.decode() for name, value in fields.items()}
+        return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
+
+    async def read_jobs(self, job_ids: Sequence[str]) -> list[bytes | None]:
+        """The hashes of many jobs, each as JSON (see read_job.lua), in few round trips."""
+        if not job_ids:
+            return []
+        script, pipeline = self._script("read_job"), self.redis.pipeline(transaction=False)
+        for job_id in job_ids:
+            await script(keys=[JobKeys(job_id).job], client=pipeline)
+        return list(await pipeline.execute())
 
     async def job_state(self, job_id: str) -> JobState:
         """Raises JobNotFound."""
@@ -123,32 +154,14 @@ class Ledger:
             raise JobNotFound(job_id)
         return JobState(state.decode())
 
-    async def job_ids(self, active_only: bool = False) -> list[str]:
-        """Oldest first."""
-        ids = await self.redis.zrange(keys.ACTIVE_JOBS if active_only else keys.ALL_JOBS, 0, -1)
-        return [job_id.decode() for job_id in ids]
-
-    async def retire_job(self, job_id: str) -> None:
-        """Take a job that is final, or was never created, off the list of active jobs."""
-        await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
+    async def job_ids(self) -> list[str]:
+        """All of them, the oldest first. It takes long where there are many: see `lists` for parts."""
+        return [job_id.decode() for job_id in await self.redis.zrange(keys.ALL_JOBS, 0, -1)]
 
     async def listed_at(self, job_id: str) -> float | None:
         """Unix time since when the job is listed, a moment before it was created; None when it is not."""
         time_s = await self.redis.zscore(keys.ALL_JOBS, job_id)
         return None if time_s is None else float(time_s)
-
-    async def _unlist_job(self, job_id: str) -> None:
-        await self.redis.zrem(keys.ALL_JOBS, job_id)
-        await self.retire_job(job_id)
-
-    async def pending_jobs(self, pool: str) -> list[str]:
-        """Those of a pool that wait for a trainer, in the order in which they are taken."""
-        job_ids = await self.job_ids(active_only=True)
-        pipeline = self.redis.pipeline(transaction=False)
-        for job_id in job_ids:
-            pipeline.hmget(JobKeys(job_id).job, "state", "pool")
-        wanted = [JobState.PENDING.encode(), pool.encode()]
-        return [job_id for job_id, found in zip(job_ids, await pipeline.execute(), strict=True) if found == wanted]
 
     async def now(self) -> float:
         """Unix seconds by the Redis clock: the one that all times in the ledger are from."""
@@ -169,8 +182,8 @@ class Ledger:
             raise JobNotFound(job_id)
         if not moved:
             raise IllegalTransition(job_id, before.decode(), wanted)
-        if wanted.is_final:
-            await self.retire_job(job_id)
+        if wanted.is_final or before == b"PENDING":
+            await self.file_job(job_id)
         return JobState(before.decode())
 
     async def delete_job(self, job_id: str) -> None:
@@ -179,6 +192,7 @@ class Ledger:
         There is no such job from the first step on. Repeating it finishes a deletion that died half way.
         """
         job = JobKeys(job_id)
+        await self.file_job(job_id)  # whoever ended it may have died before that
         final = [state for state in JobState if state.is_final]
         outcome = (await self._run("delete_job", job, [job.deleted], *final)).decode()
         if not outcome:
@@ -201,7 +215,7 @@ class Ledger:
         pipeline.hset(deleted, "deleted_at", await self.now())
         pipeline.expire(deleted, DELETED_ID_S)
         await pipeline.execute()
-        await self._unlist_job(job_id)
+        await self.lists.remove(job_id)
 
     async def is_deleted(self, job_id: str) -> bool:
         """Whether the job is being deleted, or was within a day."""
@@ -210,11 +224,13 @@ class Ledger:
     async def forget_job(self, job_id: str) -> None:
         """Take an id off all lists that has no job: whoever was about to create it died."""
         if not await self.redis.exists(JobKeys(job_id).job):
-            await self._unlist_job(job_id)
+            await self.lists.remove(job_id)
 
     async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:
         """Become the job's trainer; returns the epoch that fences off earlier owners, or None if it is not free."""
         epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s)
+        if epoch:
+            await self.file_job(job_id)
         return epoch.decode() if epoch else None
 
     async def renew_job(self, job_id: str, epoch: str, lease_s: float, doing: str = "") -> JobState:
@@ -225,6 +241,13 @@ class Ledger:
         return JobState(state.decode())
 
     # ---- iterations ----------------------------------------------------------------------------------------------
+
+    async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
+        """Record the dtype that the job computes in, once; return the recorded one. Raises LeaseLost."""
+        recorded = await self._run("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)
+        if recorded is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        return str(recorded.decode())
 
     async def announce_version(
         self,
@@ -405,6 +428,16 @@ class Ledger:
         pending = await self.redis.xpending(prompts, ROLLOUT_GROUP)
         return int(await self.redis.xlen(prompts)) - int(pending["pending"])
 
+    async def check_streams(self, job_id: str) -> None:
+        """Raises StreamLost when one of the job's two streams is not there."""
+        job = JobKeys(job_id)
+        pipeline = self.redis.pipeline(transaction=False)
+        for stream in (job.prompts, job.rollouts):
+            pipeline.exists(stream)
+        for name, is_there in zip(("prompts", "rollouts"), await pipeline.execute(), strict=True):
+            if not is_there:
+                raise StreamLost(job_id, name)
+
     async def renew_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
         """Keep leases while generating; returns the entries that are still this worker's."""
         return await self._settle_leases(job_id, worker, "renew", entry_ids)
@@ -461,9 +494,11 @@ class Ledger:
         try:
             answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
         except ResponseError as error:
-            if str(error).startswith(("NOGROUP", "UNBLOCKED")):  # the latter: it goes while we wait
-                raise LeaseLost(f"job {job_id} was deleted") from error
-            raise
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):  # the latter: it goes while we wait
+                raise
+            if await self.redis.exists(job.job):
+                raise StreamLost(job_id, "rollouts") from error
+            raise LeaseLost(f"job {job_id} was deleted") from error
         groups, foreign = {}, []
         for entry, fields in answer[0][1] if answer else []:
             try:
@@ -574,8 +609,11 @@ class Ledger:
         await self.redis.hdel(keys.workers(pool), worker_id)
 
     async def workers(self, pool: str) -> list[WorkerRecord]:
-        records = await self.redis.hvals(keys.workers(pool))
-        return sorted((WorkerRecord.model_validate_json(record) for record in records), key=lambda worker: worker.id)
+        """The last heartbeats of a pool's rollouts, without those that cannot be read."""
+        return (await self.worker_heartbeats(pool)).records
+
+    async def worker_heartbeats(self, pool: str) -> Heartbeats[WorkerRecord]:
+        return read_heartbeats(await self.redis.hgetall(keys.workers(pool)), WorkerRecord)
 
 
 def diverged(what: str) -> JobFailed:
@@ -598,10 +636,16 @@ def length_of(group: RolloutGroup) -> tuple[int | str, int]:
 
 
 def to_event(entry: bytes, fields: dict[bytes, bytes]) -> Event:
-    return Event(
-        id=entry.decode(),
-        time=float(fields[b"time"]),
-        kind=fields[b"kind"].decode(),
-        message=fields[b"message"].decode(),
-        data=json.loads(fields[b"data"]) or {},
-    )
+    """Return the event, or one that says that it cannot be read: readers go on behind it, and people see it."""
+    event_id = entry.decode()
+    try:
+        return Event(
+            id=event_id,
+            time=float(fields[b"time"]),
+            kind=fields[b"kind"].decode(),
+            message=fields[b"message"].decode(),
+            data=json.loads(fields[b"data"]) or {},
+        )
+    except (ValueError, KeyError, RecursionError):
+        message = "an entry of this stream is no event: another version of Onbeat or somebody else wrote it"
+        return Event(id=event_id, time=int(event_id.split("-")[0]) / 1000, kind=UNREADABLE_EVENT, message=message)

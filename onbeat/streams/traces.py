@@ -1,5 +1,6 @@
 """Which iterations have been exported as OpenTelemetry traces, and which broker does that: no iteration twice."""
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,19 +31,20 @@ class Traces:
             pipeline.hmget(JobKeys(job_id).job, "state", "next_iteration", "finished_at")
             pipeline.hget(JobKeys(job_id).traces, "next_iteration")
         found = await pipeline.execute() if job_ids else []
-        return [
-            TracedJob(
-                job_id=job_id,
-                state=JobState(state.decode()),
-                num_committed=int(num_committed),
-                num_exported=int(num_exported or 0),
-                finished_at=float(finished_at) if finished_at else None,
-            )
-            for job_id, (state, num_committed, finished_at), num_exported in zip(
-                job_ids, found[::2], found[1::2], strict=True
-            )
-            if state
-        ]
+        jobs = []
+        for job_id, (state, num_committed, finished_at), num_exported in zip(
+            job_ids, found[::2], found[1::2], strict=True
+        ):
+            with contextlib.suppress(ValueError):  # a record that cannot be read has no traces
+                job = TracedJob(
+                    job_id=job_id,
+                    state=JobState((state or b"").decode()),
+                    num_committed=int(num_committed or 0),
+                    num_exported=int(num_exported or 0),
+                    finished_at=float(finished_at) if finished_at else None,
+                )
+                jobs.append(job)
+        return jobs
 
     async def hold(self, job_id: str, broker: str, lease_s: float, next_iteration: int | None = None) -> int | None:
         """Take or keep the job; returns the first iteration that is left to export. None: another broker has it, or

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
 from onbeat.logging import configure
-from onbeat.streams.connection import public_address
+from onbeat.streams.connection import describe_loss, public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
 from services.broker.connection import connection_class
@@ -71,10 +71,11 @@ async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
             except RedisError as error:
                 waited_s = time.monotonic() - started
                 if isinstance(error, AuthenticationError) or waited_s > settings.redis_retry_s:
-                    logger.critical(
-                        "no Redis at %s after %.0f s (%s); start it, or set ONBEAT_REDIS_URL",
-                        *(public_address(redis), waited_s, error),
-                    )
+                    if isinstance(error, AuthenticationError):
+                        logger.critical("%s", describe_loss(redis, error))
+                    else:
+                        where, remedy = public_address(redis), "start it, or set ONBEAT_REDIS_URL"
+                        logger.critical("no Redis at %s after %.0f s (%s); %s", where, waited_s, error, remedy)
                     return False
                 logger.warning("waiting for Redis at %s (%s)", public_address(redis), error)
                 await asyncio.sleep(1.0)

@@ -18,6 +18,9 @@ from services.broker.tasks import read_held_out
 REWARD_GROUP = "onbeat.rewards"
 HTTP_REWARD = "http"  # a service, known to the rollouts by name
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
+PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
+REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
+MAX_SHOWN = 80  # characters of a wrong value
 REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
 
 # Far beyond what a run can use, and far below what one message of the streams or one script can carry.
@@ -56,13 +59,16 @@ class JobRefused(OnbeatError):
 
 
 class Admission:
-    def __init__(self, process: DatasetProcess, has_model_folders: bool) -> None:
-        self._process, self._has_model_folders = process, has_model_folders
+    """`patterns`: a process of its own with a short deadline, so that an odd pattern holds up no data."""
+
+    def __init__(self, data: DatasetProcess, patterns: DatasetProcess, has_model_folders: bool) -> None:
+        self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
 
     async def review(self, config: JobConfig) -> None:
         """Raises JobRefused with everything that is wrong; the data is only opened when all else is right."""
         errors = review_numbers(config) + review_free_values(config) + review_reward(config)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
+        errors += await self._review_pattern(config)
         if errors:
             raise JobRefused(errors)
         try:
@@ -71,6 +77,20 @@ class Admission:
                 await read_held_out(config.evaluation, config.seed, self._process, num_prompts=1)
         except DatasetError as error:
             raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
+
+    async def _review_pattern(self, config: JobConfig) -> list[FieldError]:
+        option, options = PATTERN_OPTIONS.get(config.reward.name), config.reward.options
+        if option is None or (option not in options and option != "pattern"):
+            return []
+        pattern, problem = options.get(option), "is not a string"
+        if isinstance(pattern, str):
+            problem = await self._patterns.check_pattern(pattern)
+        if not problem:
+            return []
+        text = repr(pattern)
+        shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+        message = f"reward {config.reward.name} needs a regular expression here; {shown} {problem}"
+        return [FieldError(field=f"reward.options.{option}", message=message)]
 
 
 def review_numbers(config: JobConfig) -> list[FieldError]:
@@ -135,7 +155,19 @@ def review_reward(config: JobConfig) -> list[FieldError]:
         if name in REWARDS_THAT_COMPARE and isinstance(data, FileData) and data.answer_field is None:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [FieldError(field=f"{field}.answer_field", message=message)]
-    return review_pattern(config) if name == "regex" else []
+    return review_options(config)
+
+
+def review_options(config: JobConfig) -> list[FieldError]:
+    """Of the rewards that come with Onbeat; what others take, the broker cannot know."""
+    name = config.reward.name
+    known = REWARD_OPTIONS.get(name, config.reward.options)
+    remedy = f"it has: {', '.join(known)}" if known else "it has none"
+    return [
+        FieldError(field="reward.options", message=f"reward {name} has no option {option[:MAX_SHOWN]!r}; {remedy}")
+        for option in config.reward.options
+        if option not in known
+    ]
 
 
 def review_service(config: JobConfig) -> list[FieldError]:
@@ -148,16 +180,3 @@ def review_service(config: JobConfig) -> list[FieldError]:
         "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
     )
     return [FieldError(field="reward.options.service", message=message)]
-
-
-def review_pattern(config: JobConfig) -> list[FieldError]:
-    pattern = config.reward.options.get("pattern")
-    reason = "it is not a string"
-    if isinstance(pattern, str):
-        try:
-            re.compile(pattern)
-            return []
-        except (re.error, RecursionError, OverflowError) as error:
-            reason = str(error)
-    message = f"reward regex needs a regular expression here, got {pattern!r}: {reason}"
-    return [FieldError(field="reward.options.pattern", message=message)]

@@ -20,6 +20,7 @@ from services.broker.datasets.process import DatasetProcess
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, Envelope, Gate, RequestTimer
+from services.broker.quota import Quota
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.timeline import Timelines
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from services.broker.tracing import Tracer
 
 logger = logging.getLogger(__name__)
+
+PATTERN_S = 2.0  # for compiling the regular expression of a reward
 
 
 def create_app(
@@ -45,6 +48,7 @@ def create_app(
     background = Background(settings, ledger, meters, on_conductor_end)
     # Not the process that the conductor has, so that an odd job at the door cannot hold up the jobs inside.
     admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, settings.dataset_memory_mb)
+    admission_patterns = DatasetProcess(settings.data_dir, PATTERN_S, settings.dataset_memory_mb)
     streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
 
     @contextlib.asynccontextmanager
@@ -56,6 +60,7 @@ def create_app(
             await background.close()
             await streams.close()
             await admission_data.close()
+            await admission_patterns.close()
 
     refusals = problems.documented(401, 403, 429)
     app = FastAPI(
@@ -63,7 +68,8 @@ def create_app(
     )
     app.state.context = Context(
         ledger=ledger,
-        admission=Admission(admission_data, settings.has_model_folders),
+        quota=Quota(ledger.lists, settings.max_pending_jobs),
+        admission=Admission(admission_data, admission_patterns, settings.has_model_folders),
         meters=meters,
         is_conducting=background.is_conducting,
         is_stopping=is_stopping,

@@ -18,6 +18,7 @@ DASHBOARD = re.compile(r"/|/assets/[^/]+")  # the same files for everybody; what
 READING = frozenset({"GET", "HEAD"})
 SUBMITTING = re.compile(r"/v1/(jobs(/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
 
+CALLER = "onbeat.caller"  # in the scope: the ApiKey, once it is known
 RELOAD_S = 1.0
 MAX_BUCKETS = 10_000
 NO_DIGEST = "0" * 64

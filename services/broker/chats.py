@@ -1,5 +1,6 @@
 """Hands chats to the rollouts of a job and waits for what they answer; every wait has a deadline."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 
 from onbeat.errors import JobNotFound
 from onbeat.streams.chat import FIRST, Alive, ChatRequest, Chats, Done, Failed, Piece, Reply
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState
-from services.broker.situation import SILENT_S
+from onbeat.types import SILENT_S, JobState
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)  # a rollout stays with a paused job
 READ_S = 1.0  # a broker that stops is noticed this late
@@ -124,8 +125,12 @@ class ChatDesk:
 
     async def models(self) -> list[TrainedModel]:
         """Of jobs that rollouts serve, the oldest first."""
-        found = [await self._read(job_id) for job_id in await self._ledger.job_ids(active_only=True)]
-        return [model for model in found if model is not None and model.state in SERVED_STATES]
+        started = await existing_jobs(self._ledger, await self._ledger.lists.started())
+        models = []
+        for job_id, fields in started.items():
+            with contextlib.suppress(ValueError, LookupError):  # a record that cannot be read is no model
+                models.append(model_of(job_id, fields))
+        return [model for model in models if model.state in SERVED_STATES]
 
     async def find(self, name: str) -> TrainedModel:
         """By the job's id, or by its name if no other job has it. Raises ChatFailed."""
@@ -166,5 +171,10 @@ class ChatDesk:
             fields = await self._ledger.job_fields(job_id)
         except JobNotFound:
             return None
-        created_at, state = float(fields["created_at"]), JobState(fields["state"])
-        return TrainedModel(job_id, fields["name"], fields["pool"], state, created_at)
+        return model_of(job_id, fields)
+
+
+def model_of(job_id: str, fields: dict[str, str]) -> TrainedModel:
+    """Raises ValueError or LookupError for a record that cannot be read."""
+    created_at, state = float(fields["created_at"]), JobState(fields["state"])
+    return TrainedModel(job_id, fields["name"], fields["pool"], state, created_at)

@@ -3,7 +3,9 @@
 Level-triggered: every step looks at the ledger alone and does what it finds undone, and every move is a
 compare-and-set. So any number of brokers may run, and one that died half way leaves nothing to repair.
 
-    scan (slow) --> one watcher per active job --> step --> wait for the job's next event (or a second) --> step ...
+    scan (slow) --> one watcher per started job --> step --> wait for the job's next event (or a second) --> step ...
+
+Of the pending jobs only those that are next have a watcher, so that the cost of a broker is that of the started ones.
 """
 
 import asyncio
@@ -22,9 +24,9 @@ from services.broker.watcher import JobWatcher
 logger = logging.getLogger(__name__)
 
 SCAN_S = 0.25
+NUM_NEXT = 4  # pending jobs that are watched: those that are next, so that their prompts are ready when a trainer comes
 MAX_CRASHES = 3  # of one job's watcher, by a defect of ours, within CRASH_WINDOW_S, before the job fails
 CRASH_WINDOW_S = 600.0
-FORGET_S = 60.0  # an indexed job without a record was never created
 MAX_BACKOFF_S = 5.0
 
 
@@ -35,7 +37,6 @@ class Conductor:
         self._ledger, self._process, self._patience_s = ledger, process, patience_s
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._crashed_at: dict[str, list[float]] = {}  # recent crashes by job
-        self._missing_since: dict[str, float] = {}
 
     async def run(self) -> None:
         failing_since: float | None = None
@@ -62,9 +63,8 @@ class Conductor:
             if watcher.done():
                 del self._watchers[job_id]
                 await self._look_after(job_id, watcher)
-        active = await self._ledger.job_ids(active_only=True)
-        for job_id in active:
-            if job_id not in self._watchers:
+        for job_id in await self._ledger.lists.started_and_next(NUM_NEXT):
+            if job_id not in self._watchers and len(self._recent_crashes(job_id)) < MAX_CRASHES:
                 work = JobWatcher(self._ledger, self._process, job_id).run()
                 self._watchers[job_id] = asyncio.create_task(work, name=f"watch {job_id}")
 
@@ -72,31 +72,26 @@ class Conductor:
         error = watcher.exception()
         if error is None:  # the job is final
             self._crashed_at.pop(job_id, None)
-            await self._ledger.retire_job(job_id)
+            await self._ledger.file_job(job_id)
+        elif isinstance(error, JobNotFound):  # whoever deleted it died before it was off the lists
+            await self._ledger.file_job(job_id)
         elif isinstance(error, RedisError):
             raise error
-        elif isinstance(error, JobNotFound):
-            await self._forget_after_a_while(job_id)
         else:
             await self._bury_after_crashes(job_id, error)
 
-    async def _forget_after_a_while(self, job_id: str) -> None:
-        """A job is indexed a moment before it is created; its creator may have died in between."""
-        since = self._missing_since.setdefault(job_id, time.monotonic())
-        if time.monotonic() - since > FORGET_S:
-            del self._missing_since[job_id]
-            await self._ledger.retire_job(job_id)
-
     async def _bury_after_crashes(self, job_id: str, error: BaseException) -> None:
         """A defect of ours that meets one job must not spin for ever, nor stop the other jobs."""
-        now = time.monotonic()
-        recent = [at for at in self._crashed_at.get(job_id, []) if now - at < CRASH_WINDOW_S]
-        self._crashed_at[job_id] = [*recent, now]
+        self._crashed_at[job_id] = [*self._recent_crashes(job_id), time.monotonic()]
         logger.error("watching job %s failed", job_id, exc_info=error)
-        if len(recent) + 1 >= MAX_CRASHES:
+        if len(self._crashed_at[job_id]) >= MAX_CRASHES:
             reason = f"the broker cannot conduct this job: {type(error).__name__}: {error}; see the broker's log"
             with contextlib.suppress(IllegalTransition):
                 await self._ledger.move_job(job_id, JobState.FAILED, reason)
+
+    def _recent_crashes(self, job_id: str) -> list[float]:
+        now = time.monotonic()
+        return [at for at in self._crashed_at.get(job_id, []) if now - at < CRASH_WINDOW_S]
 
     async def _stop_watchers(self) -> None:
         for watcher in self._watchers.values():

@@ -9,21 +9,23 @@ from redis.exceptions import RedisError, ResponseError
 
 from onbeat.errors import JobNotFound
 from onbeat.streams import inspection
-from onbeat.streams.connection import public_address
+from onbeat.streams.connection import public_address, why_refused
+from onbeat.streams.inspection import existing_jobs, trainer_heartbeats
 from onbeat.streams.ledger import Ledger
-from onbeat.types import Diagnosis, Finding, TrainerRecord, WorkerRecord
+from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.explain import RECENT_S, count, explain_job
-from services.broker.situation import SILENT_S
 
 DEADLINE_S = 10.0  # for everything
+REFUSAL_S = 2.0  # and then for learning whether it is the password
 LEAVING_S = 120.0  # a trainer or rollout has this long to notice that its job is over
 MAX_SKEW_S = 2.0  # heartbeats and deadlines are compared across machines
-MAX_JOBS = 50  # that are explained, the oldest first
+MAX_JOBS = 50  # started ones that are explained, the oldest first
+MAX_PENDING = 5  # and pending ones: what the first ones wait for, the others wait for as well
 FULL = 0.9  # share of maxmemory
 
 
 async def diagnose(ledger: Ledger, *, is_conducting: bool) -> Diagnosis:
-    """Never raises because something is ill; ends within DEADLINE_S."""
+    """Never raises because something is ill; ends within DEADLINE_S and REFUSAL_S."""
     findings = [explain_broker(is_conducting=is_conducting)]
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -33,13 +35,23 @@ async def diagnose(ledger: Ledger, *, is_conducting: bool) -> Diagnosis:
             findings += [finding for finding in await examine_pools(ledger) if finding.who not in named]
             findings += of_jobs
     except (RedisError, TimeoutError) as error:
+        where, refusal = public_address(ledger.redis), await find_refusal(ledger)
         reason = str(error) or f"no answer within {DEADLINE_S:.0f} s"
-        sentence = (
-            f"Redis at {public_address(ledger.redis)} does not answer ({reason}), so nothing else can be examined"
-        )
+        sentence = f"Redis at {where} does not answer ({reason}), so nothing else can be examined"
         sentence += "; check that it runs and that ONBEAT_REDIS_URL of the broker names it"
+        if refusal:
+            sentence = f"Redis at {where} does not let the broker in, so nothing else can be examined; {refusal}"
         findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
     return diagnosis(findings)
+
+
+async def find_refusal(ledger: Ledger) -> str:
+    """Return why Redis refuses the broker; '' if it does not, or does not answer."""
+    try:
+        async with asyncio.timeout(REFUSAL_S):
+            return await why_refused(ledger.redis)
+    except TimeoutError:
+        return ""
 
 
 def diagnosis(findings: list[Finding]) -> Diagnosis:
@@ -112,18 +124,19 @@ async def explain_persistence(ledger: Ledger, info: dict[str, Any]) -> Finding:
 
 
 async def examine_pools(ledger: Ledger) -> list[Finding]:
-    """The default pool, and those of active jobs."""
-    pools = {"default"}
-    for job_id in await ledger.job_ids(active_only=True):
-        try:
-            pools.add((await ledger.job_fields(job_id))["pool"])
-        except JobNotFound:  # indexed, not created yet
-            continue
+    """The default pool, and those of the jobs that are explained."""
+    unfinished = await ledger.lists.started_and_next(MAX_PENDING)
+    pools = {
+        "default",
+        *(fields.get("pool", "default") for fields in (await existing_jobs(ledger, unfinished)).values()),
+    }
     now = await ledger.now()
     findings = []
     for pool in sorted(pools):
-        trainers, workers = await inspection.trainers(ledger, pool), await ledger.workers(pool)
+        of_trainers, of_rollouts = await trainer_heartbeats(ledger, pool), await ledger.worker_heartbeats(pool)
+        trainers, workers = of_trainers.records, of_rollouts.records
         findings.append(explain_pool(pool, trainers, workers, now))
+        findings += explain_unreadable(pool, of_trainers.unreadable + of_rollouts.unreadable)
         processes: list[TrainerRecord | WorkerRecord] = [*trainers, *workers]
         findings += [finding for process in processes if (finding := explain_silence(process, now))]
         findings += [finding for process in processes if (finding := await explain_hang(ledger, process, now))]
@@ -140,6 +153,18 @@ def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerR
         more = ", ..." if len(names) > 8 else ""
         told.append(f"{count(len(alive), kind)} alive" + (f" ({', '.join(names[:8])}{more})" if names else ""))
     return Finding(sentence=f"pool {pool}: {', '.join(told)}", who=pool)
+
+
+def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:
+    if not names:
+        return []
+    shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+    sentence = (
+        f"{count(len(names), 'heartbeat')} of pool {pool} cannot be read, and {'is' if len(names) == 1 else 'are'} "
+    )
+    sentence += f"left out ({shown}): of another version of Onbeat, or not of Onbeat. The next trainer and the next "
+    sentence += "rollout that start in this pool remove what nobody writes again"
+    return [Finding(sentence=sentence, who=pool, is_problem=True)]
 
 
 def explain_silence(process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
@@ -177,15 +202,23 @@ async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, no
 
 
 async def examine_jobs(ledger: Ledger) -> list[Finding]:
-    active = await ledger.job_ids(active_only=True)
+    started, counts = await ledger.lists.started(), await ledger.lists.counts()
+    explained = (await ledger.lists.started_and_next(MAX_PENDING))[: MAX_JOBS + MAX_PENDING]
     findings = []
-    for job_id in active[:MAX_JOBS]:
+    for job_id in explained:
         try:
             findings += [*await explain_job(ledger, job_id), await explain_streams(ledger, job_id)]
         except JobNotFound:
             continue
-    total = f"{count(len(await ledger.job_ids()), 'job')}, {len(active)} of them not ended"
-    more = f"; only the {MAX_JOBS} oldest are explained here" if len(active) > MAX_JOBS else ""
+        except (ValueError, LookupError) as error:
+            sentence = (
+                f"the record of {job_id} cannot be read ({type(error).__name__}: {error}); cancel the job, and let "
+            )
+            sentence += "an admin delete it"
+            findings.append(Finding(sentence=sentence, job_id=job_id, is_problem=True))
+    num_unfinished, num_ended = len(started) + counts.pop(JobState.PENDING), sum(counts.values())
+    total = f"{count(num_unfinished + num_ended, 'job')}, {num_unfinished} of them not ended"
+    more = f"; only {len(explained)} of these are explained here, the oldest" if num_unfinished > len(explained) else ""
     return [*findings, Finding(sentence=total + more, who="broker")]
 
 

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from onbeat.streams.inspection import Lease
 from onbeat.streams.ledger import Ledger
-from onbeat.types import Event, Finding, IterationState, JobState, TrainerRecord
-from services.broker.situation import SILENT_S, Fields, Situation, Unit, read_situation
+from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
+from services.broker.situation import Fields, Situation, Unit, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is worth a word for so long
 CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel

@@ -26,7 +26,7 @@ from onbeat.streams.records import Fields, metrics_point, read_iterations
 from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState
 from services.broker.doctor import diagnosis
 from services.broker.explain import explain_job
-from services.broker.records import job_record
+from services.broker.records import job_record, place_in_queue
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +187,7 @@ class JobWatch:
 async def read_record(ledger: Ledger, fields: Fields) -> JobRecord:
     """With its place in the queue."""
     record = job_record(fields)
-    if record.state is JobState.PENDING and record.id in (queue := await ledger.pending_jobs(record.pool)):
-        record.queue_position = queue.index(record.id) + 1
+    await place_in_queue(ledger, [record])
     return record
 
 
@@ -318,7 +317,7 @@ async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: st
 async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open: int) -> list[Message]:
     """The states as they are, the iterations that the events tell of among them, and then the events."""
     events = [event async for event in events_between(ledger, job_id, after, until)]
-    told_of = [event.data["iteration"] for event in events if "iteration" in event.data]
+    told_of = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
     record = await read_record(ledger, await ledger.job_fields(job_id))
     updates = await read_updates(ledger, job_id, min([max(0, first_open - 1), *told_of]))
     states = [encode("job", record), *(encode("iteration", update) for update in updates)]

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from onbeat.errors import JobNotFound
+from onbeat.streams.inspection import existing_jobs, trainer_heartbeats
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WeightsRecord
 
@@ -50,13 +50,33 @@ class WeightGauges:
         self._received_bytes.add_metric([job_id], sum(update.received_bytes for update in updates))
 
 
+class JobGauges:
+    """What the ledger says of jobs, filled once for one rendering."""
+
+    def __init__(self) -> None:
+        self.jobs = GaugeMetricFamily("onbeat_jobs", "Jobs by state.", labels=["state"])
+        self.iterations = CounterMetricFamily("onbeat_iterations_committed", "Committed iterations.", labels=["job_id"])
+        self.versions = GaugeMetricFamily(
+            "onbeat_policy_version", "Newest published policy version.", labels=["job_id"]
+        )
+        self.groups = CounterMetricFamily("onbeat_groups", "Submitted groups by outcome.", labels=["job_id", "outcome"])
+        self.unreadable = GaugeMetricFamily(
+            "onbeat_unreadable_records", "Jobs and heartbeats that cannot be read and are left out.", labels=["kind"]
+        )
+        self.weights = WeightGauges()
+
+    @property
+    def families(self) -> list[Metric]:
+        of_jobs: list[Metric] = [self.jobs, self.iterations, self.versions, self.groups, self.unreadable]
+        return [*of_jobs, *self.weights.families]
+
+
 @dataclass
 class JobTotals:
     """Group counts of a job over its iterations; those that can no longer change are read once."""
 
     settled: Counter[str] = field(default_factory=Counter)
     num_settled: int = 0
-    state: JobState = JobState.PENDING
 
 
 class Snapshot(Collector):
@@ -109,32 +129,42 @@ class Meters:
         return generate_latest(self._requests) + generate_latest(registry), CONTENT_TYPE_LATEST
 
     async def _read_jobs(self, ledger: Ledger) -> list[Metric]:
-        jobs = GaugeMetricFamily("onbeat_jobs", "Jobs by state.", labels=["state"])
-        iterations = CounterMetricFamily("onbeat_iterations_committed", "Committed iterations.", labels=["job_id"])
-        versions = GaugeMetricFamily("onbeat_policy_version", "Newest published policy version.", labels=["job_id"])
-        groups = CounterMetricFamily("onbeat_groups", "Submitted groups by outcome.", labels=["job_id", "outcome"])
-        weights = WeightGauges()
-        for job_id in await ledger.job_ids():
-            totals = self._totals.setdefault(job_id, JobTotals())
-            if totals.state.is_final:
-                continue  # counted below, gone from the series
+        gauges, counts = JobGauges(), Counter(await ledger.lists.counts())
+        started = await ledger.lists.started()
+        found = await existing_jobs(ledger, list(dict.fromkeys([*started, *self._totals])))
+        self._totals = {job_id: self._totals.get(job_id, JobTotals()) for job_id in found}
+        num_unreadable: Counter[str] = Counter(job=0, heartbeat=0)
+        for job_id, fields in found.items():
             try:
-                fields = await ledger.job_fields(job_id)
-            except JobNotFound:
-                del self._totals[job_id]
+                state = await self._add_job(ledger, job_id, fields, gauges)
+            except (ValueError, LookupError):
+                num_unreadable["job"] += 1
                 continue
-            totals.state = JobState(fields["state"])
-            next_iteration = int(fields["next_iteration"])
-            iterations.add_metric([job_id], next_iteration)
-            versions.add_metric([job_id], float(fields.get("policy_version", "-1")))
-            weights.add(job_id, await newest_served(ledger, job_id, int(fields.get("policy_version", "-1"))))
-            num_opened = int(fields["num_opened"])
-            for outcome, count in (await self._count_groups(ledger, job_id, next_iteration, num_opened)).items():
-                groups.add_metric([job_id, outcome], count)
-        states = Counter(totals.state for totals in self._totals.values())
+            if state.is_final:
+                del self._totals[job_id]  # these were its last values
+            elif state is not JobState.PENDING:
+                counts[state] += 1
+        for pool in {"default", *(fields.get("pool", "default") for fields in found.values())}:
+            beats = ((await trainer_heartbeats(ledger, pool)), await ledger.worker_heartbeats(pool))
+            num_unreadable["heartbeat"] += sum(len(each.unreadable) for each in beats)
         for state in JobState:
-            jobs.add_metric([state.value], states[state])
-        return [jobs, iterations, versions, groups, *weights.families]
+            gauges.jobs.add_metric([state.value], counts[state])
+        for kind, number in num_unreadable.items():
+            gauges.unreadable.add_metric([kind], number)
+        return gauges.families
+
+    async def _add_job(self, ledger: Ledger, job_id: str, fields: dict[str, str], gauges: JobGauges) -> JobState:
+        """Raises ValueError or LookupError when the record of the job cannot be read."""
+        state, version = JobState(fields["state"]), int(fields.get("policy_version", "-1"))
+        next_iteration, num_opened = int(fields["next_iteration"]), int(fields["num_opened"])
+        counts = await self._count_groups(ledger, job_id, next_iteration, num_opened)
+        weights = await newest_served(ledger, job_id, version)
+        gauges.iterations.add_metric([job_id], next_iteration)
+        gauges.versions.add_metric([job_id], version)
+        gauges.weights.add(job_id, weights)
+        for outcome, number in counts.items():
+            gauges.groups.add_metric([job_id, outcome], number)
+        return state
 
     async def _count_groups(self, ledger: Ledger, job_id: str, next_iteration: int, num_opened: int) -> Counter[str]:
         totals = self._totals[job_id]

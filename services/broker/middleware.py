@@ -16,14 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.api_keys import ApiKey
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
-from services.broker.auth import OPEN_PATHS, READING, KeyRing, RateLimit, required_role
+from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, required_role
 from services.broker.metrics import Meters, known_method
 from services.broker.settings import is_loopback
 
 access_log = logging.getLogger("onbeat.access")
 
 MAX_HEADER_BYTES = 16 * 1024  # URL included
-CALLER = "onbeat.caller"  # in the scope: the ApiKey, once it is known
 FAILURES_PER_S, FAILURE_BURST = 0.2, 10  # of wrong keys from one address; a right key gets in all the same
 CLEAN_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 CLEAN_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -51,6 +50,11 @@ class Gate:
             detail = f"URL and headers together take at most {MAX_HEADER_BYTES} bytes"
             return problem(431, "Request header fields too large", detail)
         role, headers = required_role(scope["method"], scope["path"]), Headers(scope=scope)
+        if (
+            "transfer-encoding" in headers and "content-length" in headers
+        ):  # RFC 9112, 6.1: two lengths, one of them false
+            detail = "a body is announced by Content-Length or by Transfer-Encoding, not by both"
+            return problem(400, "Bad request", detail, headers={"Connection": "close"})
         is_probe = role is None and scope["path"] in OPEN_PATHS
         if self._keys is None and self._is_local and not is_probe and not is_from_here(headers):
             return refuse_page(headers)

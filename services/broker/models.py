@@ -1,14 +1,20 @@
-"""What the broker can know of a job's model without loading it: that it exists, and how long its context is."""
+"""What the broker can know of a model without loading it: that it is there as a whole, and how long its context is."""
 
 import json
 import re
+import struct
 from pathlib import Path
+from typing import Any
 
 from onbeat.config import JobConfig
 
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 HUB_ID = re.compile(rf"{HUB_NAME}(/{HUB_NAME})?")
+
+PICKLED = ("*.bin", "*.pt", "*.pth")
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
+MAX_HEADER_BYTES = 32 << 20  # a longer header is left to the trainer
 
 Complaint = tuple[str, str]  # field, message with a remedy
 
@@ -43,6 +49,8 @@ def review_bundled(config: JobConfig, name: str) -> list[Complaint]:
 
 def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
     try:
+        if (folder / "config.json").is_fifo():
+            raise OSError("nothing to read from")
         text = (folder / "config.json").read_text()
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
@@ -53,7 +61,43 @@ def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
         model = json.loads(text)
     except (ValueError, RecursionError):
         return [("model.path", f"{folder}/config.json is not valid JSON; save the model in Hugging Face layout")]
-    return review_context(config, context_tokens(model))
+    if not isinstance(model, dict) or not isinstance(model.get("model_type"), str):
+        return [("model.path", f"{folder}/config.json names no model_type; save the model in Hugging Face layout")]
+    return review_files(folder) or review_context(config, context_tokens(model)) or review_rotary(config, model)
+
+
+def review_files(folder: Path) -> list[Complaint]:
+    """Weights and tokenizer, by their names, headers and sizes."""
+    weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    if not weights:
+        pickled = next((path.name for pattern in PICKLED for path in folder.glob(pattern)), None)
+        what = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
+        return [("model.path", f"{folder} {what}; save the model as safetensors")]
+    for path in weights:
+        if problem := torn(path):
+            return [("model.path", f"{path} is not whole: {problem}; copy or download it again")]
+    if not any(path.is_file() for pattern in TOKENIZERS for path in folder.glob(pattern)):
+        return [("model.path", f"{folder} has no tokenizer; save it into the same folder (tokenizer.save_pretrained)")]
+    return []
+
+
+def torn(path: Path) -> str:
+    """Return what is missing of a safetensors file: 8 bytes of length, a JSON header, the tensors that it names."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if 8 + header_bytes > size:
+            return f"it ends after {size} bytes, within its header"
+        if header_bytes > MAX_HEADER_BYTES:
+            return ""
+        try:
+            tensors = json.loads(file.read(header_bytes))
+            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+            missing = 8 + header_bytes + max(ends, default=0) - size
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return "its header is no header of safetensors"
+    return f"{missing} bytes are missing at its end" if missing > 0 else ""
 
 
 def is_folder(path: Path) -> bool:
@@ -63,15 +107,29 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def context_tokens(model: object) -> int | None:
+def context_tokens(model: dict[str, Any]) -> int | None:
     """`max_position_embeddings` of a Hugging Face config, also where the text model is nested."""
-    if not isinstance(model, dict):
-        return None
     nested = model.get("text_config")
     value = model.get(
         "max_position_embeddings", nested.get("max_position_embeddings") if isinstance(nested, dict) else None
     )
     return value if isinstance(value, int) and value > 0 else None
+
+
+def review_rotary(config: JobConfig, model: object) -> list[Complaint]:
+    """A `longrope` model has other rotary embeddings for long passes: results would depend on what shares a pass."""
+    if not isinstance(model, dict):
+        return []
+    text = nested if isinstance(nested := model.get("text_config"), dict) else model
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(rope, dict) or (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
+        return []
+    limit = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    longest = config.model.max_context_tokens or context_tokens(model)
+    if not isinstance(limit, int) or (longest is not None and longest <= limit):
+        return []
+    message = f"the model has other rotary embeddings (longrope) beyond {limit} tokens; set it to {limit} or less"
+    return [("model.max_context_tokens", message)]
 
 
 def review_context(config: JobConfig, supported: int | None) -> list[Complaint]:

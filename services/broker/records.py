@@ -10,20 +10,55 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from types import MappingProxyType
 
+from onbeat.config import is_nested_deeper
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields
-from onbeat.types import JobRecord, Sample, WeightsRecord
+from onbeat.types import JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
+MAX_STORED_DEPTH = 200  # of a job of an earlier release; a list of jobs with 255 levels could not be written
 JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
-JOB_PROGRESS_FIELDS = ("num_opened", "next_iteration", "policy_version", "checkpoint", "num_training_devices")
+JOB_PROGRESS_FIELDS = ("num_opened", "next_iteration", "policy_version", "dtype", "checkpoint", "num_training_devices")
 
 
 def job_record(fields: Fields) -> JobRecord:
+    """Return the job, or as much of it as can be read: one odd job must not take a whole list with it."""
     known = {name: fields[name] for name in (*JOB_FIELDS, *JOB_PROGRESS_FIELDS) if name in fields}
-    return JobRecord.model_validate(known | {"config": json.loads(fields["config"])})
+    try:
+        text = fields["config"]
+        config = json.loads(text)
+        if text.count("[") + text.count("{") > MAX_STORED_DEPTH and is_nested_deeper(config, MAX_STORED_DEPTH):
+            raise ValueError(f"its configuration is nested more than {MAX_STORED_DEPTH} levels deep")
+        return JobRecord.model_validate(known | {"config": config})
+    except (ValueError, KeyError, RecursionError) as error:
+        return unreadable_record(fields, error)
+
+
+async def place_in_queue(ledger: Ledger, records: Sequence[JobRecord]) -> None:
+    """Note on pending jobs how many go first."""
+    pending = [record for record in records if record.state is JobState.PENDING]
+    for pool in {record.pool for record in pending}:
+        queued = [record for record in pending if record.pool == pool]
+        places = await ledger.lists.places(pool, [record.id for record in queued])
+        for record, place in zip(queued, places, strict=True):
+            record.queue_position = None if place is None else place + 1  # None: its trainer has just come
+
+
+def unreadable_record(fields: Fields, error: Exception) -> JobRecord:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    remedy = "cancel it, and let an admin delete it"
+    return JobRecord(
+        id=fields.get("id", ""),
+        name=fields.get("name", ""),
+        pool=fields.get("pool", ""),
+        state=fields["state"] if fields["state"] in set(JobState) else JobState.FAILED,
+        error=f"this broker cannot read the record of the job ({reason}); {remedy}",
+        created_at=0.0,
+        num_iterations=0,
+        config={},
+    )
 
 
 async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> list[WeightsRecord]:

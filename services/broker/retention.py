@@ -1,5 +1,7 @@
 """What is no longer kept: contents of old iterations, jobs that were over long ago, what a dead process left behind.
 
+It also finds jobs that a dead process left in the wrong list, and pending ones that nobody came for.
+
 Level-triggered like the conductor: any number of brokers may run it, and one that died half way is repeated.
 """
 
@@ -10,12 +12,15 @@ import logging
 from redis.exceptions import RedisError
 
 from onbeat.errors import JobNotFinal, JobNotFound
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from services.broker.watcher import fail_if_nobody_comes
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0
+JOBS_AT_ONCE, PAUSE_S = 20, 1.0
 NEVER_CREATED_S = 3600.0  # an id that is listed for so long without a job
 DAY_S = 86_400.0
 
@@ -25,29 +30,51 @@ class Retention:
 
     def __init__(self, ledger: Ledger, job_retention_days: float) -> None:
         self._ledger, self._job_retention_s = ledger, job_retention_days * DAY_S
+        self._unreadable: set[str] = set()
 
     async def run(self) -> None:
         while True:
             try:
-                await self.step()
+                await self.step(pause_s=PAUSE_S)
             except RedisError as error:
                 logger.warning("old data is kept for now: %s: %s", type(error).__name__, error)
             await asyncio.sleep(LOOK_S)
 
-    async def step(self) -> None:
-        """Look at every job once."""
-        for job_id in await self._ledger.job_ids():
-            try:
-                fields = await self._ledger.job_fields(job_id)
-                if self._is_outdated(fields, await self._ledger.now()):
-                    await self._ledger.delete_job(job_id)
-                    logger.info("job %s is deleted, it was over for %g days", job_id, self._job_retention_s / DAY_S)
-                else:
-                    await trim(self._ledger, job_id, fields)
-            except JobNotFound:
-                await self._clean_up(job_id)
-            except JobNotFinal as conflict:
-                logger.info("%s", conflict)
+    async def step(self, pause_s: float = 0.0) -> None:
+        """Look at every job once, a few at a time: many jobs take long, and cost no more at any time."""
+        job_ids = await self._ledger.job_ids()
+        for first in range(0, len(job_ids), JOBS_AT_ONCE):
+            batch = job_ids[first : first + JOBS_AT_ONCE]
+            found, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
+            await self._ledger.lists.file(found)
+            for job_id in batch:
+                try:
+                    await self._look_at(job_id, found.get(job_id), now)
+                except (JobNotFinal, JobNotFound) as conflict:  # somebody else was at it
+                    logger.info("%s", conflict)
+                except (ValueError, LookupError, TypeError) as error:
+                    self._leave_alone(job_id, error)
+            if first + JOBS_AT_ONCE < len(job_ids):
+                await asyncio.sleep(pause_s)
+
+    async def _look_at(self, job_id: str, fields: dict[str, str] | None, now: float) -> None:
+        if fields is None:
+            return await self._clean_up(job_id)
+        if fields["state"] == JobState.PENDING:
+            deadline_s = float(json.loads(fields["config"])["schedule"]["start_deadline_s"])
+            if now - float(fields["created_at"]) > deadline_s:
+                await fail_if_nobody_comes(self._ledger, fields, deadline_s)
+        elif self._is_outdated(fields, now):
+            await self._ledger.delete_job(job_id)
+            logger.info("job %s is deleted, it was over for %g days", job_id, self._job_retention_s / DAY_S)
+        else:
+            await trim(self._ledger, job_id, fields)
+
+    def _leave_alone(self, job_id: str, error: Exception) -> None:
+        """One odd record is no reason to keep the data of all others."""
+        if job_id not in self._unreadable:
+            logger.warning("the record of job %s cannot be read: %s: %s", job_id, type(error).__name__, error)
+        self._unreadable.add(job_id)
 
     def _is_outdated(self, fields: dict[str, str], now: float) -> bool:
         is_final = JobState(fields["state"]).is_final

@@ -41,6 +41,9 @@ class Settings(RedisSettings, BaseSettings):
         description="model folders of the trainers can be seen here, so a missing one is refused; false: not checked",
     )
     max_body_bytes: int = Field(1024 * 1024, ge=1024, description="a larger request is refused")
+    max_pending_jobs: int = Field(
+        1000, ge=1, description="jobs of one API key, or of all callers without keys, that may be pending at a time"
+    )
     request_timeout_s: float = Field(
         30.0, gt=0, description="for the headers of a request to arrive, and once more for its body"
     )

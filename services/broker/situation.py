@@ -7,9 +7,7 @@ from onbeat.config import JobConfig
 from onbeat.streams import inspection
 from onbeat.streams.inspection import Lease
 from onbeat.streams.ledger import Ledger
-from onbeat.types import Event, Finding, TrainerRecord, WorkerRecord
-
-SILENT_S = 10.0  # a trainer or rollout sends a heartbeat each 2 s; silent for so long, it is taken for dead or cut off
+from onbeat.types import SILENT_S, Event, Finding, TrainerRecord, WorkerRecord
 
 Fields = dict[str, str]
 

@@ -97,7 +97,8 @@ class Tracer:
         """Look at every job once, unless the collector is left alone for now."""
         if time.monotonic() < self._rest_until:
             return
-        job_ids, now = await self._ledger.job_ids(), await self._ledger.now()
+        now = await self._ledger.now()
+        job_ids = [*await self._ledger.lists.started(), *await self._ledger.lists.ended_since(now - CATCH_UP_S)]
         self._settled &= set(job_ids)
         try:
             for job in await self._ledger.traces.jobs([each for each in job_ids if each not in self._settled]):

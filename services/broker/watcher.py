@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from onbeat.config import JobConfig
-from onbeat.errors import IllegalTransition
+from onbeat.errors import IllegalTransition, StreamLost
 from onbeat.streams import inspection
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Ledger
@@ -18,6 +18,7 @@ from services.broker.tasks import longest_first, produce_tasks
 logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0  # longest time between two looks at a job
+PENDING_WAIT_S = 5.0  # and at one that nobody has started
 MAX_REASONS = 8  # of a failure: findings that are stored with it
 
 Fields = dict[str, str]
@@ -29,6 +30,7 @@ class JobWatcher:
         self._config: JobConfig | None = None
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
+        self._wait_s = WAIT_S
         self._seen_epoch = "0"  # of the trainer whose predecessors have been counted
 
     async def run(self) -> None:
@@ -36,7 +38,7 @@ class JobWatcher:
         cursor = "0"
         try:
             while not await self.step():
-                events = await self._ledger.events(self._job_id, after=cursor, timeout_s=WAIT_S)
+                events = await self._ledger.events(self._job_id, after=cursor, timeout_s=self._wait_s)
                 cursor = events[-1].id if events else cursor
         finally:
             for task in self._prepared.values():
@@ -50,20 +52,28 @@ class JobWatcher:
         state = JobState(fields["state"])
         if state.is_final:
             return True
+        self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
         if self._config is None:
             self._config = JobConfig.model_validate_json(fields["config"])
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
             self._evaluator.prepare(self._config)
-            await self._fail_if_nobody_comes(self._config, fields)
+            await fail_if_nobody_comes(self._ledger, fields, self._config.schedule.start_deadline_s)
         elif state is JobState.RUNNING:
-            await self._open_if_due(self._config, fields)
-            await self._evaluator.step(self._config, fields)
-            await self._fail_if_trainers_are_lost(self._config, fields)
-            await self._fail_if_stuck(self._config)
+            await self._conduct(self._config, fields)
         elif state is JobState.CANCELLING:
             await self._cancel_if_abandoned(fields)
         return False
+
+    async def _conduct(self, config: JobConfig, fields: Fields) -> None:
+        try:
+            await self._ledger.check_streams(self._job_id)
+        except StreamLost as error:
+            return await self._move(JobState.FAILED, str(error))
+        await self._open_if_due(config, fields)
+        await self._evaluator.step(config, fields)
+        await self._fail_if_trainers_are_lost(config, fields)
+        await self._fail_if_stuck(config)
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
@@ -117,15 +127,6 @@ class JobWatcher:
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await self._fail(f"{start} (schedule.iteration_deadline_s)")
 
-    async def _fail_if_nobody_comes(self, config: JobConfig, fields: Fields) -> None:
-        """While trainers of its pool are alive, a pending job waits its turn for as long as that takes."""
-        now, deadline_s = await self._ledger.now(), config.schedule.start_deadline_s
-        if now - float(fields["created_at"]) < deadline_s:
-            return
-        away_s = trainers_away_s(fields, await inspection.trainers(self._ledger, config.pool), now)
-        if away_s > deadline_s:
-            await self._fail(f"no trainer came for {away_s:.0f} s (schedule.start_deadline_s)")
-
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
         """A job that kills its trainers, one after another, is not handed to the next one for ever."""
         if fields["epoch"] == self._seen_epoch:
@@ -138,10 +139,7 @@ class JobWatcher:
                 await self._fail(f"{num_lost} trainers in a row were lost (schedule.max_lost_trainers)")
 
     async def _fail(self, reason: str) -> None:
-        """`reason: what the doctor finds`. The deadline that has just passed is no finding."""
-        findings = [finding for finding in await explain_job(self._ledger, self._job_id) if finding.next != JOB_FAILS]
-        sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
-        await self._move(JobState.FAILED, "; ".join([reason, *sentences]))
+        await fail_with_findings(self._ledger, self._job_id, reason)
 
     async def _cancel_if_abandoned(self, fields: Fields) -> None:
         """A cancelled job is ended by its trainer; without one, or when it does not react, by us."""
@@ -151,8 +149,30 @@ class JobWatcher:
             await self._move(JobState.CANCELLED)
 
     async def _move(self, wanted: JobState, error: str = "") -> None:
-        try:
-            await self._ledger.move_job(self._job_id, wanted, error)
-            logger.info("job %s is %s %s", self._job_id, wanted, error)
-        except IllegalTransition as conflict:  # another broker or the trainer was faster
-            logger.info("%s", conflict)
+        await try_move(self._ledger, self._job_id, wanted, error)
+
+
+async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float) -> None:
+    """While trainers of its pool are alive, a pending job waits its turn for as long as that takes."""
+    now = await ledger.now()
+    if now - float(fields["created_at"]) < deadline_s:
+        return
+    away_s = trainers_away_s(fields, await inspection.trainers(ledger, fields["pool"]), now)
+    if away_s > deadline_s:
+        reason = f"no trainer came for {away_s:.0f} s (schedule.start_deadline_s)"
+        await fail_with_findings(ledger, fields["id"], reason)
+
+
+async def fail_with_findings(ledger: Ledger, job_id: str, reason: str) -> None:
+    """`reason: what the doctor finds`. The deadline that has just passed is no finding."""
+    findings = [finding for finding in await explain_job(ledger, job_id) if finding.next != JOB_FAILS]
+    sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
+    await try_move(ledger, job_id, JobState.FAILED, "; ".join([reason, *sentences]))
+
+
+async def try_move(ledger: Ledger, job_id: str, wanted: JobState, error: str = "") -> None:
+    try:
+        await ledger.move_job(job_id, wanted, error)
+        logger.info("job %s is %s %s", job_id, wanted, error)
+    except IllegalTransition as conflict:  # another broker or the trainer was faster
+        logger.info("%s", conflict)

@@ -4,10 +4,16 @@
 # ONBEAT_CHROMIUM names another one. Only root on Debian or Ubuntu gets one installed.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$root/deploy/docker/steps.sh"
 
 say() { echo "browser: $*" >&2; }
 give_up() { say "$*"; exit 1; }
-works() { timeout 30 "$1" --version >/dev/null 2>&1; }  # Ubuntu's package is a stub that asks for a snap
+
+# Ubuntu's package is a stub that asks for a snap.
+works() {
+    local reason
+    reason=$(timeout 30 "$1" --version 2>&1 >/dev/null) || { say "$1 does not run: $(tail -n 1 <<<"$reason")"; return 1; }
+}
 
 main() {
     if [ -n "${ONBEAT_CHROMIUM:-}" ]; then
@@ -24,7 +30,7 @@ find_browser() {
     for name in chromium chromium-browser google-chrome google-chrome-stable; do
         if path=$(command -v "$name") && works "$path"; then echo "$path"; return; fi
     done
-    path=$(playwrights_own) && works "$path" && echo "$path"
+    path=$(playwrights_own) && [ -x "$path" ] && works "$path" && echo "$path"
 }
 
 playwrights_own() {
@@ -41,11 +47,7 @@ install_from_debian() {
     command -v apt-get >/dev/null || give_up "there is no browser, and no apt-get to install one: $how"
     [ "$(id -u)" = 0 ] || give_up "there is no browser, and only root may install one: $how"
     say "installing chromium and a font"
-    export DEBIAN_FRONTEND=noninteractive
-    # Another apt-get may be at work.
-    apt-get -o DPkg::Lock::Timeout=300 update -qq >&2 || say "apt-get update failed; trying with the lists of before"
-    apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends chromium fonts-dejavu-core >&2 \
-        || give_up "apt-get could not install chromium: $how"
+    apt_install chromium fonts-dejavu-core || give_up "apt-get could not install chromium: $how"
 }
 
 main "$@"

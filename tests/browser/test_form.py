@@ -60,7 +60,7 @@ async def test_quick_start_is_filled_in_and_read_back_from_json(visit: Visitor, 
     await page.get_by_role("button", name="Edit as JSON").click()
     text = page.get_by_label("The job as JSON")
     job = json.loads(await text.input_value())
-    assert (job["data"]["task"], job["rollout"]["max_response_tokens"]) == ("chain_sum", 33)
+    assert (job["data"]["task"], job["rollout"]["max_response_tokens"]) == ("basic_arithmetic", 33)
     job["rollout"]["max_response_tokens"] = 34
     await text.fill(json.dumps(job))
     await page.get_by_role("button", name="Back to the form").click()

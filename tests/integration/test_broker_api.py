@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
 from services.broker.api import jobs as jobs_api
+from services.broker.retention import Retention
+from services.trainer.__main__ import candidates
+from tests.conftest import unfinished
 from tests.integration.broker_fixtures import (
     commit,
     create_job,
@@ -89,7 +93,7 @@ async def test_lists_are_read_in_several_parts_and_jobs_that_are_over_only_where
 ) -> None:
     read: list[str] = []
 
-    async def noted(ledger: Ledger, job_ids: Sequence[str]) -> list[dict[str, str]]:
+    async def noted(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
         assert len(job_ids) <= 3
         read.extend(job_ids)
         return await existing_jobs(ledger, job_ids)
@@ -132,7 +136,7 @@ async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, l
     assert (again.json()["id"], again.json()["state"]) == (job_id, "CANCELLED")
     other = await broker.post("/v1/jobs", json=job_body(seed=5), headers=headers)
     assert "take a new key" in problem_of(other, 409)["detail"]
-    assert job_id not in await ledger.job_ids(active_only=True)
+    assert job_id not in await unfinished(ledger)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
@@ -181,6 +185,31 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "reward.options.pattern",
         "needs a regular expression",
     ),
+    (
+        "unknown tracker",
+        {"tracking": [{"type": "wand"}]},
+        "tracking.0",
+        "set tracking.0.type to one of: mlflow, trackio",
+    ),
+    (
+        "unknown key of a tracker",
+        {"tracking": [{"type": "wandb", "entty": "x"}]},
+        "tracking.0.entty",
+        "did you mean entity?",
+    ),
+    (
+        "check of a whole section",
+        {"schedule": {"mode": "bounded", "publish_above_kl": 0.1}},
+        "schedule.publish_above_kl",
+        "set that to 2 or more",
+    ),
+    ("true as a number", {"schedule": {"num_iterations": True}}, "schedule.num_iterations", "should be a number"),
+    (
+        "option that the reward does not have",
+        {"reward": {"name": "regex", "options": {"pattern": "a", "flags": "i"}}},
+        "reward.options",
+        "has no option 'flags'; it has: pattern",
+    ),
     ("no pattern", {"reward": {"name": "regex"}}, "reward.options.pattern", "needs a regular expression"),
     ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "put it there"),
     ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
@@ -224,6 +253,23 @@ async def test_impossible_job_is_refused_with_field_and_remedy_and_not_created(
     assert await ledger.job_ids() == before
 
 
+async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.AsyncClient) -> None:
+    slow = "(?i)" + "[\\x00-\\U0010ffff]" * 2000
+    sections = {"reward": {"name": "regex", "options": {"pattern": slow}}}
+    posted = asyncio.create_task(broker.post("/v1/jobs", json=job_body(**sections)))
+    waited_s = 0.0
+    while not posted.done():
+        started = time.monotonic()
+        await broker.get("/livez")
+        waited_s = max(waited_s, time.monotonic() - started)
+        await asyncio.sleep(0.05)
+    (error,) = problem_of(await posted, 422)["errors"]
+    assert error["field"] == "reward.options.pattern"
+    assert "takes longer than 2 s" in error["message"]
+    assert waited_s < 1.0
+    await submit(broker, reward={"name": "regex", "options": {"pattern": "a+"}})
+
+
 async def test_unknown_task_and_its_options_are_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     body = job_body(reward={"name": "reasoning_gym"})
     body["data"] = {"type": "reasoning_gym", "task": "chain_summ"}
@@ -241,6 +287,44 @@ async def test_all_that_is_wrong_is_said_at_once(broker: httpx.AsyncClient) -> N
     assert {error["field"] for error in errors} == {"reward.name", "model.path", "schedule.num_iterations"}
 
 
+def write_weights(folder: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (folder / "tokenizer.json").write_text("{}")
+
+
+async def test_model_that_is_not_whole_is_refused_by_what_is_missing(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+
+    async def refusal() -> str:
+        answer = await broker.post("/v1/jobs", json=job_body(model={"path": str(folder)}))
+        return str(problem_of(answer, 422)["errors"][0]["message"])
+
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert "has no weights; save the model as safetensors" in await refusal()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    assert "has pickled weights (pytorch_model.bin)" in await refusal()
+    write_weights(folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, what in {
+        b"": "ends after 0 bytes",
+        whole[:20]: "ends after 20 bytes, within its header",
+        whole[:-3]: "3 bytes are missing at its end",
+        (8).to_bytes(8, "little") + b"no JSON.": "its header is no header of safetensors",
+    }.items():
+        weights.write_bytes(content)
+        message = await refusal()
+        assert f"{weights} is not whole: " in message
+        assert what in message
+    weights.write_bytes(whole)
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer; save it into the same folder" in await refusal()
+    (folder / "tokenizer.json").write_text("{}")
+    await submit(broker, model={"path": str(folder)})
+
+
 async def test_model_folder_bounds_the_response(broker: httpx.AsyncClient, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()
@@ -250,12 +334,33 @@ async def test_model_folder_bounds_the_response(broker: httpx.AsyncClient, tmp_p
     (folder / "config.json").write_text("{")
     refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
     assert "not valid JSON" in refused["errors"][0]["message"]
-    (folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
+    for odd in ("[]", "{}"):
+        (folder / "config.json").write_text(odd)
+        refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
+        assert "names no model_type" in refused["errors"][0]["message"]
+    config = {"model_type": "llama", "text_config": {"max_position_embeddings": 64}}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder)
     await submit(broker, **model, rollout={"max_response_tokens": 63})
     refused = problem_of(
         await broker.post("/v1/jobs", json=job_body(**model, rollout={"max_response_tokens": 64})), 422
     )
     assert refused["errors"][0]["field"] == "rollout.max_response_tokens"
+
+
+async def test_a_rotary_table_that_depends_on_the_length_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    config = {"model_type": "phi3", "max_position_embeddings": 4096, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder)
+    for length in (None, 513):
+        body = job_body(model={"path": str(folder), "max_context_tokens": length})
+        (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
+        assert error["field"] == "model.max_context_tokens"
+        assert "set it to 512 or less" in error["message"]
+    await submit(broker, model={"path": str(folder), "max_context_tokens": 512})
 
 
 async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger: Ledger, tmp_path: Path) -> None:
@@ -271,6 +376,71 @@ async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -
         headers = {"content-type": "application/json"}
         answer = await broker.post("/v1/jobs", content=text.replace('"VALUE"', value), headers=headers)
         assert problem_of(answer, 422)["errors"][0]["field"] == "reward.options", value
+
+
+@pytest.mark.parametrize("depth", [33, 252, 253, 254, 255, 400, 900])
+async def test_deeply_nested_options_are_refused_at_the_door(
+    broker: httpx.AsyncClient, ledger: Ledger, depth: int
+) -> None:
+    before, nested = await ledger.job_ids(), "[" * depth + "]" * depth
+    text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}})).replace('"VALUE"', nested)
+    for body in (text, f'{{"name": {nested}}}', f'{{"nonsense": {nested}}}'):
+        answer = await broker.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
+        assert "nested more than 32 levels" in problem_of(answer, 422)["errors"][0]["message"]
+    assert await ledger.job_ids() == before
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"config": '{"reward": {"options": ' + "[" * 253 + "]" * 253 + "}}"},
+        {"config": "not JSON"},
+        {"config": b"\xff\xfe"},
+        {"created_at": "yesterday", "num_iterations": "many"},
+        {"state": "EXPLODED"},
+    ],
+    ids=["deep", "no JSON", "no text", "no numbers", "no state"],
+)
+async def test_unreadable_job_breaks_no_list(
+    broker: httpx.AsyncClient, ledger: Ledger, odd: dict[str, str | bytes]
+) -> None:
+    odd_id, good_id = await submit(broker), await submit(broker)
+    await broker.post(f"/v1/jobs/{odd_id}:cancel")
+    await ledger.redis.hset(JobKeys(odd_id).job, mapping=odd)
+    listed = {job["id"]: job for job in (await broker.get("/v1/jobs")).json()["jobs"]}
+    assert "cannot read the record of the job" in listed[odd_id]["error"]
+    assert listed[good_id]["error"] is None
+    assert (await broker.get(f"/v1/jobs/{odd_id}")).json() == listed[odd_id]
+    await ledger.redis.hset(JobKeys(odd_id).job, "state", "CANCELLED")
+    assert (await broker.delete(f"/v1/jobs/{odd_id}")).status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("state", "EXPLODED"), ("next_iteration", "many"), ("created_at", "x"), ("pool", None), ("config", None)],
+)
+async def test_unreadable_started_job_breaks_no_read_of_others(
+    broker: httpx.AsyncClient, ledger: Ledger, name: str, value: str | None
+) -> None:
+    odd, good = await submit(broker), await submit(broker)
+    for job_id in (odd, good):
+        await start_training(ledger, job_id)
+    if value is None:
+        await ledger.redis.hdel(JobKeys(odd).job, name)
+    else:
+        await ledger.redis.hset(JobKeys(odd).job, name, value)
+    reads = [
+        *("/v1/jobs", "/v1/jobs?state=RUNNING", "/metrics", "/v1/pools/default", "/v1/models", "/v1/doctor"),
+        f"/v1/jobs/{good}",
+    ]
+    for path in reads:
+        answer = await broker.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert good in answer.text or path == "/v1/pools/default", path
+    await Retention(ledger, 1).step()
+    found = [found async for found in candidates(ledger, "default")]
+    assert good in dict(found)
+    await wait_open(ledger, good, 0)
 
 
 # ---- requests that are no job ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from onbeat.config import JobConfig, ReasoningGymData
+from onbeat.errors import StreamLost
 from onbeat.streams import keys
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
@@ -27,7 +28,7 @@ from onbeat.types import EvaluationState, IterationState, JobState, TrainerRecor
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
-from tests.conftest import free_port, start_redis
+from tests.conftest import free_port, start_redis, unfinished
 from tests.integration.broker_fixtures import (
     claim_all,
     commit,
@@ -457,7 +458,7 @@ async def test_final_job_is_taken_off_the_active_list(ledger: Ledger) -> None:
     await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # its mover died half way
 
     async def is_retired() -> bool:
-        return job_id not in await ledger.job_ids(active_only=True)
+        return job_id not in await unfinished(ledger)
 
     await eventually("retired", is_retired)
 
@@ -487,6 +488,51 @@ async def test_job_that_no_broker_understands_fails_and_does_not_stop_the_others
     assert "of_a_later_version" in fields["error"]
     await start_training(ledger, good)
     await wait_open(ledger, good, 0)
+
+
+@pytest.mark.usefixtures("conductors")
+@pytest.mark.parametrize(
+    "odd",
+    [{"x": "y"}, {"kind": b"\xff", "message": "", "data": "{}", "time": "1"}, {"kind": "a", "data": "[1", "time": "x"}],
+    ids=["other fields", "no text", "no JSON"],
+)
+async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(
+    ledger: Ledger, odd: dict[str, str | bytes]
+) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    for iteration in range(3):
+        entry = await ledger.redis.xadd(JobKeys(job_id).events, odd)
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration)
+    unreadable = [event for event in await ledger.events(job_id) if event.kind == "event.unreadable"]
+    assert len(unreadable) == 3
+    assert unreadable[-1].id == entry.decode()
+    assert abs(unreadable[-1].time - time.time()) < 60
+    assert await ledger.events(job_id, after=(await ledger.events(job_id))[-1].id) == []
+
+
+@pytest.mark.usefixtures("conductors")
+@pytest.mark.parametrize("name", ["prompts", "rollouts"])
+async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger: Ledger, name: str) -> None:
+    job_id, other = await create_job(ledger), await create_job(ledger)
+    for each in (job_id, other):
+        await start_training(ledger, each)
+        await wait_open(ledger, each, 0)
+    await ledger.redis.delete(getattr(JobKeys(job_id), name))
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")
+    await asyncio.sleep(1.2)
+    assert await ledger.job_state(other) is JobState.RUNNING
+
+
+async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    await ledger.redis.delete(JobKeys(job_id).rollouts)
+    with pytest.raises(StreamLost, match=f"the stream rollouts of job {job_id} is gone"):
+        await ledger.take_groups(job_id, "trainer-a", 1, 0.1)
 
 
 # ---- the data process --------------------------------------------------------------------------------------------

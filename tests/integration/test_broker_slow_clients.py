@@ -69,6 +69,19 @@ def test_body_that_never_ends_is_answered_408_and_the_connection_is_closed(port:
     assert TIMEOUT_S <= ended_s < NEVER_S / 2
 
 
+def test_request_with_two_lengths_is_refused_and_nothing_behind_it_is_answered(port: int) -> None:
+    smuggled = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % len(b"0\r\n\r\n" + smuggled)
+    with socket.create_connection(("127.0.0.1", port), timeout=NEVER_S) as stream:
+        stream.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\n" + lengths + smuggled)
+        answer = b""
+        while part := stream.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"by Content-Length or by Transfer-Encoding, not by both" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize("begin", [b"", b"GET /livez HTTP/1.1\r\nX-Long: "], ids=["silence", "headers"])
 def test_request_that_never_begins_or_whose_headers_never_end_is_hung_up_on(port: int, begin: bytes) -> None:
     answer, ended_s = dribble(port, begin)

@@ -359,6 +359,28 @@ async def test_doctor_tells_what_redis_allows_to_know(tmp_path: Path) -> None:
         await ledger.redis.aclose()
 
 
+async def test_password_that_was_changed_is_named_as_such(tmp_path: Path) -> None:
+    port = free_port()
+    process = start_redis(port, str(tmp_path))
+    ledger = Ledger(connect(f"redis://:before@127.0.0.1:{port}", retry_s=60))
+    admin = connect(f"redis://127.0.0.1:{port}", retry_s=1)
+    try:
+        await admin.config_set("requirepass", "before")
+        await ledger.now()
+        await admin.config_set("requirepass", "after")
+        await admin.client_kill_filter(_type="normal", skipme=True)
+        diagnosis = await diagnose(ledger, is_conducting=True)
+        (finding,) = [finding for finding in diagnosis.findings if finding.who == "redis"]
+        assert "refuses the user or the password" in finding.sentence
+        assert "correct ONBEAT_REDIS_PASSWORD_FILE or ONBEAT_REDIS_URL" in finding.sentence
+        assert "before" not in finding.sentence
+    finally:
+        await admin.aclose()
+        await ledger.redis.aclose()
+        process.terminate()
+        process.wait(10)
+
+
 async def onbeat(*arguments: str, url: str) -> tuple[int, str]:
     """Exit code and output of the command."""
     process = await asyncio.create_subprocess_exec(
@@ -492,6 +514,32 @@ async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledg
     await ledger.redis.hset(JobKeys(job_id).job, "finished_at", await ledger.now() - 200)
     assert hangs in "\n".join(problems((await diagnose(ledger, is_conducting=True)).findings))
     assert f"{waiting} is PENDING" in text_of(await explain_job(ledger, waiting))
+
+
+async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, pool: str, tmp_path: Path) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await beat_rollout(ledger, pool, "good", "generating", job_id=job_id)
+    await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
+    for name in (keys.workers(pool), keys.trainers(pool)):
+        await ledger.redis.hset(name, mapping={"evil": "not json", "of-a-later-version": '{"id": 7}'})
+    assert [worker.id for worker in await ledger.workers(pool)] == ["good"]
+    assert [trainer.id for trainer in await inspection.trainers(ledger, pool)] == ["trainer-a"]
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as broker:
+        findings = (await broker.get("/v1/doctor")).json()["findings"]
+        told = [finding["sentence"] for finding in findings if "cannot be read" in finding["sentence"]]
+        assert len(told) == 1
+        assert told[0].startswith(
+            f"4 heartbeats of pool {pool} cannot be read, and are left out (evil, of-a-later-version"
+        )
+        assert len((await broker.get(f"/v1/workers?pool={pool}")).json()["workers"]) == 1
+        assert (await broker.get(f"/v1/pools/{pool}")).json()["num_rollouts"] == 1
+        assert 'onbeat_unreadable_records{kind="heartbeat"} 4.0' in (await broker.get("/metrics")).text
+    await inspection.forget_old_trainers(ledger, pool)
+    await inspection.forget_old_rollouts(ledger, pool)
+    assert await ledger.redis.hkeys(keys.workers(pool)) == [b"good"]
+    assert await ledger.redis.hkeys(keys.trainers(pool)) == [b"trainer-a"]
 
 
 def test_silence_and_a_clock_ahead_are_told_apart() -> None:

@@ -18,7 +18,7 @@ from services.rollout import worker as rollout_worker
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
 from tests.integration.broker_fixtures import create_job, job_body, running_broker, write_prompts
-from tests.integration.rollout_rig import G, Rig
+from tests.integration.rollout_rig import NEW, G, Rig
 from tests.rollout_fakes import FakeEngine
 
 PATIENCE_S = 60.0
@@ -48,12 +48,12 @@ async def test_each_of_several_trainers_takes_a_job_of_its_own_the_oldest_first(
     pool = new_pool()
     jobs = [await create_job(ledger, pool=pool) for _ in range(3)]
     trainers = [TrainerSettings(pool=pool, trainer_id=f"trainer-{i}") for i in range(3)]
-    claimed = await asyncio.gather(*(claim_next(settings, ledger) for settings in trainers))
+    claimed = await asyncio.gather(*(claim_next(settings, ledger, NEW) for settings in trainers))
     assert sorted(job_id for job_id, _, _ in filter(None, claimed)) == sorted(jobs)
-    assert await claim_next(trainers[0], ledger) is None
+    assert await claim_next(trainers[0], ledger, NEW) is None
     late = await create_job(ledger, pool=pool)
     await create_job(ledger, pool=pool)
-    again = await claim_next(trainers[0], ledger)
+    again = await claim_next(trainers[0], ledger, NEW)
     assert again is not None
     assert again[0] == late
 

@@ -20,6 +20,7 @@ from onbeat.types import (
     WeightUpdate,
     WorkerRecord,
 )
+from tests.conftest import unfinished
 from tests.integration.broker_fixtures import (
     claim_all,
     commit,
@@ -71,12 +72,12 @@ async def test_job_moves_along_its_table_and_nowhere_else(ledger: Ledger, curren
 
 async def test_final_job_leaves_the_active_list_and_knows_when_and_why(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    assert job_id in await ledger.job_ids(active_only=True)
+    assert job_id in await unfinished(ledger)
     await ledger.move_job(job_id, JobState.FAILED, "no model")
     fields = await ledger.job_fields(job_id)
     assert fields["error"] == "no model"
     assert float(fields["finished_at"]) >= float(fields["created_at"])
-    assert job_id not in await ledger.job_ids(active_only=True)
+    assert job_id not in await unfinished(ledger)
     assert job_id in await ledger.job_ids()
 
 

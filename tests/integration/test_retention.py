@@ -21,6 +21,7 @@ from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from services.broker.auditor import run_audit
 from services.broker.retention import DAY_S, NEVER_CREATED_S, Retention
 from services.trainer.replay import read_record
+from tests.conftest import unfinished
 from tests.integration.broker_fixtures import (
     claim_all,
     commit,
@@ -151,7 +152,7 @@ async def test_deletion_that_dies_half_way_shows_no_half_job_and_is_finished(
             raise ConnectionError("the broker dies here")
 
         dying.setattr(ledger.redis, "unlink", unlink_or_die)
-        dying.setattr(ledger, "_unlist_job", die)  # the last step of all
+        dying.setattr(ledger.lists, "remove", die)  # the last step of all
         with pytest.raises(ConnectionError):
             await ledger.delete_job(job_id)
     assert job_id in await ledger.job_ids()
@@ -216,6 +217,8 @@ LATE_CALLS: dict[str, Call] = {
     "move_job": lambda ledger, job: ledger.move_job(job, JobState.FAILED),
     "open_evaluation": lambda ledger, job: ledger.evaluations.open(job, 0, 0, 1, tasks_for(0)),
     "open_iteration": lambda ledger, job: ledger.open_iteration(job, 0, 0, tasks_for(0)),
+    "read_job": lambda ledger, job: ledger.read_jobs([job]),
+    "record_dtype": lambda ledger, job: ledger.record_dtype(job, "1", "float32", "by itself"),
     "record_micro_batch": lambda ledger, job: ledger.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
     "renew_groups": lambda ledger, job: ledger.release_groups(job, "w1", ["1-1"]),
     "renew_job": lambda ledger, job: ledger.renew_job(job, "1", 30.0, "training"),
@@ -363,5 +366,5 @@ async def test_id_that_never_became_a_job_is_forgotten_after_a_while(ledger: Led
         await ledger.redis.zadd(index, listed)
     await Retention(ledger, 0).step()
     assert {dead, newborn} & set(await ledger.job_ids()) == {newborn}
-    assert dead not in await ledger.job_ids(active_only=True)
+    assert dead not in await unfinished(ledger)
     await ledger.forget_job(newborn)

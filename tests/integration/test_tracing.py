@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from onbeat.streams import keys
 from onbeat.streams import ledger as ledger_module
 from onbeat.streams.codec import check_content
 from onbeat.streams.keys import JobKeys
@@ -58,7 +57,7 @@ def redis_url(redis_url: str) -> str:
 
 @pytest.fixture(autouse=True)
 async def alone(ledger: Ledger) -> None:
-    await ledger.redis.delete(keys.ALL_JOBS)
+    await ledger.redis.flushdb()
 
 
 class Exporter:

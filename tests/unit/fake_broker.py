@@ -161,6 +161,10 @@ def make_app(fake: FakeJobs) -> FastAPI:
             return problem(fake.failures.pop(0), "not now")
         return await call_next(request)
 
+    @app.exception_handler(KeyError)
+    async def refuse_unknown_job(_: Request, error: KeyError) -> Any:
+        return problem(404, "Job not found", f"there is no job {error}")
+
     @app.get("/readyz")
     async def readyz() -> dict[str, str]:
         return {"status": "ready"}
@@ -193,8 +197,6 @@ def make_app(fake: FakeJobs) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}")
     async def get(job_id: str) -> Any:
-        if job_id not in fake.jobs:
-            return problem(404, "Job not found", f"there is no job {job_id!r}")
         return fake.record(job_id)
 
     @app.get("/v1/jobs/{job_id}/iterations")

@@ -112,6 +112,14 @@ def test_parquet_reads_the_same_as_jsonl(tmp_path: Path) -> None:
         ([{"prompt": ["hi"], "answer": 1}], {}, "data.prompt_field", "a prompt is a string or a list"),
         ([r'{"prompt": "\ud800", "answer": 1}'], {}, "data.prompt_field", "a prompt is a string or a list"),
         ([{"prompt": [{"role": "user", "content": "x"}], "answer": 1}], {"as_chat": False}, "data.as_chat", "as_chat"),
+        (
+            [{"prompt": [{"role": "assistent", "content": "x"}], "answer": 1}],
+            {},
+            "data.prompt_field",
+            "no role 'assistent'; the roles are system",
+        ),
+        (['{"prompt": "x", "answer": NaN}'], {}, "data.answer_field", "line 1: the answer is nan"),
+        ([{"prompt": "x", "answer": 1}], {"path": "a" * 300}, "data.path", "is not a path: File name too long"),
         ([ROWS[0]], {"as_chat": False, "system_prompt": "x"}, "data.system_prompt", "as_chat = true"),
         ([ROWS[0]], {"path": "other.jsonl"}, "data.path", "there is no file other.jsonl"),
         ([ROWS[0]], {"path": "../rows.jsonl"}, "data.path", "outside the broker's data folder"),
@@ -127,6 +135,21 @@ def test_wrong_file_is_refused_with_field_and_place(
     write_jsonl(tmp_path / "rows.jsonl", rows)
     error = refusal(tmp_path, **options)
     assert error.field == field
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x", "answer": "y"}\n'.encode("utf-16"), "a UTF-16 file"),
+        (b"\x1f\x8b\x08\x00rest", "a gzip file"),
+        (b"PAR1rest", "a Parquet file, not JSON lines; set data.type = 'parquet'"),
+    ],
+)
+def test_file_of_another_format_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    error = refusal(tmp_path)
+    assert error.field == "data.path"
     assert message in error.message
 
 

@@ -166,7 +166,7 @@ GOOD: dict[str, Any] = {
     [
         ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
         ("data", {"path": "x"}, "data.path", "belongs to another type of data"),
-        ("data", {"type": "csv"}, "data", "'reasoning_gym', 'jsonl', 'parquet'; set data.type to one of them"),
+        ("data", {"type": "csv"}, "data", "has no type 'csv'; set data.type to one of: jsonl, parquet, reasoning_gym"),
         ("data", {"type": "jsonl", "task": None}, "data.path", "is required (the file, on the broker's machine"),
         ("objective", {"type": "grpo", "clip_hi": 1}, "objective.clip_hi", "did you mean clip_high?"),
         ("objective", {"type": "grpo", "clip_low": "a"}, "objective.clip_low", "valid number"),
@@ -175,17 +175,28 @@ GOOD: dict[str, Any] = {
         ("rollout", {"num_samples_per_prompt": 0}, "rollout.num_samples_per_prompt", "got 0 (responses in one group"),
         ("rollout", {"max_response_tokens": "many"}, "rollout.max_response_tokens", "got 'many'"),
         ("optimizer", {"betas": [0.9, 2]}, "optimizer.betas.1", "got 2"),
-        ("schedule", {"mode": "fast"}, "schedule", "'periodic', 'sync', 'bounded'; set schedule.mode to one of them"),
+        (
+            "schedule",
+            {"mode": "fast"},
+            "schedule",
+            "has no mode 'fast'; set schedule.mode to one of: ",
+        ),
         ("schedule", {"num_iterations": 0}, "schedule.num_iterations", "got 0"),
         ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to another mode of schedule"),
         ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (optimizer iterations"),
-        ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "set data.type to one of them"),
+        (
+            "evaluation",
+            {"data": {"type": "csv"}},
+            "evaluation.data",
+            "no type 'csv'; set evaluation.data.type to ",
+        ),
         (
             "evaluation",
             {"data": {"task": 1}},
             "evaluation.data",
-            "set data.type to one of: jsonl, parquet, ",
+            "set evaluation.data.type to one of: jsonl, parquet, ",
         ),
+        ("optimizer", {"betas": [0.9]}, "optimizer.betas.1", "is required"),
     ],
 )
 def test_validation_error_names_field_value_and_remedy(

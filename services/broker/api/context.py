@@ -12,6 +12,7 @@ from services.broker.alike import Alike
 from services.broker.chats import ChatDesk
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
+from services.broker.quota import Quota
 from services.broker.timeline import Timelines
 
 
@@ -19,6 +20,7 @@ from services.broker.timeline import Timelines
 class Context:
     ledger: Ledger
     admission: Admission
+    quota: Quota
     meters: Meters
     is_conducting: Callable[[], bool]  # the control loop is alive
     is_stopping: Callable[[], bool]  # the server wants its long polls and streams back

@@ -10,8 +10,9 @@ from pydantic.fields import FieldInfo
 
 from onbeat.config import JobConfig
 
-PREFIXED = re.compile(r"(?:Value error, )?([a-z_]+(?:\.[a-z_]+)+): (.+)", re.DOTALL)
+PREFIXED = re.compile(r"Value error, ([a-z_]+(?:\.[a-z_]+)*): (.+)", re.DOTALL)
 PLAIN_KEY = re.compile(r"\w{1,80}")
+TAG_NAMES = ("type", "mode")  # keys that tell which section of a union it is
 MAX_SHOWN = 80  # characters of a wrong value
 MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and room
 
@@ -35,7 +36,8 @@ def explain_error(error: Any, body: Any) -> tuple[str, str]:
             return prefixed[1], prefixed[2]
         return "body", "must be one JSON object, the job (with Content-Type: application/json)"
     path = without_tags(location, body)
-    return dotted(path), explain_value(error, path)
+    prefixed = PREFIXED.fullmatch(error["msg"])  # a check of a whole section does so, too
+    return (prefixed[1], prefixed[2]) if prefixed else (dotted(path), explain_value(error, path))
 
 
 def dotted(path: Iterable[str]) -> str:
@@ -56,14 +58,15 @@ def without_tags(location: list[Any], body: Any) -> list[str]:
         if is_mapping and step not in here and step in tags_at(path):
             continue
         path.append(str(step))
-        here = here.get(step) if is_mapping else None
+        is_item = isinstance(here, list) and isinstance(step, int) and step < len(here)  # a missing item is named, too
+        here = here.get(step) if is_mapping else here[step] if is_item else None
     return path
 
 
 def tag_name(path: list[str]) -> str | None:
     """The key that tells which section of a union stands at this place: `schedule` -> `mode`."""
-    field = fields_at(path[:-1]).get(path[-1]) if path else None
-    return field.discriminator if field and isinstance(field.discriminator, str) else None
+    sections = sections_at(path)
+    return next((name for name in TAG_NAMES if sections and all(name in each.model_fields for each in sections)), None)
 
 
 def tags_at(path: list[str]) -> set[str]:
@@ -84,15 +87,18 @@ def explain_value(error: Any, path: list[str]) -> str:
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
         return f"is required{meaning}"
-    if error["type"] == "union_tag_not_found":
-        return f"is not complete; set {path[-1]}.{tag_name(path)} to one of: {', '.join(sorted(tags_at(path)))}"
-    if error["type"] == "union_tag_invalid":
-        return f"{error['msg']}; set {path[-1]}.{tag_name(path)} to one of them"
-    return f"{error['msg']}, got {show(error.get('input'))}{meaning}"
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        name, is_missing = tag_name(path), error["type"] == "union_tag_not_found"
+        what = "is not complete" if is_missing else f"has no {name} {show(error['ctx']['tag'])}"
+        return f"{what}; set {dotted(path)}.{name} to one of: {', '.join(sorted(tags_at(path)))}"
+    return f"{error['msg'].removeprefix('Value error, ')}, got {show(error.get('input'))}{meaning}"
 
 
 def show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "something nested very deep"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -104,6 +110,8 @@ def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:
     """The section of the job at a dotted path; several where a tagged union stands."""
     sections: list[type[BaseModel]] = [JobConfig]
     for step in path:
+        if step.isdigit():  # one of a list: the same sections
+            continue
         fields = (section.model_fields.get(step) for section in sections)
         sections = [model for field in fields if field for model in models_of(field.annotation)]
     return sections

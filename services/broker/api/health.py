@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented, problem
+from services.broker.doctor import find_refusal
 
 router = APIRouter(tags=["health"])
 
@@ -34,7 +35,11 @@ async def readyz(broker: Broker) -> Response:
         async with asyncio.timeout(PING_S):
             await broker.ledger.redis.ping()
     except (RedisError, TimeoutError):
-        return problem(503, "Not ready", f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL")
+        refusal = await find_refusal(broker.ledger)
+        reason = (
+            f"Redis: {refusal}" if refusal else f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL"
+        )
+        return problem(503, "Not ready", reason)
     return JSONResponse({"status": "ready"})
 
 

@@ -6,10 +6,11 @@ import secrets
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from onbeat.api_keys import ApiKey
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.inspection import existing_jobs
@@ -28,7 +29,9 @@ from onbeat.types import (
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 from services.broker.auditor import run_audit
-from services.broker.records import job_record, read_weights
+from services.broker.auth import CALLER
+from services.broker.quota import ANYBODY
+from services.broker.records import job_record, place_in_queue, read_weights
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
@@ -75,6 +78,7 @@ class WorkerList(BaseModel):
 async def create_job(
     config: JobConfig,
     broker: Broker,
+    request: Request,
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> JobRecord:
@@ -83,12 +87,15 @@ async def create_job(
     wanted = config.model_dump(mode="json")
     record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None
     if record is None:
-        await broker.admission.review(config)
-        num_iterations, max_staleness = config.schedule.num_iterations, config.max_staleness
-        try:
-            is_new = await broker.ledger.create_job(job_id, wanted, num_iterations, max_staleness)
-        except JobDeleted as error:
-            raise HTTPException(409, str(error)) from error
+        key: ApiKey | None = request.scope.get(CALLER)
+        submitter = key.id if key else ANYBODY
+        async with broker.quota.place(submitter):
+            await broker.admission.review(config)
+            lengths = (config.schedule.num_iterations, config.max_staleness)
+            try:
+                is_new = await broker.ledger.create_job(job_id, wanted, *lengths, submitter)
+            except JobDeleted as error:
+                raise HTTPException(409, str(error)) from error
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
     if record is None:
         record = await read_job(broker.ledger, job_id)
@@ -116,22 +123,21 @@ async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecor
     return job_record(fields)
 
 
-@router.get("/jobs")
+@router.get("/jobs", response_model=JobList)
 async def list_jobs(
     broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 200
-) -> JobList:
-    """Newest first."""
+) -> Response:
+    """Newest first; of a final state those that ended last."""
     jobs: list[JobRecord] = []
-    may_be_over = state is None or state.is_final
-    newest_first = (await broker.ledger.job_ids(active_only=not may_be_over))[::-1]
-    for first in range(0, len(newest_first), JOBS_AT_ONCE):
-        found = await existing_jobs(broker.ledger, newest_first[first : first + JOBS_AT_ONCE])
-        jobs += [job_record(fields) for fields in found if state in (None, fields["state"])]
-        if len(jobs) >= limit:
-            break
+    first = 0
+    while len(jobs) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
+        found = await existing_jobs(broker.ledger, job_ids)
+        jobs += [job_record(fields) for fields in found.values() if state in (None, fields["state"])]
+        first += JOBS_AT_ONCE
     del jobs[limit:]
     await place_in_queue(broker.ledger, jobs)
-    return JobList(jobs=jobs)
+    text = JobList(jobs=jobs).model_dump_json()  # by way of dicts, as FastAPI does it, a long list takes much longer
+    return Response(text, media_type="application/json")
 
 
 @router.get("/jobs/{job_id}", responses=documented(404))
@@ -151,15 +157,6 @@ async def read_job(ledger: Ledger, job_id: str) -> JobRecord:
     record = job_record(await ledger.job_fields(job_id))
     await place_in_queue(ledger, [record])
     return record
-
-
-async def place_in_queue(ledger: Ledger, records: list[JobRecord]) -> None:
-    pending = [record for record in records if record.state is JobState.PENDING]
-    for pool in {record.pool for record in pending}:
-        queue = await ledger.pending_jobs(pool)
-        for record in pending:
-            if record.pool == pool and record.id in queue:  # else its trainer has just come
-                record.queue_position = queue.index(record.id) + 1
 
 
 # ---- move --------------------------------------------------------------------------------------------------------

@@ -4,15 +4,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from onbeat.errors import JobNotFound
-from onbeat.streams.inspection import stream_lengths, trainers
+from onbeat.streams.inspection import existing_jobs, stream_lengths, trainers
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, PoolStatus, TrainerRecord, WorkerRecord
+from onbeat.types import SILENT_S, JobState, PoolStatus, TrainerRecord, WorkerRecord
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
-from services.broker.situation import SILENT_S
 
 router = APIRouter(prefix="/v1/pools", tags=["pools"], responses=documented(422, 503))
+
+STARTED = (JobState.RUNNING, JobState.PAUSED, JobState.CANCELLING)
 
 PoolName = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 
@@ -26,17 +26,15 @@ async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
         num_trainers=await num_alive(ledger, await trainers(ledger, pool)),
         num_rollouts=await num_alive(ledger, await ledger.workers(pool)),
     )
-    for job_id in await ledger.job_ids(active_only=True):
-        try:
-            fields = await ledger.job_fields(job_id)
-        except JobNotFound:  # deleted just now
-            continue
-        if fields["pool"] == pool:
-            status.num_jobs += 1
-            if fields["state"] == JobState.RUNNING:
-                lengths = await stream_lengths(ledger, job_id)
-                status.num_prompts += lengths.num_prompts
-                status.num_unclaimed_prompts += lengths.num_unclaimed
+    started = await existing_jobs(ledger, await ledger.lists.started())
+    ours = {job_id: fields["state"] for job_id, fields in started.items() if fields.get("pool") == pool}
+    waiting = await ledger.lists.num_waiting(pool)
+    status.num_jobs = waiting + sum(state in STARTED for state in ours.values())
+    for job_id, state in ours.items():
+        if state == JobState.RUNNING:
+            lengths = await stream_lengths(ledger, job_id)
+            status.num_prompts += lengths.num_prompts
+            status.num_unclaimed_prompts += lengths.num_unclaimed
     return status
 
 

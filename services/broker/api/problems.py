@@ -9,18 +9,21 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
 from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.streams.connection import explain_refusal
 from services.broker.admission import FieldError, JobRefused
 from services.broker.api.fields import explain_errors
+from services.broker.quota import QuotaExceeded
 
 logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "onbeat.request_id"  # in the scope
 MAX_REDIS_TEXT = 200  # characters of what Redis says
+QUOTA_RETRY_S = 60
 
 
 class Problem(BaseModel):
@@ -71,6 +74,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_invalid_request)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(JobRefused, on_refused)
+    app.add_exception_handler(QuotaExceeded, on_quota_exceeded)
     app.add_exception_handler(JobNotFound, on_not_found)
     app.add_exception_handler(IllegalTransition, on_illegal_move)
     app.add_exception_handler(RedisError, on_redis_error)
@@ -122,6 +126,10 @@ async def on_refused(_: Request, error: Exception) -> ProblemResponse:
     return problem(422, "Job refused", "Nothing was created. Correct the fields and send it again.", error.errors)
 
 
+async def on_quota_exceeded(_: Request, error: Exception) -> ProblemResponse:
+    return problem(429, "Too many pending jobs", str(error), headers={"Retry-After": str(QUOTA_RETRY_S)})
+
+
 async def on_not_found(_: Request, error: Exception) -> ProblemResponse:
     return problem(404, "Job not found", str(error))
 
@@ -138,6 +146,8 @@ async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
 
 def redis_problem(error: Exception) -> tuple[str, str]:
     """Title and detail: it is away, or it is there and refuses a command."""
+    if isinstance(error, AuthenticationError):
+        return "Redis refuses the broker", f"Nothing is lost. Redis: {explain_refusal(error)}"
     if not isinstance(error, ResponseError):
         return "Redis does not answer", "Nothing is lost; try again in a moment."
     remedy = "Data of another version of Onbeat? A user without the rights, or no memory left? See the broker's log."

@@ -44,7 +44,7 @@ class Head {
     this.progress = el("div");
     this.told = el("span");
     this.error = el("p", { class: "notice bad", hidden: true });
-    this.values = Object.fromEntries(["started", "elapsed", "left", "version", "pool"].map((name) => [name, el("dd")]));
+    this.values = Object.fromEntries(["started", "elapsed", "left", "version", "dtype", "pool"].map((name) => [name, el("dd")]));
     this.tiles = el("dl", { class: "newest", "aria-label": "Newest values" });
     this.element = el(
       "header",
@@ -70,6 +70,7 @@ class Head {
       elapsed: "Elapsed",
       left: "Time left",
       version: "Policy version",
+      dtype: "Computes in",
       pool: "Pool",
     };
     const rows = Object.entries(names).map(([key, name]) =>
@@ -88,6 +89,7 @@ class Head {
     this.error.hidden = !job.error;
     setText(this.error, job.error ?? "");
     setText(this.values.version, job.policy_version === null ? "none yet" : number(job.policy_version));
+    setText(this.values.dtype, job.dtype ?? "not chosen yet");
     setText(this.values.pool, job.queue_position ? `${job.pool}, number ${job.queue_position} in its queue` : job.pool);
     setText(
       this.values.started,

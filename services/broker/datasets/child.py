@@ -5,13 +5,14 @@ Started by `process`. A request that takes longer than its limit ends this proce
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, open_dataset
 
@@ -25,6 +26,14 @@ class ReadRequest(BaseModel):
     timeout_s: float
 
 
+class PatternRequest(BaseModel):
+    pattern: str
+    timeout_s: float
+
+
+REQUEST: TypeAdapter[ReadRequest | PatternRequest] = TypeAdapter(ReadRequest | PatternRequest)
+
+
 def main() -> None:
     data_dir, memory_mb = Path(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -33,9 +42,12 @@ def main() -> None:
     answers = take_stdout()
     open_datasets: dict[str, PromptDataset] = {}
     for line in sys.stdin:
-        request = ReadRequest.model_validate_json(line)
+        request = REQUEST.validate_json(line)
         signal.setitimer(signal.ITIMER_REAL, request.timeout_s)
-        answer = json.dumps(answer_request(request, data_dir, open_datasets))
+        if isinstance(request, PatternRequest):
+            answer = json.dumps({"problem": problem_of(request.pattern)})
+        else:
+            answer = json.dumps(answer_request(request, data_dir, open_datasets))
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(answer + "\n")
         answers.flush()
@@ -55,6 +67,15 @@ def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str
     except DatasetError as error:
         return {"error": {"field": error.field, "message": error.message}}
     return {"items": [item.model_dump() for item in items]}
+
+
+def problem_of(pattern: str) -> str:
+    """'' if it is a regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    return ""
 
 
 def find_dataset(spec: DatasetSpec, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> PromptDataset:

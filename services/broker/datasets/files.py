@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 from array import array
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 from onbeat.config import FileData
 from services.broker.datasets import ChatMessage, DatasetError, PromptItem
 
+MAX_SHOWN = 80  # characters of a wrong path
+ROLES = ("system", "developer", "user", "assistant", "tool")  # that chat templates know
 NUM_CHECKED_ROWS = 10_000  # rows that are read through when the file is opened
 
 Row = dict[str, Any]
@@ -75,7 +78,10 @@ class FileDataset:
         metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
         messages = to_messages(prompt, data, where)
         question = next((m.content for m in reversed(messages) if m.role == "user"), prompt)
-        context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
+        try:
+            context = {"question": question, "answer": to_answer(answer), "metadata": metadata}
+        except ValueError as error:
+            raise DatasetError("data.answer_field", f"{where}: {error}") from error
         return PromptItem(
             messages=messages,
             text="" if messages else prompt,
@@ -89,11 +95,14 @@ def resolve_path(given: str, data_dir: Path) -> Path:
     try:
         root = data_dir.resolve()
         path = (root / given).resolve()
+        is_file = path.is_relative_to(root) and path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
-        raise DatasetError("data.path", f"{given!r} is not a path: {error}") from error
+        shown = given if len(given) <= MAX_SHOWN else f"{given[:MAX_SHOWN]}..."
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DatasetError("data.path", f"{shown!r} is not a path: {reason}; give that of a file") from error
     if not path.is_relative_to(root):
         raise DatasetError("data.path", f"{given} is outside the broker's data folder; put the file there")
-    if not path.is_file():
+    if not is_file:
         raise DatasetError("data.path", f"there is no file {given} in the broker's data folder; put it there")
     return path
 
@@ -125,6 +134,9 @@ def to_messages(prompt: Any, data: FileData, where: str) -> list[ChatMessage]:
         raise DatasetError(
             "data.prompt_field", f"{where}: a prompt is a string or a list of {{role, content}}, not {str(prompt)[:60]}"
         )
+    if unknown := [message.role for message in messages if message.role not in ROLES]:
+        roles = f"{where}: there is no role {unknown[0][:MAX_SHOWN]!r}; the roles are {', '.join(ROLES)}"
+        raise DatasetError("data.prompt_field", roles)
     if data.system_prompt is not None:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
     return messages
@@ -140,7 +152,10 @@ def is_text(value: Any) -> bool:
 
 
 def to_answer(answer: Any) -> Any:
-    """Rewards compare text: a number becomes what people write; lists and mappings stay."""
+    """Rewards compare text: a number becomes what people write; lists and mappings stay. Raises ValueError for NaN and
+    infinity."""
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError(f"the answer is {answer}; leave such rows out")
     is_scalar = isinstance(answer, int | float) and not isinstance(answer, bool)
     return str(answer) if is_scalar else answer
 
@@ -161,11 +176,28 @@ def file_identity(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def refuse_other_formats(start: bytes) -> None:
+    """Raises DatasetError, by name, for what people take for JSONL."""
+    formats = {
+        b"\xff\xfe": "UTF-16",
+        b"\xfe\xff": "UTF-16",
+        b"\x1f\x8b": "gzip",
+        b"PAR1": "Parquet",
+        b"PK\x03\x04": "zip",
+    }
+    for magic, name in formats.items():
+        if start.startswith(magic):
+            remedy = "set data.type = 'parquet'" if name == "Parquet" else "write it as plain text in UTF-8"
+            raise DatasetError("data.path", f"this is a {name} file, not JSON lines; {remedy}")
+
+
 class JsonlReader:
     """One JSON object per line; blank lines do not count. Keeps 16 bytes per row."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
+        refuse_other_formats(self._file.read(4))
+        self._file.seek(0)
         self._starts, self._line_numbers = array("Q"), array("Q")
         start = 0
         for number, line in enumerate(self._file, start=1):

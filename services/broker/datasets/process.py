@@ -29,12 +29,17 @@ class DatasetProcess:
 
     async def read(self, spec: DatasetSpec, first: int, count: int) -> list[PromptItem]:
         """Items `first` to `first + count - 1`. Raises DatasetError, also when the limits of time or memory are hit."""
-        request = {"spec": spec.model_dump(mode="json"), "first": first, "count": count, "timeout_s": self._timeout_s}
-        async with self._lock:
-            answer = await self._ask(json.dumps(request).encode() + b"\n")
+        answer = await self._ask({"spec": spec.model_dump(mode="json"), "first": first, "count": count})
         if "error" in answer:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         return [PromptItem.model_validate(item) for item in answer["items"]]
+
+    async def check_pattern(self, pattern: str) -> str:
+        """Return why a regular expression cannot be used, or ''. To compile one can take minutes."""
+        try:
+            return str((await self._ask({"pattern": pattern}))["problem"])
+        except DatasetError as error:
+            return error.message
 
     async def close(self) -> None:
         child, self._child = self._child, None
@@ -45,20 +50,26 @@ class DatasetProcess:
             self._stderr.close()
             self._stderr = None
 
-    async def _ask(self, request: bytes) -> dict[str, Any]:
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        async with self._lock:
+            return await self._exchange(json.dumps(request | {"timeout_s": self._timeout_s}).encode() + b"\n")
+
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
         child = await self._running_child()
         assert child.stdin is not None
         assert child.stdout is not None
-        self._is_mid_exchange, line = True, b""
+        self._is_mid_exchange, line, is_late = True, b"", False
         try:
             async with asyncio.timeout(self._timeout_s + GRACE_S):
                 child.stdin.write(request)
                 await child.stdin.drain()
                 line = await child.stdout.readline()
-        except (TimeoutError, BrokenPipeError, ConnectionResetError):
-            logger.warning("the data process did not answer; it is started again when it is needed")
+        except TimeoutError:
+            is_late = True
+        except (BrokenPipeError, ConnectionResetError):
+            logger.warning("the data process ended; it is started again when it is needed")
         if not line.endswith(b"\n"):
-            raise DatasetError("data", await self._end_child(child))
+            raise DatasetError("data", await self._end_child(child, is_late))
         self._is_mid_exchange = False
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -77,20 +88,18 @@ class DatasetProcess:
             )
         return self._child
 
-    async def _end_child(self, child: asyncio.subprocess.Process) -> str:
+    async def _end_child(self, child: asyncio.subprocess.Process, is_late: bool) -> str:
         """End what is left of the child; returns why it gave no answer."""
-        try:
-            async with asyncio.timeout(0.5):
-                code = await child.wait()
-        except TimeoutError:
-            code = -signal.SIGALRM
+        if is_late and child.returncode is None:
+            child.kill()
+        code = await child.wait()  # it is ending by itself, or was just killed
         assert self._stderr is not None
         self._stderr.seek(0)
         last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         await self.close()
-        if code == -signal.SIGALRM:
-            return f"producing prompts took longer than {self._timeout_s:g} s; choose cheaper options or fewer prompts"
+        if is_late or code == -signal.SIGALRM:
+            return f"takes longer than {self._timeout_s:g} s; choose something cheaper or less"
         why = last_words[0] if last_words else f"exit code {code}"
         if "MemoryError" in why:
-            return f"producing prompts needs more than {self._memory_mb} MB; choose smaller options"
-        return f"producing prompts failed: {why}; correct the options or the file"
+            return f"needs more than {self._memory_mb} MB; choose something smaller"
+        return f"cannot be read: {why}; correct the options or the file"

@@ -1,0 +1,40 @@
+"""How many jobs of one API key may wait at a time, so that nobody fills the queue, the lists and Redis for all."""
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from onbeat.errors import OnbeatError
+from onbeat.streams.job_lists import JobLists
+
+ANYBODY = "anybody"  # the submitter of all jobs where there are no API keys
+
+
+class QuotaExceeded(OnbeatError):
+    def __init__(self, num_waiting: int, limit: int) -> None:
+        super().__init__(
+            f"{num_waiting} jobs of this API key are pending, and {limit} may be (ONBEAT_MAX_PENDING_JOBS of the "
+            "broker); wait for some of them, or cancel some"
+        )
+
+
+class Quota:
+    """Of one broker. Several brokers may together let in a few more, each what it is just creating."""
+
+    def __init__(self, lists: JobLists, limit: int) -> None:
+        self._lists, self._limit = lists, limit
+        self._being_created: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def place(self, submitter: str) -> AsyncIterator[None]:
+        """Hold a place while a job is being created. Raises QuotaExceeded."""
+        self._being_created[submitter] += 1
+        try:
+            num_before = await self._lists.num_waiting_of(submitter) + self._being_created[submitter] - 1
+            if num_before >= self._limit:
+                raise QuotaExceeded(num_before, self._limit)
+            yield
+        finally:
+            self._being_created[submitter] -= 1
+            if not self._being_created[submitter]:
+                del self._being_created[submitter]
