@@ -3,14 +3,28 @@
 Where a process runs (URLs, ports, devices) is not here: that is each service's `settings`.
 """
 
+import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+def refuse_boolean(value: Any) -> Any:
+    """To Python true is the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(refuse_boolean)]
+Float = Annotated[float, BeforeValidator(refuse_boolean)]
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(refuse_boolean)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_boolean)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0), BeforeValidator(refuse_boolean)]
+MAX_DEPTH = 32  # lists and mappings within each other; the libraries that read and write JSON end at about 250
 
 
 class Section(BaseModel):
@@ -22,8 +36,10 @@ class ModelConfig(Section):
         min_length=1,
         description="`bundled:NAME`, a folder in Hugging Face layout on the trainer's machine, or a hub id `org/name`",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="dtype of computation and of published weights; master weights are always float32"
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="dtype of computation and of published weights; auto: bfloat16 where the trainer and all rollouts "
+        "have instructions for it, else float32. Master weights are always float32",
     )
     max_context_tokens: PositiveInt | None = Field(
         None, description="longest prompt plus response; default: what the model supports"
@@ -56,10 +72,10 @@ class RewardConfig(Section):
         default_factory=dict,
         description="keyword arguments of the reward; http: `service` names the service, which gets the others",
     )
-    timeout_s: float = Field(
+    timeout_s: Float = Field(
         10.0, gt=0, le=3600, description="hard limit for scoring one response; http: for each response of a group"
     )
-    memory_limit_mb: int = Field(2048, ge=64, description="hard limit of a scoring process; http: has none")
+    memory_limit_mb: Int = Field(2048, ge=64, description="hard limit of a scoring process; http: has none")
     max_attempts: PositiveInt = Field(2, description="tries of one response (http: of one group) in one rollout")
 
 
@@ -67,7 +83,7 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; the reference policy is then the base model."""
 
     rank: PositiveInt = Field(16, description="of the two factors of an update")
-    alpha: float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    alpha: Float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
     )
@@ -77,10 +93,10 @@ class RolloutConfig(Section):
     num_prompts_per_iteration: PositiveInt = Field(description="groups in one iteration")
     num_samples_per_prompt: PositiveInt = Field(description="responses in one group (G)")
     max_response_tokens: PositiveInt = Field(description="a response is cut there")
-    temperature: float = Field(
+    temperature: Float = Field(
         1.0, ge=0.01, le=10, description="of sampling; logprobs are of the tempered distribution"
     )
-    group_deadline_s: float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
+    group_deadline_s: Float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
     max_group_attempts: PositiveInt = Field(
         3, description="tries of one group (its own errors, deaths of workers) until it counts as failed"
     )
@@ -102,26 +118,39 @@ NORMALIZATION = (
 
 
 class KlConfig(Section):
-    coef: float = Field(0.0, ge=0, description="0 skips the reference model altogether")
-    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of the divergence, from the sampled tokens")
+    coef: Float = Field(0.0, ge=0, description="0 skips the reference model altogether")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="of the divergence, from the sampled tokens; k1 for the reward only: in the loss its expected "
+        "gradient is 0",
+    )
     placement: Literal["loss", "reward"] = Field(
         "loss", description="a term of the token loss, or subtracted from each response's reward before advantages"
     )
+
+    @model_validator(mode="after")
+    def check_estimator(self) -> "KlConfig":
+        if self.coef > 0 and (self.estimator, self.placement) == ("k1", "loss"):
+            raise ValueError(
+                "kl.estimator: k1 in the loss pulls nowhere, since its expected gradient is 0; use k2 or k3, or "
+                "placement = 'reward'"
+            )
+        return self
 
 
 class TruncatedImportance(Section):
     """Weight min(r, cap) on each token, r = trainer / rollout probability."""
 
     type: Literal["truncated"] = "truncated"
-    cap: float = Field(2.0, gt=0, description="largest weight of a token")
+    cap: Float = Field(2.0, gt=0, description="largest weight of a token")
 
 
 class BandImportance(Section):
     """Weight r inside the band; tokens outside leave loss and denominator (IcePop)."""
 
     type: Literal["band"] = "band"
-    low: float = Field(0.5, gt=0, le=1, description="smallest weight that stays")
-    high: float = Field(5.0, ge=1, description="largest weight that stays")
+    low: Float = Field(0.5, gt=0, le=1, description="smallest weight that stays")
+    high: Float = Field(5.0, ge=1, description="largest weight that stays")
 
 
 class Objective(Section):
@@ -140,8 +169,8 @@ class GrpoObjective(Objective):
     """DeepSeekMath (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
     normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
 
@@ -149,8 +178,8 @@ class DrGrpoObjective(Objective):
     """arXiv 2503.20783: no division by the standard deviation, constant normaliser."""
 
     type: Literal["dr_grpo"]
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
     normalization: Normalization = Field("constant", description=NORMALIZATION)
 
 
@@ -158,8 +187,8 @@ class DapoObjective(Objective):
     """arXiv 2503.14476: clip-higher and token mean; its dynamic sampling would change the iteration's fixed set."""
 
     type: Literal["dapo"]
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: Float = Field(0.28, gt=0, description="and at 1 + clip_high")
     normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
 
@@ -174,8 +203,8 @@ class GspoObjective(Objective):
     """arXiv 2507.18071: one ratio per response."""
 
     type: Literal["gspo"]
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(4e-4, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(3e-4, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: Float = Field(4e-4, gt=0, description="and at 1 + clip_high")
     normalization: Normalization = Field("sequence_mean", description=NORMALIZATION)
 
 
@@ -183,8 +212,8 @@ class CispoObjective(Objective):
     """arXiv 2506.13585: clipped weights instead of clipped updates."""
 
     type: Literal["cispo"]
-    clip_low: float = Field(1.0, gt=0, le=1, description="the weight is clipped at 1 - clip_low")
-    clip_high: float = Field(4.0, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(1.0, gt=0, le=1, description="the weight is clipped at 1 - clip_low")
+    clip_high: Float = Field(4.0, gt=0, description="and at 1 + clip_high")
     normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
 
@@ -192,15 +221,15 @@ class ReinforcePpObjective(Objective):
     """arXiv 2501.03262: scaled by the whole iteration, therefore not in `periodic`."""
 
     type: Literal["reinforce_pp"]
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
     normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
     @model_validator(mode="after")
     def check_kl_placement(self) -> "ReinforcePpObjective":
         if self.kl.placement == "reward":
             raise ValueError(
-                "kl.placement: reinforce_pp scales by rewards known before the pass; use placement = 'loss'"
+                "objective.kl.placement: reinforce_pp scales by rewards known before the pass; use placement = 'loss'"
             )
         return self
 
@@ -209,7 +238,7 @@ class OnlineDpoObjective(Objective):
     """arXiv 2410.18252: the best and the worst response of a group as a preference pair."""
 
     type: Literal["online_dpo"]
-    beta: float = Field(0.1, gt=0, description="of the preference loss: larger stays closer to the reference")
+    beta: Float = Field(0.1, gt=0, description="of the preference loss: larger stays closer to the reference")
 
 
 ObjectiveConfig = Annotated[
@@ -239,12 +268,15 @@ MODES_OF_OBJECTIVE: dict[str, tuple[str, ...]] = {
 
 
 class OptimizerConfig(Section):
-    learning_rate: float = Field(1e-6, gt=0, lt=1, description="of AdamW, after the warm-up")
+    learning_rate: Float = Field(1e-6, gt=0, lt=1, description="of AdamW, after the warm-up")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the two moments")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled from the gradient")
-    max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this norm")
-    num_warmup_iterations: int = Field(0, ge=0, description="linear learning-rate warm-up")
+    eps: Float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: Float = Field(0.0, ge=0, description="decoupled from the gradient")
+    max_grad_norm: Float = Field(1.0, gt=0, description="a longer gradient is scaled down to this norm")
+    num_warmup_iterations: Int = Field(0, ge=0, description="linear learning-rate warm-up")
+    decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="of the learning rate, from the end of the warm-up to 0 after the job's last step"
+    )
 
 
 class GacConfig(Section):
@@ -255,8 +287,8 @@ class GacConfig(Section):
         description="metric: only report the cosine of consecutive gradients; control: project and skip; "
         "default: control in `bounded`, metric elsewhere",
     )
-    c_low: float = Field(0.3, ge=0, lt=1, description="project back to this cosine when it is exceeded")
-    c_high: float = Field(0.95, gt=0, le=1, description="skip the step above this cosine")
+    c_low: Float = Field(0.3, ge=0, lt=1, description="project back to this cosine when it is exceeded")
+    c_high: Float = Field(0.95, gt=0, le=1, description="skip the step above this cosine")
     is_full_removal: bool = Field(False, description="project to cosine 0 instead of c_low")
     history: Literal["raw", "projected"] = Field("raw", description="which gradient the next one is compared with")
 
@@ -281,10 +313,10 @@ class TrainingConfig(Section):
 
 class Schedule(Section):
     num_iterations: PositiveInt = Field(description="of the whole job")
-    iteration_deadline_s: float = Field(
+    iteration_deadline_s: Float = Field(
         1800.0, gt=0, description="an iteration that makes no progress for this long fails the job"
     )
-    start_deadline_s: float = Field(
+    start_deadline_s: Float = Field(
         86400.0, gt=0, description="a pending job fails when no trainer of its pool was alive for this long"
     )
     max_lost_trainers: PositiveInt = Field(
@@ -309,9 +341,8 @@ class BoundedSchedule(Schedule):
 
     mode: Literal["bounded"]
     max_staleness: PositiveInt = Field(1, le=64, description="optimizer iterations between generating and training")
-    publish_above_kl: float | None = Field(
+    publish_above_kl: PositiveFloat | None = Field(
         None,
-        gt=0,
         description="publish a new version only when the estimated divergence (k3, nats per token) from the published "
         "one exceeds this, or the bound asks for it; default: every version",
     )
@@ -335,12 +366,12 @@ class EvaluationConfig(Section):
     num_samples_per_prompt: PositiveInt = Field(
         1, description="responses to one prompt; more than one also give pass_at_k"
     )
-    temperature: float = Field(1.0, ge=0.01, le=10, description="of sampling")
+    temperature: Float = Field(1.0, ge=0.01, le=10, description="of sampling")
 
 
 class CheckpointConfig(Section):
     every_iterations: PositiveInt = Field(50, description="also written at the end of the job")
-    keep: int = Field(2, ge=2, description="newest checkpoints that are kept")
+    keep: Int = Field(2, ge=2, description="newest checkpoints that are kept")
 
 
 class RetentionConfig(Section):
@@ -396,7 +427,7 @@ class JobConfig(Section):
     pool: str = Field(
         "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="which trainers and rollouts serve it"
     )
-    seed: int = Field(0, ge=0, lt=2**32, description="of the data's order and of sampling")
+    seed: Int = Field(0, ge=0, lt=2**32, description="of the data's order and of sampling")
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
     data: DataConfig
@@ -413,6 +444,16 @@ class JobConfig(Section):
     tracking: list[TrackerConfig] = Field(
         default_factory=list, description="trackers besides TensorBoard, one of a kind"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_depth(cls, job: Any) -> Any:
+        """Refuse what could be stored, but not shown again."""
+        for name, section in job.items() if isinstance(job, dict) else ():
+            if is_nested_deeper(section, MAX_DEPTH):
+                field = name if str(name).isidentifier() and len(name) <= 80 else "job"
+                raise ValueError(f"{field}: nested more than {MAX_DEPTH} levels deep; make it flatter")
+        return job
 
     @field_validator("tracking")
     @classmethod
@@ -431,6 +472,15 @@ class JobConfig(Section):
     @classmethod
     def default_schedule(cls, value: Any) -> Any:
         return {"mode": "periodic", **value} if isinstance(value, dict) else value
+
+    def with_dtype(self, dtype: str) -> "JobConfig":
+        """Return the job as its trainer and rollouts see it once the dtype is resolved."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Of the whole job."""
+        return self.schedule.num_iterations * self.training.num_updates_per_iteration
 
     @property
     def max_staleness(self) -> int:
@@ -492,9 +542,33 @@ class JobConfig(Section):
         return self
 
     @classmethod
+    def of_job(cls, fields: Mapping[str, str]) -> "JobConfig":
+        """Return the job of a ledger's record, with its dtype resolved if a trainer has recorded one.
+
+        Raises pydantic's ValidationError for a job of another version of Onbeat.
+        """
+        config = cls.model_validate_json(fields["config"])
+        return config.with_dtype(fields["dtype"]) if "dtype" in fields else config
+
+    @classmethod
     def from_file(cls, path: str | Path, overrides: list[str] | None = None) -> "JobConfig":
         """Read a TOML or JSON job. Raises ValueError (pydantic's included) naming the file and the remedy."""
         return cls.model_validate(read_job_file(Path(path), overrides or []))
+
+
+def is_nested_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and mappings lie more than `depth` levels within each other, level by level.
+
+    >>> is_nested_deeper([[1]], 2), is_nested_deeper([{"a": [1]}], 2)
+    (False, True)
+    """
+    level = [value]
+    for _ in range(depth + 1):
+        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        if not containers:
+            return False
+        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
@@ -505,15 +579,21 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such job file; see examples/ for jobs to start from")
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"{path}: a job file is TOML or JSON, not YAML; see examples/ for jobs to start from")
+    kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        if path.suffix == ".json":
-            import json
-
-            job: dict[str, Any] = json.loads(path.read_text())
-        else:
-            job = tomllib.loads(path.read_text())
+        text = path.read_text("utf-8-sig")  # some editors put a mark before the first character
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8; save it as UTF-8") from error
+    try:
+        job: dict[str, Any] = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deep for a job; see examples/ for what one looks like") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not valid {path.suffix.lstrip('.') or 'toml'}: {error}") from error
+        raise ValueError(f"{path}: not valid {kind}: {error}") from error
+    if not isinstance(job, dict):
+        raise ValueError(f'{path}: a job is one JSON object, such as {{"model": ...}}')
     for override in overrides:
         apply_override(job, override)
     return job

@@ -40,6 +40,16 @@ class JobFailed(OnbeatError):
     """The job cannot go on; the message is the reason shown to the user."""
 
 
+class StreamLost(JobFailed):
+    """A stream of a job that is there is not."""
+
+    def __init__(self, job_id: str, name: str) -> None:
+        super().__init__(
+            f"the stream {name} of job {job_id} is gone from Redis: its key was deleted, or Redis lost data. What "
+            "was in it is lost; find out who writes to this Redis besides Onbeat, and submit the job again"
+        )
+
+
 class GroupsTrimmed(JobFailed):
     """The groups of an old iteration are no longer kept. Ends the job of a trainer that cannot do without them."""
 

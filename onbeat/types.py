@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+# A trainer or rollout sends a heartbeat every 2 s. One that is silent for so long is taken for dead or cut off.
+SILENT_S = 10.0
 
 
 class JobState(StrEnum):
@@ -80,31 +83,6 @@ class Record(BaseModel):
             if value is not None and value != {}:
                 yield name, value.value if isinstance(value, StrEnum) else value
 
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        from onbeat.display import record_html
-
-        return record_html(self)
-
-
-RecordT = TypeVar("RecordT", bound=Record)
-
-
-class Records(list[RecordT]):
-    """A list that notebooks show as a table."""
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> RecordT: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Records[RecordT]": ...
-    def __getitem__(self, index: SupportsIndex | slice) -> "RecordT | Records[RecordT]":
-        return Records(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
-
-    def _repr_html_(self) -> str:
-        from onbeat.display import table_html
-
-        return table_html(self)
-
 
 class JobRecord(Record):
     """A job as REST shows it. Times are Unix seconds by the Redis clock."""
@@ -121,6 +99,7 @@ class JobRecord(Record):
     num_opened: int = 0  # iterations whose prompts are or were out
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
+    dtype: str | None = None  # that trainer and rollouts compute in; None until a trainer has resolved `model.dtype`
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     num_training_devices: int = 1
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
@@ -301,6 +280,8 @@ class WorkerRecord(Record):
     num_devices: int = 1
     tokens_per_s: float | None = None
     lease_s: float | None = None  # others take over its prompts when it is silent for so long; None: not told
+    hardware: str = ""  # what it computes on
+    bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
 
 
 class TrainerRecord(Record):

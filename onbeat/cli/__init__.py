@@ -1,14 +1,17 @@
 """The `onbeat` command. Modules import what they need inside the commands: `onbeat --help` stays instant."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, doctor, jobs, keys, model, replay, stack, top
+from onbeat.cli import audit, doctor, jobs, keys, model, plan, replay, stack, top
 from onbeat.cli.options import CaFile
+
+FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+: ")
 
 app = typer.Typer(
     name="onbeat",
@@ -29,6 +32,7 @@ app.command("workers")(jobs.workers)
 app.command("top")(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
+app.add_typer(plan.app, name="plan")
 
 
 def show_version(is_wanted: bool) -> None:
@@ -79,8 +83,10 @@ def describe_value_error(error: ValueError) -> str:
     lines = [f"{error.title} is not valid:"]
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]  # a union's tag is in it where the file has none
-        field = ".".join(part for part in path if part not in tags) or "job"
-        lines.append(f"  {field}: {problem['msg'].removeprefix('Value error, ')}")
+        field, message = ".".join(part for part in path if part not in tags), problem["msg"]
+        told = message.removeprefix("Value error, ")
+        names_itself = told != message and FIELD.match(told)  # a check of a section or of the whole job
+        lines.append(f"  {told}" if names_itself else f"  {field or 'job'}: {told}")
     return "\n".join(lines)
 
 

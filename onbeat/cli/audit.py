@@ -1,13 +1,11 @@
 """`onbeat audit JOB`: was every iteration on one policy version, every group used exactly once, and nothing changed?"""
 
-import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onbeat.cli.jobs import print_json
-from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, connect
+from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, ask
 
 if TYPE_CHECKING:
     from onbeat.types import AuditReport
@@ -22,17 +20,12 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Re-check a job's log of groups and versions; exit code 0 only if nothing is wrong."""
-    report = asyncio.run(fetch(job_id, head, url, api_key, data_dir))
+    report = ask(url, api_key, data_dir, lambda client: client.jobs.audit(job_id, head))
     if as_json:
         print_json(report)
     else:
         typer.echo(describe(report))
     raise typer.Exit(0 if report.is_clean else 1)
-
-
-async def fetch(job_id: str, head: str, url: str | None, api_key: str | None, data_dir: Path | None) -> "AuditReport":
-    async with connect(url, api_key, data_dir) as client:
-        return await client.jobs.audit(job_id, head)
 
 
 def describe(report: "AuditReport") -> str:

@@ -1,15 +1,15 @@
 """`onbeat doctor [JOB]`: what is wrong, who waits for whom, since when, and what happens next."""
 
-import asyncio
-from pathlib import Path
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onbeat.cli.jobs import print_json
-from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, connect
+from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask
 
 if TYPE_CHECKING:
+    from onbeat.client import AsyncClient
     from onbeat.types import Diagnosis
 
 MaybeJobId = Annotated[
@@ -27,8 +27,11 @@ def doctor(
     """Say what is wrong and who waits for whom; exit code 0 only if nothing is wrong."""
     from onbeat.client import BrokerUnreachable
 
+    def ask_for(client: "AsyncClient") -> "Awaitable[Diagnosis]":
+        return client.jobs.explain(job_id) if job_id else client.doctor()
+
     try:
-        found = asyncio.run(fetch(job_id, url, api_key, data_dir))
+        found = ask(url, api_key, data_dir, ask_for)
     except BrokerUnreachable as error:
         found = explain_unreachable(error.url, str(error.__cause__))
     if as_json:
@@ -36,11 +39,6 @@ def doctor(
     else:
         typer.echo(describe(found))
     raise typer.Exit(0 if found.is_healthy else 1)
-
-
-async def fetch(job_id: str | None, url: str | None, api_key: str | None, data_dir: Path | None) -> "Diagnosis":
-    async with connect(url, api_key, data_dir) as client:
-        return await (client.jobs.explain(job_id) if job_id else client.doctor())
 
 
 def explain_unreachable(url: str, reason: str) -> "Diagnosis":

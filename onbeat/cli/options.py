@@ -1,8 +1,10 @@
 """Options that several commands share."""
 
+import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
 
     from onbeat.client import AsyncClient
 
+Answer = TypeVar("Answer")
 Url = Annotated[
     str | None,
     typer.Option(
@@ -65,6 +68,18 @@ def connect(url: str | None, api_key: str | None, data_dir: Path | None = None) 
         stack = running_stack(resolve_data_dir(data_dir))
         url = stack.url if stack else DEFAULT_URL
     return AsyncClient(url, api_key, ca_file=os.environ.get("ONBEAT_CA_FILE"))
+
+
+def ask(
+    url: str | None, api_key: str | None, data_dir: Path | None, question: Callable[["AsyncClient"], Awaitable[Answer]]
+) -> Answer:
+    """Put a question to the broker that `connect` finds, and return its answer."""
+
+    async def call() -> Answer:
+        async with connect(url, api_key, data_dir) as client:
+            return await question(client)
+
+    return asyncio.run(call())
 
 
 def make_console() -> "Console":

@@ -58,6 +58,8 @@ def up(
     if state is not None:
         typer.echo(f"already up at {state.url} (data folder {options.data_dir}); `onbeat down` stops it")
         return
+    if port is not None and free_port(preferred=port) != port:
+        raise ValueError(f"--port {port}: another process listens there; take another port, or leave --port out")
     state = start_in_background(replace(options, port=port or free_port(preferred=8800)))
     typer.echo(f"up at {state.url} (data folder {options.data_dir}); `onbeat down` stops it")
 
@@ -75,9 +77,10 @@ def make_options(
     data_dir: Path | None, num_rollouts: int, engine: str, rollout_cores: str | None, trainer_cores: str | None
 ) -> "StackOptions":
     from onbeat.local.cores import available_cores, parse_cores, plan_cores
-    from onbeat.local.stack import StackOptions
+    from onbeat.local.stack import StackOptions, check_engine_name
     from onbeat.local.state import resolve_data_dir
 
+    check_engine_name(engine)
     options = StackOptions(
         data_dir=resolve_data_dir(data_dir),
         num_rollouts=num_rollouts,

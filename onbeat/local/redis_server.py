@@ -31,7 +31,7 @@ def redis_config(folder: Path, port: int, password: str) -> str:
         f"bind {HOST}",
         f"port {port}",
         f"requirepass {password}",
-        f'dir "{folder}"',
+        f"dir {quoted(str(folder))}",
         "daemonize no",
         "appendonly yes",
         "appendfsync everysec",
@@ -39,6 +39,17 @@ def redis_config(folder: Path, port: int, password: str) -> str:
         "maxmemory-policy noeviction",
     ]
     return "\n".join(lines) + "\n"
+
+
+def quoted(text: str) -> str:
+    r"""Return the text as Redis reads it from its configuration.
+
+    >>> print(quoted('a "b" c'))
+    "a \"b\" c"
+    """
+    for character, escaped in {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r"}.items():
+        text = text.replace(character, escaped)
+    return f'"{text}"'
 
 
 def find_redis_server() -> str:

@@ -15,12 +15,12 @@ from rich.console import Console
 from onbeat.client import AsyncClient
 from onbeat.config import FileData, JobConfig
 from onbeat.errors import OnbeatError
-from onbeat.job_progress import JobProgress
-from onbeat.local.stack import LocalStack, StackOptions
+from onbeat.local.stack import LocalStack, StackOptions, describe_places
 from onbeat.local.state import create_data_dir, running_stack
-from onbeat.progress import follow
-from onbeat.report import build_report, check_report_path, write_report
-from onbeat.summary import print_summary
+from onbeat.terminal.follow import follow
+from onbeat.terminal.job_progress import JobProgress
+from onbeat.terminal.report import build_report, check_report_path, write_report
+from onbeat.terminal.summary import print_summary
 from onbeat.types import JobRecord, JobState
 
 CANCEL_DEADLINE_S = 20.0
@@ -121,6 +121,7 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
     console.print(
         f"starting Redis, broker, trainer and {options.num_rollouts} rollout(s) in {options.data_dir}", soft_wrap=True
     )
+    console.print(describe_places(options), soft_wrap=True)
     with LocalStack(options, command="run", report=lambda line: console.print(line, soft_wrap=True)) as stack:
         yield stack.url, stack.check
 

@@ -1,5 +1,6 @@
 """LocalStack: Redis, broker, trainer and rollouts as child processes that speak only HTTP, Redis and gRPC."""
 
+import difflib
 import logging
 import os
 import secrets
@@ -7,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from onbeat.local.accelerators import device_environments
+from onbeat.local.accelerators import available_devices, device_environments
 from onbeat.local.cores import available_cores, format_cores, plan_cores
+from onbeat.local.hardware import read_processor
 from onbeat.local.malloc import KEEP_FREED
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.scratch import make_scratch
@@ -25,8 +28,9 @@ log = logging.getLogger(__name__)
 # Responses at a time. On cores of its own few: groups finish one after another, so that the trainer starts early. On
 # shared cores many: generating is soonest over, and then the trainer has them all. A GPU or NPU is made for many.
 SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
-# On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000).
-SHARED_SPINS = "1000"
+# On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000). But
+# it should not sleep between two operations: with 1,000 it did, and waking it took 0.3 ms on a virtual machine.
+SHARED_SPINS = "10000"
 LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
 
 
@@ -151,6 +155,31 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         for index, cores in enumerate(plan.rollouts)
     ]
     return [broker, trainer, *rollouts]
+
+
+def describe_places(options: StackOptions) -> str:
+    """Return, for people, what trainer and rollouts will compute on.
+
+    >>> describe_places(StackOptions(Path(".onbeat"), num_rollouts=2))  # doctest: +SKIP
+    'AMD EPYC 9B14 (AVX-512 with bfloat16): trainer on cores 2-3, rollout-0 on core 0, rollout-1 on core 1'
+    """
+    variable, devices = available_devices(os.environ)
+    if devices:
+        trainer, *_ = device_environments(os.environ, options.num_rollouts)
+        return f"accelerators {', '.join(devices)}: trainer on {trainer[variable]}, rollouts on the others, if any"
+    plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
+    places = [("trainer", plan.trainer), *((f"rollout-{index}", cores) for index, cores in enumerate(plan.rollouts))]
+    texts = [f"{name} on core{'s' if len(cores) > 1 else ''} {format_cores(cores)}" for name, cores in places]
+    return f"{read_processor()}: {', '.join(texts)}{' (shared)' if plan.is_shared else ''}"
+
+
+def check_engine_name(name: str) -> None:
+    """Raises ValueError for an engine that is not installed: rollouts would only find it out after their start."""
+    installed = entry_points(group="onbeat.engines").names
+    if installed and name not in installed:
+        close = difflib.get_close_matches(name, installed, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(installed))}"
+        raise ValueError(f"--engine {name}: no engine of this name is installed; {hint}")
 
 
 def service_command(name: str) -> list[str]:

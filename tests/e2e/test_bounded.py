@@ -2,7 +2,7 @@
 
 import pytest
 
-from onbeat.report import make_report
+from onbeat.terminal.report import make_report
 from onbeat.types import EvaluationState, JobState
 from tests.e2e.stack import running, tiny_job
 from tests.e2e.test_replay import replay

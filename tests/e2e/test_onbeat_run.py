@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from onbeat.local.hardware import read_processor
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS_AND_TIMES = ["prompt_tokens", "response_tokens", "wall_s", "generate_s", "train_s", "weight_sync_s", "tpspd"]
 SHARES_AND_GAPS = ["rollout_idle_frac", "trainer_idle_frac", "staleness_max", "mismatch_mean", "mismatch_max"]
@@ -41,12 +43,12 @@ def finished(tmp_path_factory):
     data_dir = tmp_path_factory.mktemp("quickstart")
     report = data_dir / "report.json"
     options = ["--set", "schedule.num_iterations=3", "--rollouts", "2", "--report", str(report)]
-    done = subprocess.run(command(data_dir, *options), capture_output=True, text=True, timeout=420, check=False)
+    done = subprocess.run(command(data_dir, *options), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return data_dir, done.stdout, json.loads(report.read_text())
 
 
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(960)  # 270 s were measured on AVX2 beside other work
 def test_quick_start_succeeds_and_reports_every_field(finished):
     _, _, report = finished
     assert (report["state"], report["mode"]) == ("SUCCEEDED", "periodic")
@@ -57,10 +59,19 @@ def test_quick_start_succeeds_and_reports_every_field(finished):
         assert iteration["policy_version"] == iteration["iteration"]
 
 
-def test_quick_start_is_strictly_on_policy_up_to_bf16_noise(finished):
+def test_quick_start_is_strictly_on_policy_up_to_rounding(finished):
+    noise = {"bfloat16": 0.08, "float32": 1e-4}[finished[2]["dtype"]]
     for iteration in finished[2]["iterations"]:
         assert iteration["staleness_max"] == 0
-        assert 0 < iteration["mismatch_mean"] < 0.08, "rollouts and trainer must compute with the same weights"
+        assert 0 < iteration["mismatch_mean"] < noise, "rollouts and trainer must compute with the same weights"
+
+
+def test_quick_start_computes_in_what_the_processor_multiplies(finished):
+    _, output, report = finished
+    processor = read_processor()
+    assert report["dtype"] == ("bfloat16" if processor.bfloat16 == "native" else "float32")
+    assert f"{processor}: trainer on core" in output
+    assert f"job.dtype: computes in {report['dtype']}: " in output
 
 
 def test_the_terminal_in_a_pipe_shows_progress_and_examples_without_control_codes(finished):

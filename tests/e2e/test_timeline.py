@@ -4,7 +4,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from onbeat.report import make_report
+from onbeat.terminal.report import make_report
 from onbeat.types import Event, IterationState, IterationUpdate, JobState
 from tests.e2e.stack import running, tiny_job
 

@@ -1,5 +1,7 @@
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,7 +58,7 @@ def test_create_list_get_cancel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_watch_in_a_pipe_prints_a_line_per_iteration_and_no_control_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("onbeat.progress.POLL_S", 0.1)
+    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
     onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=6")
     assert onbeat(monkeypatch, "jobs", "watch", "job-1") == 0
     out = capsys.readouterr().out
@@ -150,6 +152,68 @@ def test_run_refuses_a_wrong_job_before_it_starts_anything(
     assert not data_dir.exists()
 
 
+def test_engine_that_is_not_installed_is_found_out_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data_dir = tmp_path / "data"
+    for command in (["run", str(QUICKSTART)], ["up"]):
+        assert onbeat(monkeypatch, *command, "--engine", "transformer", "--data-dir", str(data_dir)) == 2
+        assert "--engine transformer: no engine of this name is installed; did you mean transformers?" in (
+            capsys.readouterr().err
+        )
+    assert not data_dir.exists()
+
+
+def test_port_that_is_taken_is_found_out_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert onbeat(monkeypatch, "up", "--port", port, "--data-dir", str(tmp_path / "data")) == 2
+    assert f"--port {port}: another process listens there; take another port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("job.json", b"[" * 100_000, "nested too deep for a job"),
+        ("job.toml", b"a = " + b"[" * 100_000, "nested too deep for a job"),
+        ("job.json", b"[]", "a job is one JSON object"),
+        ("job.yaml", b"name: x", "TOML or JSON, not YAML"),
+        ("job.toml", 'name = "é"'.encode("latin-1"), "not text in UTF-8"),
+        ("job.toml", b"\xff\xfen\x00", "not text in UTF-8"),
+        ("job.toml", b"name x", "not valid TOML"),
+    ],
+)
+def test_file_that_is_no_job_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    message: str,
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert onbeat(monkeypatch, "run", str(tmp_path / name), "--data-dir", str(tmp_path / "data")) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_mark_of_byte_order_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + QUICKSTART.read_bytes())
+    assert JobConfig.from_file(tmp_path / "job.toml") == JobConfig.from_file(QUICKSTART)
+
+
+def test_check_of_a_section_names_its_field_once() -> None:
+    with pytest.raises(ValueError, match="has no room") as caught:
+        JobConfig.from_file(QUICKSTART, ["schedule.mode=bounded", "schedule.publish_above_kl=0.1"])
+    expected = "  schedule.publish_above_kl: has no room with max_staleness = 1; set that to 2 or more"
+    assert describe_value_error(caught.value).splitlines()[1:] == [expected]
+
+
 def test_group_of_one_is_refused_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="at least 2") as caught:
         JobConfig.from_file(QUICKSTART, ["rollout.num_samples_per_prompt=1"])
@@ -194,3 +258,12 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert "Commands" in done.stdout
     assert "heavy imports: []" in done.stdout, done.stdout + done.stderr
     assert time.monotonic() - started < 2  # 0.2 s on an idle machine; the promise of 0.5 s is measured, not tested
+
+
+def test_ctrl_c_while_modules_load_shows_no_traceback() -> None:
+    interrupt = "sys.meta_path.insert(0, type('Interrupting', (), {'find_spec': lambda self, name, *_: "
+    interrupt += "os.kill(os.getpid(), signal.SIGINT) if name == 'typer' else None})())"
+    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # also where these tests run in the background
+    code = f"import os, signal, sys; {heard}; from onbeat.start import main; {interrupt}; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

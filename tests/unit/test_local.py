@@ -18,10 +18,11 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
 from onbeat.local.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.local.hardware import read_processor
 from onbeat.local.redis_server import free_port, redis_service
 from onbeat.local.run import stage_data
 from onbeat.local.scratch import make_scratch
-from onbeat.local.stack import StackOptions, service_specs
+from onbeat.local.stack import StackOptions, describe_places, service_specs
 from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
 
@@ -213,8 +214,9 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(tmp_path: Path)
     from redis import Redis
     from redis.exceptions import AuthenticationError
 
+    folder = tmp_path / 'an "odd" \\ name'
     for expected in (None, b"kept"):
-        spec, url = redis_service(tmp_path)
+        spec, url = redis_service(folder)
         supervisor = Supervisor(tmp_path)
         supervisor.start([spec])
         client = Redis.from_url(url)
@@ -224,20 +226,40 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(tmp_path: Path)
         with pytest.raises(AuthenticationError):
             Redis.from_url(url.replace("redis://:", "redis://:wrong")).ping()
         supervisor.stop()
-    assert (tmp_path / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
+    assert (folder / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
 
 
 def test_services_are_told_where_they_are(tmp_path: Path) -> None:
     options = StackOptions(tmp_path, num_rollouts=2, engine="transformers", rollout_cores=[0], trainer_cores=[0])
     broker, trainer, *rollouts = service_specs(options, "redis://r", 8801)
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
-    common |= {"GOMP_SPINCOUNT": "1000"}  # the cores are shared
+    common |= {"GOMP_SPINCOUNT": "10000"}  # the cores are shared
     data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
     assert broker.env == common | data_dir | {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801"}
     assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
     assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
     assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
     assert broker.wave < trainer.wave == rollouts[0].wave
+
+
+@pytest.mark.parametrize(
+    ("cores", "places"),
+    [
+        ([0, 1], "trainer on cores 0-1, rollout-0 on core 0, rollout-1 on core 1 (shared)"),
+        ([0, 1, 2, 3], "trainer on cores 2-3, rollout-0 on core 0, rollout-1 on core 1"),
+    ],
+)
+def test_a_run_begins_with_what_it_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: list[int], places: str
+) -> None:
+    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: cores)
+    monkeypatch.setenv("ONBEAT_DEVICE", "cpu")
+    assert describe_places(StackOptions(tmp_path, num_rollouts=2)) == f"{read_processor()}: {places}"
+
+
+def test_a_run_names_its_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert describe_places(StackOptions(tmp_path)).startswith("accelerators 3, 5: trainer on 3")
 
 
 def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ QUICKSTART = ROOT / "examples" / "quickstart.toml"
 # The CLI with stand-ins for the services; also as the daemon of `up`, which it starts again in its own image.
 STAND_IN = """
 import sys, time
-import onbeat.local.daemon, onbeat.local.stack, onbeat.progress
-onbeat.progress.POLL_S = 0.1
+import onbeat.local.daemon, onbeat.local.stack, onbeat.terminal.live
+onbeat.terminal.live.LOOK_S = 0.1
 broker = [sys.executable, "-m", "tests.unit.fake_broker"]
 idle = [sys.executable, "-c", "import tempfile, time; tempfile.mkdtemp(); print('idle', flush=True); time.sleep(300)"]
 onbeat.local.stack.service_command = lambda name: broker if name == "broker" else idle

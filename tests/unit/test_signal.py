@@ -25,7 +25,6 @@ TRUNCATED = {"importance": {"type": "truncated", "cap": 1.1}}
 BAND = {"importance": {"type": "band", "low": 0.8, "high": 1.2}}
 EXTRAS = {
     "plain": {},
-    "kl in the loss, k1": {"kl": {"coef": 0.3, "estimator": "k1"}},
     "kl in the loss, k2": {"kl": {"coef": 0.3, "estimator": "k2"}},
     "kl in the loss, k3": KL,
     "kl in the loss, band": KL | BAND,

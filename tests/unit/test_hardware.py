@@ -1,0 +1,83 @@
+"""Which instructions a processor has, below the limits that PyTorch is given."""
+
+import subprocess
+import sys
+
+import pytest
+
+from onbeat.local.hardware import read_processor
+
+FLAGS = {
+    "laptop": "fma avx2 avx_vnni",
+    "skylake": "fma avx2 avx512f avx512bw avx512_vnni",
+    "zen4": "fma avx2 avx512f avx512bw avx512_bf16",
+    "sapphire": "fma avx2 avx512f avx512bw avx512_bf16 amx_bf16 amx_tile",
+}
+
+
+def processor(tmp_path, flags, **environment):
+    file = tmp_path / "cpuinfo"
+    one = f"processor : 0\nmodel name : A Processor\nflags : fpu {flags}\n"
+    file.write_text(f"{one}\n{one.replace('A Processor', 'Another')}")
+    return read_processor(environment, file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "instructions", "bfloat16"),
+    [
+        ("laptop", "AVX2, no bfloat16", "emulated"),
+        ("skylake", "AVX-512 without bfloat16", "emulated"),
+        ("zen4", "AVX-512 with bfloat16", "native"),
+        ("sapphire", "AVX-512 and AMX with bfloat16", "native"),
+    ],
+)
+def test_processors_differ_in_bfloat16(tmp_path, flags, instructions, bfloat16):
+    found = processor(tmp_path, FLAGS[flags])
+    assert (found.instructions, found.bfloat16) == (instructions, bfloat16)
+    assert str(found) == f"A Processor ({instructions})"
+
+
+@pytest.mark.parametrize(
+    ("environment", "instructions"),
+    [
+        ({"ATEN_CPU_CAPABILITY": "avx2"}, "AVX2, no bfloat16"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2, no bfloat16"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX-512 without bfloat16"),
+        ({"ATEN_CPU_CAPABILITY": "avx512"}, "AVX-512 and AMX with bfloat16"),
+    ],
+)
+def test_limits_of_pytorch_hide_newer_instructions(tmp_path, environment, instructions):
+    assert processor(tmp_path, FLAGS["sapphire"], **environment).instructions == instructions
+
+
+@pytest.mark.parametrize(("features", "bfloat16"), [("fp asimd", "emulated"), ("fp asimd bf16 sve", "native")])
+def test_an_arm_processor_is_known_by_its_features(tmp_path, features, bfloat16):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nFeatures\t: {features}\n")
+    assert read_processor({}, file).bfloat16 == bfloat16
+
+
+def test_an_unknown_processor_is_not_trusted_with_bfloat16(tmp_path):
+    assert read_processor({}, tmp_path / "missing").bfloat16 == "emulated"
+
+
+def test_this_processor_is_as_pytorch_sees_it():
+    question = "import torch; print(torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_avx512_supported())"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True).stdout.split()
+    found = read_processor({})
+    assert [str(found.bfloat16 == "native"), str("AVX-512" in found.instructions)] == answer
+
+
+def test_vllm_chooses_its_kernels_below_the_limits():
+    question = (
+        "import services.rollout.vllm_isa as isa; isa.register(); from torch import cpu;"
+        "print(cpu._is_avx512_bf16_supported(), cpu._is_avx512_supported(), cpu._is_amx_tile_supported())"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", question],
+        env={"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout.split() == ["False", "False", "False"]
