@@ -5,19 +5,37 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-$(PLATFORM)
 JOB ?= examples/quickstart.toml
+PARTS ?=# of gpu-check; all if empty
+RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
+REHEARSAL := .venv-gpu-check
+PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
 ROOM_GB ?= 5# of disk for .venv; 3.7 are used for PLATFORM=cpu
 
-.PHONY: setup images engine run test test-unit lint bench chaos model docs proto clean
+# ISA=avx2 or ISA=avx512: use no newer instructions than these, to imitate an older processor.
+ISA ?=
+ifeq ($(ISA),avx2)
+export ATEN_CPU_CAPABILITY := avx2
+export ONEDNN_MAX_CPU_ISA := AVX2
+export MKL_ENABLE_INSTRUCTIONS := AVX2
+else ifeq ($(ISA),avx512)
+export ATEN_CPU_CAPABILITY := avx512
+export ONEDNN_MAX_CPU_ISA := AVX512_CORE
+export MKL_ENABLE_INSTRUCTIONS := AVX512
+else ifneq ($(ISA),)
+$(error ISA=$(ISA): use avx2 or avx512)
+endif
+
+.PHONY: setup images engine run test test-avx2 test-unit lint bench gpu-check gpu-check-wheels gpu-check-rehearsal chaos model docs proto clean
 
 setup: $(STAMP)
 
+# A new lock is installed into what is there. What another platform or an interrupted set-up left is not kept.
 $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
-	test -x $(BIN)/pip || $(PYTHON) -I onbeat/room.py .venv $(ROOM_GB) "the packages in requirements/$(PLATFORM).lock"
-	test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
-	$(BIN)/pip install --quiet --no-deps -r requirements/$(PLATFORM).lock -r requirements/dev.lock \
-		|| { echo "pip could not install the pinned packages. If it finds no torch==...+cpu, add PyTorch's CPU wheel index" \
-		"to pip's sources (PIP_EXTRA_INDEX_URL; pytorch.org, 'Get Started', names it) and repeat."; exit 1; }
+	test -e $@ || $(PYTHON) -I onbeat/room.py .venv $(ROOM_GB) "the packages in requirements/$(PLATFORM).lock"
+	test -e $@ || $(PYTHON) -m venv --clear .venv
+	rm -f $@
+	$(BIN)/python requirements/install.py requirements/$(PLATFORM).lock requirements/dev.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -39,14 +57,37 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest $(TESTS)
+
+# The engines' numbers and the quick start as on a processor that has AVX2 alone.
+test-avx2:
+	$(MAKE) test ISA=avx2 TESTS='tests/integration/test_engines.py tests/e2e/test_onbeat_run.py -k "fresh or logprobs or quick_start"'
 
 test-unit: setup
 	$(BIN)/pytest tests/unit
 
 bench: setup
-	for name in periodic_vs_sync vs_trl rollout_overhead shared_prompt tri_model gac_staleness delta_codec weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead recovery dashboard_api dashboard_page container_start; do \
+	for name in time_to_reward vs_trl pass_efficiency memory beside_other_load periodic_vs_sync rollout_overhead shared_prompt tri_model gac_staleness delta_codec memory_plan weights_update weights_pull weights_relay ledger_throughput appendfsync audit_overhead waiting_jobs recovery dashboard_api dashboard_page container_start architectures; do \
 		PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# For a machine with an NVIDIA GPU, within 9 minutes and without a network: PyTorch, transformers and this checkout are
+# enough, with the packages of gpu-check-wheels. PARTS='attention step' runs those alone.
+gpu-check:
+	$(if $(wildcard .venv/.setup-*),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check $(PARTS) $(if $(RESULTS),--folder $(RESULTS))
+
+gpu-check-wheels:
+	$(if $(wildcard $(BIN)/pip),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check/wheels.py .wheels
+
+# The same without a GPU, on the versions that such a machine had: PyTorch 2.11, transformers 5.17, Python 3.12.
+gpu-check-rehearsal: $(REHEARSAL)/.setup gpu-check-wheels
+	CUDA_VISIBLE_DEVICES= $(REHEARSAL)/bin/python -m benchmarks.gpu_check $(PARTS) $(if $(RESULTS),--folder $(RESULTS))
+
+$(REHEARSAL)/.setup: requirements/gpu-check.lock
+	command -v $(PYTHON312) >/dev/null || { echo "no Python 3.12 here: make gpu-check-rehearsal PYTHON312=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -I onbeat/room.py $(REHEARSAL) 10 "PyTorch 2.11 with CUDA and its download"
+	$(PYTHON312) -m venv --clear $(REHEARSAL)
+	UV_NO_CACHE=1 $(REHEARSAL)/bin/python requirements/install.py requirements/gpu-check.lock
+	touch $@
 
 # Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
 # The protocol's real scripts, explored in every order: larger bounds than in the tests.
@@ -68,4 +109,4 @@ proto: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --mypy_out=. proto/onbeat/rollout/v1/rollout.proto
 
 clean:
-	rm -rf .venv site
+	rm -rf .venv $(REHEARSAL) .wheels site

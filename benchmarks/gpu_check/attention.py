@@ -1,0 +1,107 @@
+"""FlexAttention as the trainer uses it, against a dense mask: output and gradients, in float32 and bfloat16.
+
+The truth is a dense mask in float64. A kernel is right when it is about as near as a dense mask in its own dtype. On a
+CPU FlexAttention is not compiled and has no backward pass.
+"""
+
+import time
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu_check.part import Findings, Place, run_part
+from services.trainer.attention import PackedLayout, build_layout, dense_mask
+from services.trainer.attention.flex import plan_flex
+
+LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens
+    "smallest": ([(1, [2])], 0),
+    "whole blocks": ([(128, [129, 129]), (128, [129])], 0),
+    # Those of tests/unit/test_attention_kernels.py.
+    "long": ([(150, [3, 40, 1]), (5, [200, 7])], 0),
+    "longer": ([(300, [310, 2, 1]), (150, [3, 40, 1]), (5, [200, 7])], 0),
+    "behind a long prefix": ([(152, [3, 40, 1]), (131, [200, 7])], 130),
+    "many behind a prefix": ([(24, [6, 9])] * 32, 20),
+    "alike": ([(9, [5, 5]), (9, [5, 4]), (8, [5, 5])], 0),
+    "long prompt": ([(512, [128] * 8)], 0),
+}
+TINY_LAYOUTS = ("smallest", "long", "behind a long prefix", "alike")
+HEADS = {  # dtype: query heads, key/value heads, head size; (12, 2) and (28, 4) are of Qwen2.5 1.5B and 7B
+    torch.bfloat16: [(12, 2, 128), (28, 4, 128), (6, 2, 16)],
+    torch.float32: [(12, 2, 128), (6, 2, 16), (3, 1, 64)],
+}
+TINY_HEADS = {torch.bfloat16: [(6, 2, 16)], torch.float32: [(6, 2, 16), (3, 1, 16)]}
+TIMES_DENSE, FLOOR = (
+    2.0,
+    {torch.bfloat16: 1e-3, torch.float32: 1e-5},
+)  # allowed gap: times that of a dense mask, at least
+
+
+def measure(place: Place, findings: Findings) -> None:
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would quietly go on without the compiled kernel
+    layouts = TINY_LAYOUTS if place.is_tiny else tuple(LAYOUTS)
+    for dtype, choices in (TINY_HEADS if place.is_tiny else HEADS).items():
+        for heads in choices:
+            torch._dynamo.reset()  # as in a trainer, which has one model
+            for name in layouts:
+                check(name, heads, dtype, place, findings)
+
+
+def check(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: Place, findings: Findings) -> None:
+    """One combination that the compiler refuses does not cost the others."""
+    what = f"{str(dtype).removeprefix('torch.')}, heads {heads}, {name}"
+    try:
+        gap, gap_of_dense, first_call_s = compare(name, heads, dtype, place)
+    except (RuntimeError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+        findings.check(what, False, error=f"{type(error).__name__}: {error}")
+        return
+    is_met = gap <= max(TIMES_DENSE * gap_of_dense, FLOOR[dtype])
+    findings.check(what, is_met, gap=gap, gap_of_dense=gap_of_dense, first_call_s=first_call_s)
+
+
+def compare(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: Place) -> tuple[float, float, float]:
+    """Return the gap of FlexAttention, that of a dense mask in the same dtype, and the seconds that the first took."""
+    groups, prefix_length = LAYOUTS[name]
+    layout = build_layout(groups, place.device, prefix_length)
+    inputs = random_inputs(layout, heads, dtype, place.device)
+    exact = outputs(lambda *tensors: by_dense_mask(layout, *tensors), [tensor.double() for tensor in inputs])
+    dense = outputs(lambda *tensors: by_dense_mask(layout, *tensors), inputs)
+    started = time.perf_counter()
+    plan = plan_flex(layout)
+    flex = outputs(lambda *tensors: plan.attend(*tensors, None), inputs)
+    place.synchronize()
+    first_s = time.perf_counter() - started
+    return largest_gap(flex, exact), largest_gap(dense, exact), first_s
+
+
+def random_inputs(
+    layout: PackedLayout, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Query [1, H, T, D], key and value [1, K, T, D]."""
+    num_heads, num_keys, size = heads
+    generator = torch.Generator().manual_seed(layout.num_places)
+    shapes = [(1, count, layout.num_places, size) for count in (num_heads, num_keys, num_keys)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def outputs(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What comes out, and on a GPU the gradients of the inputs too."""
+    inputs = [tensor.detach().requires_grad_(tensor.is_cuda) for tensor in inputs]
+    output = attend(*inputs)
+    weights = torch.linspace(-1, 1, output.numel(), device=output.device).to(torch.bfloat16).reshape(output.shape)
+    gradients = torch.autograd.grad(output, inputs, weights.to(output.dtype)) if output.is_cuda else ()
+    return [tensor.detach() for tensor in (output, *gradients)]
+
+
+def by_dense_mask(layout: PackedLayout, query, key, value) -> torch.Tensor:
+    mask = dense_mask(layout).to(query.device)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def largest_gap(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """The mean gap of each tensor by the mean size of its values; the largest of them."""
+    gaps = [(ours - truth).abs().mean() / truth.abs().mean() for ours, truth in zip(found, exact, strict=True)]
+    return max(gap.item() for gap in gaps)
+
+
+if __name__ == "__main__":
+    run_part(measure)

@@ -1,0 +1,157 @@
+"""Forward and backward of one group: its prompt once, against varlen sequences, against a row for each response.
+
+    packed     the prompt, then all responses, by FlexAttention: what the trainer does
+    varlen     each prompt + response as a sequence of one row without padding, by PyTorch's FlashAttention
+    rows       the same sequences as rows of a batch (equal lengths: no padding), by transformers' SDPA attention
+
+Random weights in bfloat16, gradient checkpointing everywhere. MFU counts the operations of `groups.counted_operations`
+(what is computed again not) over the dense bfloat16 peak of the card by its data sheet. On a CPU: forward only.
+"""
+
+import gc
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from benchmarks.gpu_check.models import random_model
+from benchmarks.gpu_check.part import Findings, Place, run_part
+from benchmarks.groups import counted_operations, make_group
+from services.trainer import logprobs as output_head
+from services.trainer.attention.flex import plan_flex
+from services.trainer.batch import Part, pack
+from services.trainer.logprobs import TargetLogprobs
+from services.trainer.model import PACKED_ATTENTION, use_attention
+
+SHAPES = [(512, 512, 8), (1024, 256, 16), (2048, 1024, 8)]  # tokens of prompt and response, responses
+TINY_SHAPES = [(100, 30, 3)]
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # operations a second
+LOGPROB_GAP = 0.1  # nats on average: bfloat16 noise of 28 layers
+HAS_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+REPETITIONS = 3
+
+
+@dataclass(frozen=True)
+class VarlenPlan:
+    """Each sequence of the row by itself, causally."""
+
+    ends: torch.Tensor  # [S + 1] int32, cumulative
+    longest: int
+
+    def attend(self, query, key, value, scale):
+        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        options = {"enable_gqa": True}
+        if not HAS_GROUPED_HEADS:  # PyTorch 2.11: each query head gets a key head of its own
+            times = query.shape[1] // key.shape[1]
+            rows, options = [rows[0], *(row.repeat_interleave(times, 1) for row in rows[1:])], {}
+        bounds = (self.ends, self.ends, self.longest, self.longest)
+        return varlen_attn(*rows, *bounds, scale=scale, window_size=(-1, 0), **options)[None]
+
+
+def packed(model, group, device: torch.device) -> torch.Tensor:
+    batch = pack([group], device)
+    return row_logprobs(model, batch, plan_flex(batch.layout))
+
+
+def varlen(model, group, device: torch.device) -> torch.Tensor:
+    parts = [Part(group, (member,)) for member in range(len(group.responses))]
+    batch = pack(parts, device, is_prefix_shared=False)
+    ends = torch.tensor([0, *(span.end for span in batch.layout.groups)], dtype=torch.int32, device=device)
+    return row_logprobs(model, batch, VarlenPlan(ends, int(ends.diff().max())))
+
+
+def row_logprobs(model, batch, plan) -> torch.Tensor:
+    row = {"input_ids": batch.token_ids[None], "position_ids": batch.layout.position_ids[None]}
+    hidden = model.get_decoder()(**row, layout_plan=plan, use_cache=False).last_hidden_state[0]
+    hidden = hidden.index_select(0, batch.layout.logit_index)
+    return TargetLogprobs.apply(hidden, model.get_output_embeddings().weight, batch.target_ids, 1.0)[0]
+
+
+def rows(model, group, device: torch.device) -> torch.Tensor:
+    prompt = list(group.prompt_token_ids)
+    ids = torch.tensor([prompt + list(response.token_ids) for response in group.responses], device=device)
+    hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, len(prompt) - 1 :]
+    weight, targets = model.get_output_embeddings().weight, ids[:, len(prompt) :].flatten()
+    return TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0]
+
+
+WAYS = {"packed": packed, "varlen": varlen, "rows": rows}
+
+
+def measure(place: Place, findings: Findings) -> None:
+    peak = None
+    if place.is_tiny:
+        findings.leave_out("varlen attention needs a CUDA device, and FlexAttention's backward pass too")
+    else:
+        name = torch.cuda.get_device_name()
+        peak = next((operations for part, operations in PEAKS.items() if part in name), None)
+        findings.figure("peak assumed", card=name, operations_per_s=peak, grouped_varlen_heads=HAS_GROUPED_HEADS)
+    for size in ("tiny",) if place.is_tiny else ("1.5B", "7B"):
+        try:
+            model = random_model(size, place.device, torch.bfloat16)
+            time_head(size, model, place, findings)
+            for shape in TINY_SHAPES if place.is_tiny else SHAPES:
+                compare(size, model, shape, peak, place, findings)
+            del model
+            gc.collect()  # of a model that is wrapped for checkpointing only this lets go
+        except torch.OutOfMemoryError as error:
+            findings.leave_out(f"the {size} model's larger shapes do not fit into the card's free memory: {error}")
+
+
+def time_head(size: str, model, place: Place, findings: Findings) -> None:
+    """The output head, by how many rows of float32 logits it makes at a time: 16 suit the cache of a CPU."""
+    weight = model.get_output_embeddings().weight
+    num_tokens = 32 if place.is_tiny else 4096
+    hidden = torch.randn(num_tokens, weight.shape[1], device=place.device).bfloat16().requires_grad_()
+    targets = torch.zeros(num_tokens, dtype=torch.int64, device=place.device)
+
+    def run() -> None:
+        TargetLogprobs.apply(hidden, weight, targets, 1.0)[0].sum().backward()
+
+    seconds = {}
+    for num_rows in (16, 128, 1024):
+        with patch.object(output_head, "ROWS", num_rows):
+            seconds[f"rows_{num_rows}_s"] = place.seconds(run, 1 if place.is_tiny else REPETITIONS)
+    model.zero_grad(set_to_none=True)
+    findings.figure(f"{size}, output head, {num_tokens} tokens", **seconds)
+
+
+def compare(
+    size: str, model, shape: tuple[int, int, int], peak: float | None, place: Place, findings: Findings
+) -> None:
+    group, seconds, found = make_group(*shape), {}, {}
+    separate, together = counted_operations(model, *shape)
+    what = f"{size}, prompt, response, group {shape}"
+    for way, run in WAYS.items():
+        if way == "varlen" and place.is_tiny:
+            continue
+        use_attention(model, "sdpa" if way == "rows" else PACKED_ATTENTION)
+        with torch.no_grad():
+            found[way] = run(model, group, place.device)
+        train = partial(forward_and_backward, model, run, group, place)
+        train()
+        place.reset_peak()
+        seconds[way] = place.seconds(train, 1 if place.is_tiny else REPETITIONS)
+        operations = 3 * (together if way == "packed" else separate)
+        mfu = operations / seconds[way] / peak if peak else None
+        findings.figure(f"{what}, {way}", seconds=seconds[way], mfu=mfu, peak_gib=place.peak_gib())
+    for way in seconds.keys() - {"packed"}:
+        gap = (found["packed"] - found[way]).abs().mean().item()
+        ratio = {"times_faster": seconds[way] / seconds["packed"], "counted": separate / together}
+        findings.check(f"{what}, packed has the logprobs of {way}", gap <= LOGPROB_GAP, mean_gap=gap, **ratio)
+
+
+def forward_and_backward(model, run: Callable[..., torch.Tensor], group, place: Place) -> None:
+    with torch.set_grad_enabled(not place.is_tiny):
+        found = run(model, group, place.device)
+    if not place.is_tiny:
+        found.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+if __name__ == "__main__":
+    run_part(measure)
