@@ -5,6 +5,7 @@
 # Needs root for the engine. Images and layers stay in ONBEAT_ENGINE_DIR, so a later start finds them again.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$root/deploy/docker/steps.sh"
 dir=${ONBEAT_ENGINE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/onbeat/engine}
 pid_file=$dir/dockerd.pid
 log=$dir/dockerd.log
@@ -13,7 +14,7 @@ stop_s=60
 
 say() { echo "engine: $*" >&2; }
 give_up() { say "$*"; exit 1; }
-is_up() { timeout 10 docker info >/dev/null 2>&1; }
+is_up() { reason=$(timeout 10 docker info 2>&1 >/dev/null | sed -n 1p); } # or `reason` says why not
 
 main() {
     case "${1:-start}" in
@@ -25,8 +26,8 @@ main() {
 
 start_engine() {
     if is_up; then say "an engine is running: Docker $(docker info --format '{{.ServerVersion}}')"; return; fi
-    [ -z "${DOCKER_HOST:-}" ] || give_up "nothing answers at DOCKER_HOST=$DOCKER_HOST"
-    [ "$(id -u)" = 0 ] || give_up "no engine is running, and only root may start one: start Docker, or run this as root"
+    [ -z "${DOCKER_HOST:-}" ] || give_up "nothing answers at DOCKER_HOST=$DOCKER_HOST: $reason"
+    [ "$(id -u)" = 0 ] || give_up "no engine answers ($reason), and only root may start one: start Docker, or run this as root"
     mkdir -p "$dir"
     exec 9>"$dir/lock"
     flock --wait 300 9 || give_up "another engine.sh has been at work for 300 s"
@@ -41,10 +42,7 @@ install_engine() {
     if command -v dockerd >/dev/null && command -v docker >/dev/null && command -v debootstrap >/dev/null; then return; fi
     command -v apt-get >/dev/null || give_up "no Docker here, and without apt-get this script cannot install it"
     say "installing docker.io and debootstrap"
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends docker.io debootstrap iptables ca-certificates >&2 \
-        || give_up "apt-get could not install docker.io"
+    apt_install docker.io debootstrap iptables ca-certificates || give_up "apt-get could not install docker.io and debootstrap"
 }
 
 wait_until_up() {

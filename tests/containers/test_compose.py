@@ -16,7 +16,7 @@ from tests.conftest import free_port
 from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wait_until_served
 from tests.containers.leftovers import UPGRADED, new_project
 
-UP_S, DOWN_S = 300.0, 180.0
+UP_S, DOWN_S, JOB_S = 300.0, 180.0, 900.0
 NUM_ITERATIONS = 40
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
@@ -98,7 +98,7 @@ def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Cl
     wait_until(lambda: len(client.workers()) == 1, "one rollout is left")
 
     upgrade_broker(compose, images)
-    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends")
+    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends", timeout_s=JOB_S)
     assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
     iterations = client.jobs.iterations(job_id)
     assert [iteration.iteration for iteration in iterations] == list(range(NUM_ITERATIONS))

@@ -15,6 +15,7 @@ from tests.containers.kustomize import KUBERNETES, build
 from tests.containers.pods import Pods
 
 NUM_ITERATIONS, NUM_GROUPS = 16, 6
+JOB_S = 900.0
 SMALL_JOB = [
     f"schedule.num_iterations={NUM_ITERATIONS}",
     f"rollout.num_prompts_per_iteration={NUM_GROUPS}",
@@ -74,7 +75,7 @@ def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> Non
         pods.kill(name)
         pods.restart(name)
 
-    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends")
+    wait_until(lambda: client.jobs.get(job_id).state.is_final, "the job ends", timeout_s=JOB_S)
     assert client.jobs.get(job_id).state is JobState.SUCCEEDED, client.jobs.get(job_id).error
     iterations = client.jobs.iterations(job_id)
     assert [i.iteration for i in iterations] == list(range(NUM_ITERATIONS))
