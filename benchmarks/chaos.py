@@ -11,7 +11,6 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -41,7 +40,6 @@ def storms(engine: str, seeds: list[int], num_faults: int) -> dict[str, Any]:
         "num_faults": len(struck),
         "faults": by_kind_and_target(struck),
         "wall_s": round(time.monotonic() - started, 1),
-        "strikes": [asdict(strike) for strike in struck],
     }
 
 

@@ -8,11 +8,10 @@ seconds and nothing but staleness and GAC differ.
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, save, temporary_folder
+from harness import save, temporary_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onbeat.config import JobConfig
@@ -207,24 +206,8 @@ def summary(runs: list[list[dict[str, float]]]) -> dict[str, Any]:
         "grad_cosine_mean": statistics.fmean(cosines) if cosines else None,
         "projected_frac": statistics.fmean(m.get("train/gac_project", 0.0) for run in runs for m in run),
         "skipped_frac": statistics.fmean(m.get("train/gac_skip", 0.0) for run in runs for m in run),
-        "reward_curve": [round(reward, 4) for reward in curve],
+        "reward_every_tenth_iteration": [round(reward, 3) for reward in curve[::10]],
     }
-
-
-def plot(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(results), figsize=(5.5 * len(results), 4), squeeze=False)
-    for axes, (learning_rate, arms) in zip(panels[0], results.items(), strict=True):
-        for name, arm in arms.items():
-            axes.plot(arm["reward_curve"], label=name, linestyle="--" if "GAC" in name else "-")
-        axes.set(title=f"learning rate {learning_rate}", xlabel="iteration", ylabel="reward, mean over seeds")
-    panels[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -240,8 +223,12 @@ def main() -> None:
         for name, (staleness, gac) in ARMS.items():
             seeds = range(arguments.num_seeds)
             arms[name] = summary([run_arm(staleness, gac, s, arguments.num_iterations, learning_rate) for s in seeds])
-            print(learning_rate, name, {k: v for k, v in arms[name].items() if k != "reward_curve"}, flush=True)
-    plot(results, RESULTS / "gac_staleness.svg")
+            print(
+                learning_rate,
+                name,
+                {k: v for k, v in arms[name].items() if not k.startswith("reward_every")},
+                flush=True,
+            )
     save("gac_staleness", vars(arguments) | {"by_learning_rate": results})
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onbeat.local.hardware import read_processor
 from onbeat.temporary import private_folder, temporary_files_in
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+INNERMOST = re.compile(r"[\[{][^\[\]{}]*[\]}]")  # lists and objects without others in them
+MAX_LINE = 110  # characters
 
 
 @contextmanager
@@ -45,17 +49,26 @@ def median_of(report: dict[str, Any], name: str, warmup: int = 2) -> float:
 
 
 def machine() -> dict[str, Any]:
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
-    return {"processor": model, "num_cores": os.cpu_count(), "python": platform.python_version()}
+    """Describe it; the instructions are those that PyTorch may use (ISA in the Makefile)."""
+    processor = read_processor()
+    return {
+        "processor": processor.name,
+        "instructions": processor.instructions,
+        "num_cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def on_one_line(text: str) -> str:
+    """Return the JSON without line breaks, if it is short; a string in it has none."""
+    line = re.sub(r"\n\s*", " ", text)
+    return line if len(line) <= MAX_LINE else text
 
 
 def save(name: str, result: dict[str, Any]) -> None:
     """Write benchmarks/results/NAME.json and show it."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     result = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine()} | result
-    text = json.dumps(result, indent=2)
+    text = INNERMOST.sub(lambda found: on_one_line(found[0]), json.dumps(result, indent=2))
     (RESULTS / f"{name}.json").write_text(text + "\n")
     print(text)

@@ -18,9 +18,10 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from groups import counted_operations, make_group
 from harness import save
 
-from onbeat.streams.codec import Response, RolloutGroup
+from onbeat.streams.codec import RolloutGroup
 from services.trainer.batch import pack
 from services.trainer.bundled import prepare
 from services.trainer.logprobs import TargetLogprobs
@@ -30,18 +31,6 @@ from services.trainer.model import load_model, response_logprobs, use_attention
 GOALS = {(512, 64, 8): 0.93, (1024, 100, 8): 0.93, (45, 22, 8): 0.93, (32, 256, 8): None}
 PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS = 256, 16, 16, 4, 4  # tokens that prompts share, and others; of responses
 REPETITIONS, CORE = 5, 1
-
-
-def make_group(prompt_length: int, response_length: int, group_size: int) -> RolloutGroup:
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(1000, 40_000, (count,), generator=generator).tolist()
-
-    responses = [
-        Response(token_ids=tokens(response_length), rollout_logprobs=[0.0] * response_length) for _ in range(group_size)
-    ]
-    return RolloutGroup(group_id="0-0", prompt_token_ids=tokens(prompt_length), responses=responses)
 
 
 def packed(model, *groups: RolloutGroup) -> None:
@@ -55,23 +44,6 @@ def one_by_one(model, group: RolloutGroup) -> None:
     hidden = model.get_decoder()(input_ids=rows[:, :-1], use_cache=False).last_hidden_state[:, len(prompt) - 1 :]
     weight, targets = model.get_output_embeddings().weight, rows[:, len(prompt) :].flatten()
     TargetLogprobs.apply(hidden.flatten(0, 1), weight, targets, 1.0)[0].sum().backward()
-
-
-def counted_operations(model, prompt_length: int, response_length: int, group_size: int) -> tuple[int, int]:
-    """Multiplications and additions of a forward pass, (one-by-one, packed); the backward pass has twice as many."""
-    config = model.config
-    head = config.vocab_size * config.hidden_size
-    linear = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_hidden_layers * config.num_attention_heads * head_size
-    response_places = response_length - 1
-    row = prompt_length + response_places
-    packed_places = prompt_length + group_size * response_places
-    own_pairs = group_size * response_places * (2 * prompt_length + response_places)
-    logits = 2 * head * group_size * response_length
-    separate = 2 * linear * group_size * row + 2 * width * group_size * row * row + logits
-    together = 2 * linear * packed_places + 2 * width * (prompt_length**2 + own_pairs) + logits
-    return separate, together
 
 
 def seconds(run, model, *groups: RolloutGroup) -> float:

@@ -36,7 +36,7 @@ from services.trainer.lora import add_adapters
 from services.trainer.model import (
     PACKED_ATTENTION,
     enable_gradient_checkpointing,
-    frozen_like,
+    frozen_base,
     load_model,
     prepare_inputs,
     response_logprobs,
@@ -114,7 +114,7 @@ def ways(groups: list[RolloutGroup], models: list[Any], checkpointed: Any) -> di
 
 def measure_time(repetitions: int) -> dict[str, Any]:
     policy, checkpointed = load_policy(), load_policy(is_checkpointed=True)
-    models = [policy, frozen_like(policy), frozen_like(policy)]
+    models = [policy, frozen_base(policy), frozen_base(policy)]
     results = {}
     for shape, sizes in SHAPES.items():
         seconds: dict[str, list[float]] = {}
@@ -148,9 +148,9 @@ def run_for_memory(run: str, shape: str) -> dict[str, int]:
     policy = load_policy(is_checkpointed=run.startswith("checkpointed"))
     if run.startswith("lora"):
         add_adapters(policy, LoraConfig(), seed=0)
-        old, reference = frozen_like(policy), policy
+        old, reference = frozen_base(policy), policy
     elif run.endswith("tri_model"):
-        old, reference = frozen_like(policy), frozen_like(policy)
+        old, reference = frozen_base(policy), frozen_base(policy)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     if run.endswith("tri_model"):
         tri_model(groups, policy, old, reference)

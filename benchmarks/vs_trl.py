@@ -1,9 +1,12 @@
-"""Seconds per step against TRL's GRPOTrainer: same model, prompts, group size, response cap, precision and cores.
+"""Seconds per step against TRL's GRPOTrainer: same model, prompts, group size, response length, dtype and cores.
 
-Both run one after the other on all cores of this machine; medians over the steps after warm-up.
+Responses of both have the same length, whatever each policy learns: the model is a copy whose end-of-sequence token is
+one that it never samples, so every response runs to the limit. Both run one after the other on all cores of this
+machine, in the dtype that Onbeat chooses for it; medians over the steps after warm-up.
 """
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -11,44 +14,74 @@ from pathlib import Path
 
 from harness import ROOT, median_of, run_job, save, temporary_folder
 
-NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 12, 2, 8, 8, 32
+from onbeat.local.hardware import read_processor
+
+NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
+NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
 
 
-def run_trl(model: str) -> dict:
-    with temporary_folder() as folder:
-        output = Path(folder) / "trl.json"
-        sizes = [str(value) for value in (NUM_STEPS, NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS)]
-        command = [sys.executable, str(ROOT / "benchmarks" / "trl_baseline.py"), model, *sizes, str(output)]
-        subprocess.run(command, check=True, timeout=1800)
-        return json.loads(output.read_text())
+def quickstart_model() -> Path:
+    prepare = [sys.executable, "-m", "services.trainer.prepare_model", "smollm2-135m-instruct"]
+    return Path(subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1])
+
+
+def copy_without_end(source: Path, target: Path) -> Path:
+    """Copy a model; its responses end at the limit of tokens only."""
+    shutil.copytree(source, target)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        content = json.loads((target / name).read_text())
+        content |= {key: value for key, value in NEVER_SAMPLED.items() if key in content}
+        (target / name).write_text(json.dumps(content))
+    return target
+
+
+def run_trl(model: Path, folder: Path, dtype: str) -> dict:
+    output = folder / "trl.json"
+    sizes = [str(value) for value in (NUM_STEPS, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "trl_baseline.py"), str(model), *sizes, dtype, str(output)]
+    subprocess.run(command, check=True, timeout=1800)
+    return json.loads(output.read_text())
+
+
+def run_onbeat(model: Path, dtype: str) -> dict:
+    return run_job(
+        "examples/quickstart.toml",
+        f"model.path={model}",
+        f"model.dtype={dtype}",
+        f"schedule.num_iterations={NUM_STEPS}",
+        f"rollout.num_prompts_per_iteration={NUM_PROMPTS}",
+        f"rollout.num_samples_per_prompt={GROUP_SIZE}",
+        f"rollout.max_response_tokens={NUM_TOKENS}",
+    )
 
 
 def main() -> None:
-    prepare = [sys.executable, "-m", "services.trainer.prepare_model", "smollm2-135m-instruct"]
-    model = subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
-    trl = run_trl(model)
-    report = run_job("examples/quickstart.toml", f"schedule.num_iterations={NUM_STEPS}")
-    trl_s = statistics.median(trl["step_s"][WARMUP:])
-    onbeat_s = median_of(report, "wall_s", WARMUP)
+    dtype = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+    with temporary_folder() as folder:
+        model = copy_without_end(quickstart_model(), folder / "model")
+        report = run_onbeat(model, dtype)
+        trl = run_trl(model, folder, dtype)
+    trl_s, onbeat_s = statistics.median(trl["step_s"][WARMUP:]), median_of(report, "wall_s", WARMUP)
     iterations = report["iterations"]
+    lengths = [each["response_tokens"] / each["num_responses"] for each in iterations]
     save(
-        "vs_trl",
+        "vs_trl" if dtype == "bfloat16" else "vs_trl_float32",
         {
+            "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
             "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
             "times_fewer_seconds": trl_s / onbeat_s,
             "mean_response_tokens": {
                 "trl": statistics.fmean(trl["mean_response_tokens"][WARMUP:]),
-                "onbeat": statistics.fmean(it["response_tokens"] / it["num_responses"] for it in iterations[WARMUP:]),
+                "onbeat": statistics.fmean(lengths[WARMUP:]),
             },
             "share_of_groups_without_gradient": statistics.fmean(
-                it["metrics"]["train/skipped_groups"] / it["num_groups"] for it in iterations[WARMUP:]
+                each["metrics"]["train/skipped_groups"] / each["num_groups"] for each in iterations[WARMUP:]
             ),
-            "steps": {"trl": trl["step_s"], "onbeat": [iteration["wall_s"] for iteration in iterations]},
+            "steps": {"trl": trl["step_s"], "onbeat": [each["wall_s"] for each in iterations]},
             "num_prompts": NUM_PROMPTS,
             "num_samples_per_prompt": GROUP_SIZE,
-            "max_response_tokens": MAX_TOKENS,
+            "response_tokens": NUM_TOKENS,
             "warmup_steps": WARMUP,
-            "precision": "bf16 (TRL: bf16 weights and autocast; onbeat: bf16 weights, float32 masters)",
         },
     )
 

@@ -1,0 +1,63 @@
+"""The quick start beside other work: how much longer an iteration takes with one busy loop on each core.
+
+One job alone, the same beside busy processes of normal priority. Where both stages share the cores fairly with them, an
+iteration takes twice as long. A seed gives the same prompts, and nearly the same responses, so that iteration i of one
+job is compared with iteration i of the other; the median of the ratios.
+
+    python benchmarks/beside_other_load.py           saved
+    python benchmarks/beside_other_load.py --show    only shown
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from harness import run_job, save
+
+NUM_ITERATIONS, WARMUP, GOAL = 8, 2, 2.5
+FIELDS = ("wall_s", "train_s", "generate_s", "weight_sync_s")
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def iterations(num_loops: int) -> list[dict[str, float]]:
+    with busy_loops(num_loops):
+        report = run_job("examples/quickstart.toml", f"schedule.num_iterations={NUM_ITERATIONS}")
+    return [{field: each[field] for field in FIELDS} for each in report["iterations"][WARMUP:]]
+
+
+def main() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    alone, beside = iterations(0), iterations(num_cores)
+    ratio = statistics.median(b["wall_s"] / a["wall_s"] for a, b in zip(alone, beside, strict=True))
+    result = {
+        "num_busy_loops": num_cores,
+        "ratio": ratio,
+        "goal": f"at most {GOAL}",
+        "is_met": ratio <= GOAL,
+        "median_alone": {field: statistics.median(each[field] for each in alone) for field in FIELDS},
+        "median_beside": {field: statistics.median(each[field] for each in beside) for field in FIELDS},
+        "alone": alone,
+        "beside": beside,
+    }
+    if "--show" in sys.argv:
+        print(json.dumps(result, indent=2))
+    else:
+        save("beside_other_load", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Peak resident memory of each of two FSDP2 ranks against one process, for a random Llama that computes in float32.
+
+    python benchmarks/fsdp_memory.py full      0.4B parameters: one process has to fit into 24 GB beside all else
+    python benchmarks/fsdp_memory.py lora      0.7B parameters
+    python benchmarks/fsdp_memory.py small     a model of 0.1B, only shown: overheads count for more
+
+The files are bfloat16. Not every CPU multiplies that in reasonable time, so the job is float32.
+
+The trainer runs as a service, alone or started by torchrun, with a real Redis and its ledger. This script stands in for
+broker and rollouts: it opens three iterations and submits groups of random tokens; nobody pulls the weights.
+The goal: a rank takes at most 0.6 of what one process takes.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, save, temporary_folder
+from ledger_throughput import URL, redis_server
+from memory import children_of, command_of
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import PromptTask
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from tests.integration.broker_fixtures import eventually
+from tests.integration.tiny_models import build_tokenizer
+from tests.unit.trainer_fixtures import job_config, make_group
+
+NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES = 3, 2, 4
+PROMPT_TOKENS, RESPONSE_TOKENS = 16, 12
+GOAL = 0.6
+DEADLINE_S = 180.0  # of a version
+LORA = {"lora": {"rank": 16}}
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "full": ({"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16}, {}),
+    "lora": ({"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 26}, LORA),
+    "small": ({"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}, {}),
+}
+
+
+def write_model(folder: Path, sizes: dict[str, int]) -> int:
+    """Write a random model in files of at most 500 MB; return its number of parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    config = LlamaConfig(vocab_size=16_000, max_position_embeddings=512, **heads, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="500MB")
+    build_tokenizer().save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def trainer(num_ranks: int, pool: str, folder: Path) -> Iterator[int]:
+    """Yield the process id of the trainer, or of what started its ranks."""
+    command = [sys.executable, "-m", "services.trainer"]
+    if num_ranks > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command = [*launch, *command[1:]]
+    settings = {"ONBEAT_REDIS_URL": URL, "ONBEAT_POOL": pool, "ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": "cpu"}
+    process = subprocess.Popen(command, env=os.environ | settings | {"ONBEAT_PARALLELISM": "fsdp"}, cwd=ROOT)
+    try:
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def peaks(root: int) -> list[float]:
+    """Return the most that each rank has had in memory until now, in GB."""
+    found = []
+    for pid in children_of(root):
+        command = command_of(pid)
+        if "services.trainer" in command and "torch.distributed.run" not in command:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            found += [int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("VmHWM")]
+    return [round(peak, 2) for peak in found]
+
+
+async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, Any]:
+    """Train the job; return the ranks' peaks until the first version is out, until the end, and the seconds."""
+    redis = connect(URL)
+    ledger, job_id, started = Ledger(redis), f"job-{uuid.uuid4().hex[:12]}", time.monotonic()
+    await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
+
+    async def is_published(version: int) -> bool:
+        fields = await ledger.job_fields(job_id)
+        assert fields["state"] != JobState.FAILED, fields.get("error")
+        return int(fields.get("policy_version", "-1")) == version
+
+    async def is_over() -> bool:
+        return (await ledger.job_state(job_id)).is_final
+
+    with trainer(num_ranks, config.pool, folder) as root:
+        loaded: list[float] = []
+        for iteration in range(NUM_ITERATIONS):
+            await eventually("a version", lambda iteration=iteration: is_published(iteration), DEADLINE_S)
+            loaded = loaded or peaks(root)
+            await play_rollouts(ledger, job_id, iteration)
+        await eventually("the end", is_over, DEADLINE_S)
+        assert await ledger.job_state(job_id) is JobState.SUCCEEDED
+        trained = peaks(root)
+    await redis.aclose()
+    return {"loaded_gb": loaded, "trained_gb": trained, "wall_s": round(time.monotonic() - started, 1)}
+
+
+async def play_rollouts(ledger: Ledger, job_id: str, iteration: int) -> None:
+    tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
+    assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+    for claim in await ledger.claim_groups(job_id, "bench", NUM_GROUPS, DEADLINE_S):
+        group = make_group(claim.task.group_id, PROMPT_TOKENS, [RESPONSE_TOKENS] * NUM_RESPONSES, iteration)
+        group.worker_id = "bench"
+        await ledger.submit_group(job_id, claim.entry_id, group)
+
+
+def measure(case: str, folder: Path) -> dict[str, Any]:
+    sizes, sections = CASES[case]
+    num_parameters = write_model(folder / "model", sizes)
+    results: dict[str, Any] = {"parameters": num_parameters, "dtype": "float32", "goal": GOAL}
+    config = job_config(
+        model={"path": str(folder / "model"), "dtype": "float32"},
+        rollout={
+            "num_prompts_per_iteration": NUM_GROUPS,
+            "num_samples_per_prompt": NUM_RESPONSES,
+            "max_response_tokens": RESPONSE_TOKENS,
+        },
+        training={"max_tokens_per_micro_batch": PROMPT_TOKENS + NUM_RESPONSES * RESPONSE_TOKENS},
+        schedule={"num_iterations": NUM_ITERATIONS},
+        **sections,
+    )
+    for name, num_ranks in [("one_process", 1), ("two_ranks", 2)]:
+        pool = f"bench-{random.randrange(1 << 40):x}"
+        with temporary_folder() as data_dir, redis_server("--save", ""):
+            results[name] = asyncio.run(train(num_ranks, config.model_copy(update={"pool": pool}), data_dir))
+    largest = max(results["two_ranks"]["trained_gb"])
+    return results | {"share": round(largest / results["one_process"]["trained_gb"][0], 3)}
+
+
+def main() -> None:
+    if sys.argv[1:] not in [[case] for case in CASES]:
+        raise SystemExit(f"usage: python benchmarks/fsdp_memory.py {'|'.join(CASES)}")
+    case = sys.argv[1]
+    with temporary_folder() as folder:
+        result = measure(case, folder)
+    if case == "small":
+        print(result)
+    else:
+        save(f"fsdp_memory_{case}", result)
+
+
+if __name__ == "__main__":
+    main()

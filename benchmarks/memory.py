@@ -1,0 +1,163 @@
+"""How much memory the quick start takes: all processes of the local stack, a page that several share counted once.
+
+The sum of the processes' proportional set sizes, sampled while a job runs on `onbeat up`, and after its end, when the
+services wait for the next job.
+
+    python benchmarks/memory.py              float32, and bfloat16 where the processor multiplies it; saved
+    python benchmarks/memory.py bfloat16     one of them, only shown
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, save, temporary_folder
+
+from onbeat.local.hardware import read_processor
+
+NUM_ITERATIONS, WARMUP = 6, 2
+SAMPLE_S = 0.25
+REST_S = 6.0  # after the job, before what is still held counts
+SERVICES = ("broker", "trainer", "rollout")
+KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
+
+
+def children_of(root: int) -> dict[int, int]:
+    """Return the parent of each process that descends from `root`, ancestors first; `root` has itself."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+    found, todo = {root: root}, [root]
+    while todo:
+        parent = todo.pop()
+        for child in [each for each, its in parents.items() if its == parent]:
+            found[child] = parent
+            todo.append(child)
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def service_of(command: str, parents_service: str) -> str:
+    """Return the name of what runs by this command line, a child of that service."""
+    if "redis-server" in command:
+        return "redis"
+    for name in SERVICES:
+        if f"services.{name}" in command:
+            return name
+    if "rewards.child" in command:
+        return "reward"
+    return "engine core" if parents_service == "rollout" else parents_service  # it says so only after its imports
+
+
+def measure(root: int) -> Counter[tuple[str, str]]:
+    """Return MB by service and kind of memory, of `root` and all that descends from it."""
+    memory: Counter[tuple[str, str]] = Counter()
+    services: dict[int, str] = {}
+    for pid, parent in children_of(root).items():
+        services[pid] = service_of(command_of(pid), services.get(parent, "command"))
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        for line in rollup.splitlines():
+            kind, _, size = line.partition(":")
+            if kind in KINDS:
+                memory[services[pid], kind] += int(size.split()[0]) * 1024 / 1e6
+    return memory
+
+
+class Sampler(threading.Thread):
+    """Measures this process and its descendants every SAMPLE_S seconds until `stop`."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__()
+        self._root, self._is_over = root, threading.Event()
+        self.samples: list[Counter[tuple[str, str]]] = []
+
+    def run(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self.samples.append(measure(self._root))
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def by_service(sample: Counter[tuple[str, str]]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for (service, _), size in sample.items():
+        sizes[service] += size
+    return {service: round(size) for service, size in sizes.most_common()}
+
+
+def run(*overrides: str) -> dict[str, Any]:
+    """Return what a job of the quick start takes with these overrides, in MB."""
+    onbeat = [sys.executable, "-m", "onbeat.cli"]
+    overrides = (f"schedule.num_iterations={NUM_ITERATIONS}", *overrides)
+    with temporary_folder() as folder:
+        data_dir = ["--data-dir", str(folder)]
+        stack = [*onbeat, "up", *data_dir]
+        subprocess.run(stack, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        root = json.loads((folder / "stack.json").read_text())["pid"]
+        sampler = Sampler(root)
+        sampler.start()
+        try:
+            settings = [part for override in overrides for part in ("--set", override)]
+            create = [*onbeat, "jobs", "create", "examples/quickstart.toml", *settings, *data_dir]
+            job = subprocess.run(create, check=True, cwd=ROOT, capture_output=True, text=True).stdout.split()[0]
+            watch = [*onbeat, "jobs", "watch", job, *data_dir]
+            subprocess.run(watch, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            report = subprocess.run(
+                [*onbeat, "jobs", "report", job, *data_dir], check=True, cwd=ROOT, capture_output=True, text=True
+            )
+            time.sleep(REST_S)
+        finally:
+            sampler.stop()
+            after = measure(root)
+            subprocess.run([*onbeat, "down", *data_dir], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    peak = max(sampler.samples, key=lambda sample: sample.total())
+    services = sorted({service for sample in sampler.samples for service, _ in sample})
+    iterations = json.loads(report.stdout)["iterations"][WARMUP:]
+    return {
+        "peak": round(peak.total()),
+        "at_peak": by_service(peak),
+        "peak_by_service": {name: max(by_service(each).get(name, 0) for each in sampler.samples) for name in services},
+        "trainer_at_its_peak": {
+            kind: round(max(sample["trainer", kind] for sample in sampler.samples)) for kind in KINDS
+        },
+        "after_the_job": by_service(after),
+        "wall_s": round(statistics.median(each["wall_s"] for each in iterations), 2),
+        "train_s": round(statistics.median(each["train_s"] for each in iterations), 2),
+        "rewards": [each["reward_mean"] for each in json.loads(report.stdout)["iterations"]],
+    }
+
+
+def main() -> None:
+    if chosen := sys.argv[1:]:
+        print(json.dumps({dtype: run(f"model.dtype={dtype}") for dtype in chosen}, indent=2))
+        return
+    is_native = read_processor().bfloat16 == "native"
+    dtypes = ("float32", "bfloat16") if is_native else ("float32",)  # a pass of the other would take minutes
+    save(
+        "memory" if is_native else "memory_float32",
+        {"unit": "MB"} | {each: run(f"model.dtype={each}") for each in dtypes},
+    )
+
+
+if __name__ == "__main__":
+    main()

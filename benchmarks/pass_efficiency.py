@@ -1,0 +1,82 @@
+"""How near the trainer's pass comes to the peak of the cores: forward and backward of a packed row of the quick start.
+
+The operations are those that PyTorch counts in the pass's matrix products. The peak is what a product of two square
+matrices reaches on the same threads, between the passes, in the same dtype.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from groups import make_group
+from harness import save
+from torch.utils.flop_counter import FlopCounterMode
+
+from services.trainer.batch import pack
+from services.trainer.bundled import prepare
+from services.trainer.model import DTYPES, load_model, response_logprobs
+
+NUM_GROUPS, SHAPE = 8, (45, 24, 8)  # groups of an iteration; prompt tokens, response tokens, responses of each
+SQUARE = 2048
+REPETITIONS = 7
+
+
+def run_pass(model, batch) -> None:
+    response_logprobs(model, batch, 1.0)[0].sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def seconds(run, *arguments) -> float:
+    started = time.perf_counter()
+    run(*arguments)
+    return time.perf_counter() - started
+
+
+def count_operations(model, batch) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run_pass(model, batch)
+    return counter.get_total_flops()
+
+
+def measure(dtype_name: str) -> dict:
+    dtype = DTYPES[dtype_name]
+    source = prepare("smollm2-135m-instruct", Path.home() / ".cache" / "onbeat")
+    model = load_model(str(source), dtype, torch.device("cpu"))
+    batch = pack([make_group(*SHAPE) for _ in range(NUM_GROUPS)], torch.device("cpu"), is_prefix_shared=False)
+    operations = count_operations(model, batch)
+    left, right = (torch.randn(SQUARE, SQUARE, dtype=dtype) for _ in range(2))
+    rounds = []
+    for _ in range(REPETITIONS + 1):
+        rounds.append((seconds(run_pass, model, batch), seconds(torch.mm, left, right)))
+    pass_s, square_s = (statistics.median(values) for values in zip(*rounds[1:], strict=True))
+    reached, peak = operations / pass_s / 1e9, 2 * SQUARE**3 / square_s / 1e9
+    return {
+        "dtype": dtype_name,
+        "tokens_in_row": len(batch.token_ids),
+        "pass_s": pass_s,
+        "gflops": reached,
+        "peak_gflops": peak,
+        "share_of_peak": reached / peak,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=list(DTYPES))
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    save(
+        "pass_efficiency",
+        {
+            "num_threads": arguments.threads,
+            "goal": "share_of_peak >= 0.85 in float32",
+            "passes": [measure(dtype) for dtype in arguments.dtypes],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Time to reward: seconds until the mean reward of five iterations in a row reaches 0.8, with the quick start's job.
+
+Onbeat's time runs from the start of the job, which is within seconds of `onbeat run`: the engine's start is part of it.
+TRL's GRPOTrainer gets the same task, model, cores, limits of tokens and reward, in the dtype in which it learns this
+task best, from its first step on: its start is not counted. It is stopped once it has had `--times` as long as Onbeat's
+median. vLLM is not available to it.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, run_job, save, temporary_folder
+from vs_trl import quickstart_model
+
+from onbeat.config import JobConfig
+from onbeat.local.hardware import read_processor
+
+QUICKSTART = "examples/quickstart.toml"
+WINDOW, WANTED = 5, 0.8
+MAX_TRL_STEPS = 400
+
+
+def first_window(rewards: list[float]) -> int | None:
+    """Return the index at which the first good window ends, or None."""
+    windows = (statistics.fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1))
+    return next((index + WINDOW - 1 for index, mean in enumerate(windows) if mean >= WANTED), None)
+
+
+def lowest_window(rewards: list[float], first: int) -> float:
+    """Return the lowest mean of all windows from the first good one on."""
+    ends = range(first + 1, len(rewards) + 1)
+    return min(statistics.fmean(rewards[end - WINDOW : end]) for end in ends)
+
+
+def run_onbeat(seed: int) -> dict[str, Any]:
+    report = run_job(QUICKSTART, f"seed={seed}")
+    rewards = [each["reward_mean"] for each in report["iterations"]]
+    ends = list(itertools.accumulate(each["wall_s"] for each in report["iterations"]))
+    before_s = report["totals"]["job_s"] - report["totals"]["wall_s"]  # loading the model, and ending the job
+    first = first_window(rewards)
+    return {
+        "seed": seed,
+        "dtype": report["dtype"],
+        "iterations_to_reward": None if first is None else first + 1,
+        "seconds_to_reward": None if first is None else before_s + ends[first],
+        "lowest_window_after": None if first is None else lowest_window(rewards, first),
+        "last_window": statistics.fmean(rewards[-WINDOW:]),
+        "job_s": report["totals"]["job_s"],
+        "rewards": rewards,
+    }
+
+
+def run_trl(dtype: str, limit_s: float) -> dict[str, Any]:
+    job = JobConfig.from_file(ROOT / QUICKSTART)
+    rollout = job.rollout
+    sizes = (MAX_TRL_STEPS, rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
+    with temporary_folder() as folder:
+        output = Path(folder) / "trl.json"
+        command = [sys.executable, str(ROOT / "benchmarks" / "trl_baseline.py"), str(quickstart_model())]
+        command += [*map(str, sizes), str(rollout.max_response_tokens), dtype, str(output)]
+        command += [str(job.optimizer.learning_rate), str(limit_s)]
+        subprocess.run(command, check=True, timeout=limit_s + 600)
+        result = json.loads(output.read_text())
+    first = first_window(result["rewards"])
+    ends = list(itertools.accumulate(result["step_s"]))
+    return {
+        "dtype": dtype,
+        "seconds_to_reward": None if first is None else ends[first],
+        "seconds_given": ends[-1],
+        "num_steps": len(ends),
+        "rewards": result["rewards"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--times", type=float, default=8.0, help="TRL's time, as a multiple of Onbeat's; 0: no TRL")
+    arguments = parser.parse_args()
+    is_native = read_processor().bfloat16 == "native"
+    runs = [run_onbeat(seed) for seed in arguments.seeds]
+    reached = [run["seconds_to_reward"] for run in runs if run["seconds_to_reward"] is not None]
+    median_s = statistics.median(reached) if reached else None
+    trl = None
+    if arguments.times and median_s is not None:
+        trl = run_trl("mixed" if is_native else "float32", arguments.times * median_s)
+    save(
+        "time_to_reward" if is_native else "time_to_reward_float32",
+        {
+            "goal": f"mean reward of {WINDOW} iterations >= {WANTED}",
+            "seconds_to_reward": {"median": median_s, "slowest": max(reached, default=None)},
+            "num_seeds_that_reached_it": len(reached),
+            "num_seeds_that_stayed": sum((run["lowest_window_after"] or 0.0) >= WANTED for run in runs),
+            "onbeat": runs,
+            "trl": trl,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
