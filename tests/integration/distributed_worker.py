@@ -22,7 +22,7 @@ from transformers import Gemma2Config
 import services.trainer.distributed as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
 from onbeat.errors import JobFailed
-from onbeat.local.malloc import give_back_freed
+from onbeat.local.malloc import give_back_freed, give_back_large_at_once
 from services.trainer.batch import pack
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import PeerLost, World
@@ -211,6 +211,7 @@ def sharded_reading(world, folder):
 
 def write_model(world, folder, config):
     """A random bfloat16 model in several files, written by rank 0; the folder's name."""
+    world.all_gather_bytes(b"read")  # the files of the case before, which this one replaces
     if world.is_main:
         tiny_model(config, torch.bfloat16).save_pretrained(folder / "model", max_shard_size="10KB")
     world.all_gather_bytes(b"written")
@@ -235,6 +236,7 @@ def little_memory(world, folder):
     config = job_config(model={"path": source, "dtype": "float32"})
     gc.collect()
     give_back_freed()
+    give_back_large_at_once()  # as a sharded trainer does
     before = anonymous_bytes()
     with highest(anonymous_bytes) as peak:
         policy, _ = load_policy(source, config, world, is_sharded=True)
