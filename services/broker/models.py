@@ -15,6 +15,8 @@ HUB_ID = re.compile(rf"{HUB_NAME}(/{HUB_NAME})?")
 PICKLED = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
 MAX_HEADER_BYTES = 32 << 20  # a longer header is left to the trainer
+OTHER_HEADS = ("ForMaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")  # ends of architectures' names
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 Complaint = tuple[str, str]  # field, message with a remedy
 
@@ -63,41 +65,71 @@ def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
         return [("model.path", f"{folder}/config.json is not valid JSON; save the model in Hugging Face layout")]
     if not isinstance(model, dict) or not isinstance(model.get("model_type"), str):
         return [("model.path", f"{folder}/config.json names no model_type; save the model in Hugging Face layout")]
-    return review_files(folder) or review_context(config, context_tokens(model)) or review_rotary(config, model)
+    return (
+        review_head(folder, model)
+        or review_files(folder, model)
+        or review_context(config, context_tokens(model))
+        or review_rotary(config, model)
+    )
 
 
-def review_files(folder: Path) -> list[Complaint]:
+def review_head(folder: Path, model: dict[str, Any]) -> list[Complaint]:
+    """Complain about an encoder or a classifier, as far as its configuration names it so."""
+    named = model.get("architectures")
+    if not isinstance(named, list) or not named or not all(str(name).endswith(OTHER_HEADS) for name in named):
+        return []
+    return [("model.path", f"{folder} is a {named[0]}, which generates no text; give a causal language model")]
+
+
+def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
     """Weights and tokenizer, by their names, headers and sizes."""
     weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not weights:
         pickled = next((path.name for pattern in PICKLED for path in folder.glob(pattern)), None)
         what = f"has pickled weights ({pickled}), which may run code" if pickled else "has no weights"
         return [("model.path", f"{folder} {what}; save the model as safetensors")]
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in weights:
-        if problem := torn(path):
+        problem, found = read_header(path)
+        if problem:
             return [("model.path", f"{path} is not whole: {problem}; copy or download it again")]
+        shapes |= found
     if not any(path.is_file() for pattern in TOKENIZERS for path in folder.glob(pattern)):
         return [("model.path", f"{folder} has no tokenizer; save it into the same folder (tokenizer.save_pretrained)")]
-    return []
+    return review_vocabulary(folder, text_config(model).get("vocab_size"), shapes)
 
 
-def torn(path: Path) -> str:
-    """Return what is missing of a safetensors file: 8 bytes of length, a JSON header, the tensors that it names."""
+def review_vocabulary(folder: Path, stated: object, shapes: dict[str, tuple[int, ...]]) -> list[Complaint]:
+    sizes = {shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS) and shape}
+    if not sizes or not isinstance(stated, int) or stated in sizes:
+        return []
+    found = " or ".join(map(str, sorted(sizes)))
+    message = f"{folder}/config.json has vocab_size = {stated}, but the embedding of the weights has {found} tokens"
+    return [("model.path", f"{message}; correct one of them")]
+
+
+def read_header(path: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Return what is missing of a safetensors file ('' if nothing), and the shapes of its tensors by name.
+
+    The file: 8 bytes of length, a JSON header, the tensors that it names.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + header_bytes > size:
-            return f"it ends after {size} bytes, within its header"
+            return f"it ends after {size} bytes, within its header", {}
         if header_bytes > MAX_HEADER_BYTES:
-            return ""
+            return "", {}
         try:
             tensors = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+            tensors.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in tensors.values()]
             missing = 8 + header_bytes + max(ends, default=0) - size
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return "its header is no header of safetensors"
-    return f"{missing} bytes are missing at its end" if missing > 0 else ""
+            return "its header is no header of safetensors", {}
+    return (f"{missing} bytes are missing at its end" if missing > 0 else ""), shapes
 
 
 def is_folder(path: Path) -> bool:
@@ -107,20 +139,22 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def context_tokens(model: dict[str, Any]) -> int | None:
-    """`max_position_embeddings` of a Hugging Face config, also where the text model is nested."""
+def text_config(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a Hugging Face config that is about text: all of it, unless the text model is nested."""
     nested = model.get("text_config")
-    value = model.get(
-        "max_position_embeddings", nested.get("max_position_embeddings") if isinstance(nested, dict) else None
-    )
+    return nested if isinstance(nested, dict) else model
+
+
+def context_tokens(model: dict[str, Any]) -> int | None:
+    """Return `max_position_embeddings`, of the text model too."""
+    name = "max_position_embeddings"
+    value = model.get(name, text_config(model).get(name))
     return value if isinstance(value, int) and value > 0 else None
 
 
-def review_rotary(config: JobConfig, model: object) -> list[Complaint]:
+def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:
     """A `longrope` model has other rotary embeddings for long passes: results would depend on what shares a pass."""
-    if not isinstance(model, dict):
-        return []
-    text = nested if isinstance(nested := model.get("text_config"), dict) else model
+    text = text_config(model)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(rope, dict) or (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
         return []
