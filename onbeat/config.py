@@ -42,7 +42,7 @@ class ModelConfig(Section):
         "have instructions for it, else float32. Master weights are always float32",
     )
     max_context_tokens: PositiveInt | None = Field(
-        None, description="longest prompt plus response; default: what the model supports"
+        None, le=16_777_216, description="longest prompt plus response; default: what the model supports"
     )
 
 
@@ -75,8 +75,12 @@ class RewardConfig(Section):
     timeout_s: Float = Field(
         10.0, gt=0, le=3600, description="hard limit for scoring one response; http: for each response of a group"
     )
-    memory_limit_mb: Int = Field(2048, ge=64, description="hard limit of a scoring process; http: has none")
-    max_attempts: PositiveInt = Field(2, description="tries of one response (http: of one group) in one rollout")
+    memory_limit_mb: Int = Field(
+        2048, ge=64, le=1_048_576, description="hard limit of a scoring process; http: has none"
+    )
+    max_attempts: PositiveInt = Field(
+        2, le=100, description="tries of one response (http: of one group) in one rollout"
+    )
 
 
 class LoraConfig(Section):
@@ -90,15 +94,17 @@ class LoraConfig(Section):
 
 
 class RolloutConfig(Section):
-    num_prompts_per_iteration: PositiveInt = Field(description="groups in one iteration")
-    num_samples_per_prompt: PositiveInt = Field(description="responses in one group (G)")
-    max_response_tokens: PositiveInt = Field(description="a response is cut there")
+    num_prompts_per_iteration: PositiveInt = Field(le=10_000, description="groups in one iteration")
+    num_samples_per_prompt: PositiveInt = Field(le=1_024, description="responses in one group (G)")
+    max_response_tokens: PositiveInt = Field(le=1_048_576, description="a response is cut there")
     temperature: Float = Field(
         1.0, ge=0.01, le=10, description="of sampling; logprobs are of the tempered distribution"
     )
-    group_deadline_s: Float = Field(300.0, gt=0, description="generating and scoring one group, from its claim")
+    group_deadline_s: Float = Field(
+        300.0, gt=0, le=86_400, description="generating and scoring one group, from its claim"
+    )
     max_group_attempts: PositiveInt = Field(
-        3, description="tries of one group (its own errors, deaths of workers) until it counts as failed"
+        3, le=100, description="tries of one group (its own errors, deaths of workers) until it counts as failed"
     )
     on_group_failure: Literal["skip", "fail"] = Field(
         "skip", description="a group that cannot be produced is recorded and skipped, or fails the job"
@@ -301,7 +307,9 @@ class GacConfig(Section):
 
 class TrainingConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = Field(
-        4096, description="packed tokens of one forward and backward; a larger group is split, its prompt repeated"
+        4096,
+        le=2**31 - 1,
+        description="packed tokens of one forward and backward; a larger group is split, its prompt repeated",
     )
     num_updates_per_iteration: PositiveInt = Field(
         1, description="optimizer steps of one iteration, each on its own share of the prompts, by their order"
@@ -312,15 +320,18 @@ class TrainingConfig(Section):
 
 
 class Schedule(Section):
-    num_iterations: PositiveInt = Field(description="of the whole job")
+    num_iterations: PositiveInt = Field(le=1_000_000, description="of the whole job")
     iteration_deadline_s: Float = Field(
-        1800.0, gt=0, description="an iteration that makes no progress for this long fails the job"
+        1800.0, gt=0, le=7 * 86_400, description="an iteration that makes no progress for this long fails the job"
     )
     start_deadline_s: Float = Field(
-        86400.0, gt=0, description="a pending job fails when no trainer of its pool was alive for this long"
+        86400.0,
+        gt=0,
+        le=365 * 86_400,
+        description="a pending job fails when no trainer of its pool was alive for this long",
     )
     max_lost_trainers: PositiveInt = Field(
-        10, description="trainers lost in a row, without a committed iteration between, that fail the job"
+        10, le=1_000, description="trainers lost in a row, without a committed iteration between, that fail the job"
     )
 
 
@@ -362,9 +373,11 @@ class EvaluationConfig(Section):
 
     data: DataConfig
     every_iterations: PositiveInt = Field(10, description="before the first iteration, then after every so many")
-    num_prompts: PositiveInt = Field(32, description="the first so many of the data, the same ones every time")
+    num_prompts: PositiveInt = Field(
+        32, le=10_000, description="the first so many of the data, the same ones every time"
+    )
     num_samples_per_prompt: PositiveInt = Field(
-        1, description="responses to one prompt; more than one also give pass_at_k"
+        1, le=1_024, description="responses to one prompt; more than one also give pass_at_k"
     )
     temperature: Float = Field(1.0, ge=0.01, le=10, description="of sampling")
 

@@ -23,24 +23,6 @@ REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), 
 MAX_SHOWN = 80  # characters of a wrong value
 REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
 
-# Far beyond what a run can use, and far below what one message of the streams or one script can carry.
-LIMITS = {
-    "rollout.num_prompts_per_iteration": 10_000,
-    "rollout.num_samples_per_prompt": 1_024,
-    "rollout.max_response_tokens": 1_048_576,
-    "rollout.group_deadline_s": 86_400,
-    "rollout.max_group_attempts": 100,
-    "reward.max_attempts": 100,
-    "reward.memory_limit_mb": 1_048_576,
-    "training.max_tokens_per_micro_batch": 2**31 - 1,
-    "schedule.num_iterations": 1_000_000,
-    "schedule.iteration_deadline_s": 7 * 86_400,
-    "schedule.start_deadline_s": 365 * 86_400,
-    "schedule.max_lost_trainers": 1_000,
-    "model.max_context_tokens": 16_777_216,
-    "evaluation.num_prompts": 10_000,
-    "evaluation.num_samples_per_prompt": 1_024,
-}
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
 
@@ -94,15 +76,7 @@ class Admission:
 
 
 def review_numbers(config: JobConfig) -> list[FieldError]:
-    values = config.model_dump()
     errors = []
-    for field, limit in LIMITS.items():
-        section, name = field.split(".")
-        value = (values[section] or {}).get(name)
-        if value is not None and value > limit:
-            errors.append(FieldError(field=field, message=f"at most {limit} is allowed, got {value}; lower it"))
-    if errors:
-        return errors
     rollout = config.rollout
     num_responses = rollout.num_prompts_per_iteration * rollout.num_samples_per_prompt
     if num_responses > MAX_RESPONSES_PER_ITERATION:

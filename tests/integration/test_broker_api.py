@@ -146,14 +146,19 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("wrong name", {"name": "a b"}, "name", "match pattern"),
     ("not finite", {"rollout": {"temperature": 0}}, "rollout.temperature", "greater than or equal to 0.01"),
     ("group of one", {"rollout": {"num_samples_per_prompt": 1}}, "rollout.num_samples_per_prompt", "2 or more"),
-    ("huge group", {"rollout": {"num_samples_per_prompt": 10**30}}, "rollout.num_samples_per_prompt", "at most 1024"),
+    (
+        "huge group",
+        {"rollout": {"num_samples_per_prompt": 10**30}},
+        "rollout.num_samples_per_prompt",
+        "or equal to 1024",
+    ),
     (
         "huge iteration",
         {"rollout": {"num_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1024}},
         "rollout.num_prompts_per_iteration",
         "10240000 responses in one iteration",
     ),
-    ("huge job", {"schedule": {"num_iterations": 10**9}}, "schedule.num_iterations", "at most 1000000"),
+    ("huge job", {"schedule": {"num_iterations": 10**9}}, "schedule.num_iterations", "or equal to 1000000"),
     (
         "response as long as the context",
         {"rollout": {"max_response_tokens": 8192}},
@@ -282,13 +287,14 @@ async def test_unknown_task_and_its_options_are_refused(broker: httpx.AsyncClien
 
 
 async def test_all_that_is_wrong_is_said_at_once(broker: httpx.AsyncClient) -> None:
-    sections = {"reward": {"name": "nope"}, "model": {"path": "bundled:nope"}, "schedule": {"num_iterations": 10**8}}
+    sizes = {"num_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1_000}
+    sections = {"reward": {"name": "nope"}, "model": {"path": "bundled:nope"}, "rollout": sizes}
     errors = problem_of(await broker.post("/v1/jobs", json=job_body(**sections)), 422)["errors"]
-    assert {error["field"] for error in errors} == {"reward.name", "model.path", "schedule.num_iterations"}
+    assert {error["field"] for error in errors} == {"reward.name", "model.path", "rollout.num_prompts_per_iteration"}
 
 
-def write_weights(folder: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+def write_weights(folder: Path, name: str = "w") -> None:
+    header = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     (folder / "tokenizer.json").write_text("{}")
 
@@ -323,6 +329,34 @@ async def test_model_that_is_not_whole_is_refused_by_what_is_missing(broker: htt
     assert "has no tokenizer; save it into the same folder" in await refusal()
     (folder / "tokenizer.json").write_text("{}")
     await submit(broker, model={"path": str(folder)})
+
+
+async def test_model_that_generates_no_text_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    body = job_body(model={"path": str(tmp_path)})
+    for name, is_refused in {
+        "BertForMaskedLM": True,
+        "LlamaForSequenceClassification": True,
+        "LlamaForCausalLM": False,
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [name]}))
+        answer = await broker.post("/v1/jobs", json=body)
+        if is_refused:
+            (error,) = problem_of(answer, 422)["errors"]
+            assert f"is a {name}, which generates no text" in error["message"]
+        else:
+            assert answer.status_code == 201
+
+
+async def test_vocabulary_that_is_not_the_weights_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_weights(tmp_path, name="model.embed_tokens.weight")  # of 2 tokens
+    body = job_body(model={"path": str(tmp_path)})
+    for text in ({"vocab_size": 3}, {"text_config": {"vocab_size": 3}}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | text))
+        (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
+        assert "has vocab_size = 3, but the embedding of the weights has 2 tokens" in error["message"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2}))
+    await submit(broker, model={"path": str(tmp_path)})
 
 
 async def test_model_folder_bounds_the_response(broker: httpx.AsyncClient, tmp_path: Path) -> None:
