@@ -15,9 +15,6 @@ GROUPS = Counter("onbeat_rollout_groups", "Groups by what became of them", ["out
 RESPONSE_TOKENS = Counter("onbeat_rollout_response_tokens", "Tokens of finished responses")
 RELEASED = Counter("onbeat_rollout_released_groups", "Leases handed back after an error")
 REWARD_TRIES = Counter("onbeat_rollout_reward_tries", "Tries to score a group: scored, or why not", ["outcome"])
-REWARD_CIRCUIT = Gauge(
-    "onbeat_rollout_reward_circuit", "0: service in use, 1: left alone, 2: one call probes", ["service"]
-)
 IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet submitted")
 POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
 CHATS = Counter("onbeat_rollout_chats", "Chats by how they ended; cancelled: nobody waited any more", ["outcome"])

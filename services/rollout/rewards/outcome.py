@@ -12,6 +12,9 @@ from services.rollout.rewards.limits import MAX_MESSAGE
 Number = Annotated[float, Field(strict=True, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]  # reward or part
 
 
+UNREACHABLE = "unreachable"  # the kind of a call that did not reach its service, or found it busy
+
+
 @dataclass(frozen=True)
 class RewardRequest:
     """The responses of one group and how to score them."""
@@ -55,10 +58,6 @@ class RewardUnavailable(RewardError):
     def __init__(self, kind: str, message: str, index: int | None = None, *, retry_after_s: float = 0.0) -> None:
         super().__init__(kind, message, index)
         self.retry_after_s = retry_after_s
-
-
-class CircuitOpen(RewardUnavailable):
-    """Not even tried: the service has failed too often just now."""
 
 
 class ServiceMissing(RewardUnavailable):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from services.rollout import meters
 from services.rollout.rewards.outcome import (
-    CircuitOpen,
+    UNREACHABLE,
     RewardError,
     RewardRequest,
     RewardSource,
@@ -48,25 +48,26 @@ class Scorer:
         return self._services[service]
 
     async def score(self, request: RewardRequest, deadline: float) -> list[Score]:
-        """One score per response, in order. Raises RewardError once a response has failed `max_attempts` times, or when
-        the next try would begin after the deadline (of the event loop's clock).
+        """Return one score per response, in order. Raises RewardError once a response has failed `max_attempts` times,
+        or when the next try would begin after the deadline (of the event loop's clock).
 
-        A call that an open circuit did not let through is no try: nothing was asked.
+        A call that does not reach its service is no try of a response: it is repeated until the deadline.
         """
         deadline -= LAST_MOMENT_S
         source, now = self.source(request.name, request.options), asyncio.get_running_loop().time
         scores: dict[int, Score] = {}
         num_tries: Counter[int | None] = Counter()
+        num_failures = 0
         while missing := [index for index in range(len(request.responses)) if index not in scores]:
             try:
                 await source.score(request, missing, scores, deadline)
                 meters.REWARD_TRIES.labels(outcome="scored").inc()
             except RewardError as error:
                 meters.REWARD_TRIES.labels(outcome=error.kind).inc()
-                if not isinstance(error, CircuitOpen):
-                    logger.warning("reward %s: %s", request.name, error)
-                    num_tries[error.index] += 1
-                pause_s = pause_after(error, num_tries[error.index])
+                logger.warning("reward %s: %s", request.name, error)
+                num_failures += 1
+                num_tries[error.index] += error.kind != UNREACHABLE
+                pause_s = pause_after(error, num_failures)
                 is_over = error.is_final or num_tries[error.index] >= request.max_attempts
                 if is_over or now() + pause_s >= deadline:
                     raise
@@ -79,11 +80,11 @@ class Scorer:
             await service.close()
 
 
-def pause_after(error: RewardError, num_tries: int) -> float:
-    """Seconds until the next try: anything up to a bound that doubles, so that many rollouts do not come back at once.
+def pause_after(error: RewardError, num_failures: int) -> float:
+    """Return the seconds until the next try: what the service asked for, and a random time up to a bound that doubles.
 
-    What the service asked for comes on top.
+    It is random so that many rollouts do not come back at once.
     """
-    longest_s = min(FIRST_PAUSE_S * 2 ** max(0, num_tries - 1), LONGEST_PAUSE_S)
+    longest_s = min(FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), LONGEST_PAUSE_S)
     asked_s = error.retry_after_s if isinstance(error, RewardUnavailable) else 0.0
     return asked_s + random.uniform(0, longest_s)

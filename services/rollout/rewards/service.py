@@ -6,7 +6,6 @@
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -15,13 +14,9 @@ from email.utils import parsedate_to_datetime
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from services.rollout import meters
-from services.rollout.rewards.breaker import Circuit, CircuitBreaker
 from services.rollout.rewards.limits import MAX_ANSWER_BYTES
-from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
+from services.rollout.rewards.outcome import UNREACHABLE, Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.settings import RewardServiceSettings
-
-logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 MAX_RETRY_AFTER_S = 60.0  # a service that asks for more is asked again after so long
@@ -37,7 +32,6 @@ class RewardService:
 
     def __init__(self, name: str, settings: RewardServiceSettings) -> None:
         self._name, self._settings = name, settings
-        self._breaker = CircuitBreaker(f"service {name}", self._record_circuit)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None),
@@ -51,8 +45,7 @@ class RewardService:
         if limit_s <= 0:  # not the service's failure
             message = f"the group has no time left for service {self._name}; raise rollout.group_deadline_s"
             raise RewardUnavailable("timeout", message)
-        with self._breaker.call():
-            content = await self._post(request, [request.responses[index] for index in indexes], limit_s)
+        content = await self._post(request, [request.responses[index] for index in indexes], limit_s)
         scores.update(zip(indexes, read_scores(self._name, content, len(indexes)), strict=True))
 
     async def close(self) -> None:
@@ -79,7 +72,7 @@ class RewardService:
             raise RewardUnavailable("timeout", message) from error
         except httpx.HTTPError as error:
             message = f"service {self._name} cannot be reached: {type(error).__name__}: {error}"
-            raise RewardUnavailable("unreachable", message) from error
+            raise RewardUnavailable(UNREACHABLE, message) from error
 
     def _headers(self) -> dict[bytes, bytes]:
         headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
@@ -89,10 +82,10 @@ class RewardService:
             try:
                 token = path.read_bytes().strip()  # each time: tokens are renewed
             except OSError as error:
-                raise RewardUnavailable("unreachable", f"{where}: {error}") from error
+                raise RewardUnavailable(UNREACHABLE, f"{where}: {error}") from error
             if not re.fullmatch(rb"[!-~]+", token):  # httpx would quote it
                 message = f"{where}: {path} has to hold one token, of visible ASCII characters without white space"
-                raise RewardUnavailable("unreachable", message)
+                raise RewardUnavailable(UNREACHABLE, message)
             headers[b"Authorization"] = b"Bearer " + token
         return headers
 
@@ -106,7 +99,7 @@ class RewardService:
         if answer.is_client_error and answer.status_code not in BUSY_STATUSES:
             remedy = ": set its bearer_token_file in ONBEAT_REWARD_SERVICES" if answer.status_code == 401 else ""
             raise RewardRefused("refused", status + remedy, is_final=True)
-        raise RewardUnavailable("unreachable", status, retry_after_s=read_retry_after(answer))
+        raise RewardUnavailable(UNREACHABLE, status, retry_after_s=read_retry_after(answer))
 
     async def _read_body(self, answer: httpx.Response) -> bytes:
         content = bytearray()
@@ -116,10 +109,6 @@ class RewardService:
                 message = f"service {self._name} sends more than {MAX_ANSWER_BYTES} bytes"
                 raise RewardRefused("invalid", message)
         return bytes(content)
-
-    def _record_circuit(self, circuit: Circuit) -> None:
-        meters.REWARD_CIRCUIT.labels(service=self._name).set(circuit)
-        logger.warning("reward service %s: the circuit is %s", self._name, circuit.name)
 
 
 def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]:
