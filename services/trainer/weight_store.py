@@ -186,9 +186,10 @@ def take_snapshot(
 class WeightStore:
     """Written by the training thread, read by the weight server's thread.
 
-    The newest `num_kept` versions are there in full. Deltas are kept as long as all of them together are smaller than a
-    full copy: beyond that nobody would want the chain. Both sizes are those of all shards, so that every rank of a
-    sharded model keeps the same deltas.
+    The newest `num_kept` versions are there in full. Of the deltas, the newest is kept if it is smaller than a full
+    copy, and older ones while all together are smaller than half of one: a longer chain saves a rollout that is late
+    little, and costs this process its memory. Both sizes are those of all shards, so that every rank of a sharded model
+    keeps the same deltas.
     """
 
     def __init__(self, num_kept: int = 2) -> None:
@@ -211,12 +212,14 @@ class WeightStore:
                 self._deltas[key.policy_version] = step, snapshot.delta
             self._drop_deltas(snapshot.manifest.size_bytes)
 
-    def _drop_deltas(self, room: int) -> None:
+    def _drop_deltas(self, full_bytes: int) -> None:
+        total, limit = 0, full_bytes
         for version in sorted(self._deltas, reverse=True):
             step, _ = self._deltas[version]
-            room -= step.size_bytes
-            if room <= 0:
+            total += step.size_bytes
+            if total >= limit:
                 del self._deltas[version]
+            limit = full_bytes // 2
 
     def get(self, version: int) -> Snapshot | None:
         with self._lock:
