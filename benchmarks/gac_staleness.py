@@ -18,6 +18,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState, PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.link import Commit
 from services.trainer.loop import TrainLoop
 from services.trainer.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
 from services.trainer.policy import Policy
@@ -124,8 +125,8 @@ class StaleRollouts:
         self._snapshots[snapshot.policy_version] = snapshot
         self._snapshots.pop(snapshot.policy_version - self._staleness - 2, None)
 
-    def commit(self, iteration: int, snapshot: Snapshot, metrics: dict[str, float], *told: Any) -> bool:
-        self.metrics.append(metrics)
+    def commit(self, commit: Commit) -> bool:
+        self.metrics.append(commit.metrics)
         return True
 
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:

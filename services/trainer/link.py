@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import RedisError
@@ -42,6 +43,19 @@ class Stopped(Exception):
     """This process was asked to stop; the job goes on elsewhere."""
 
 
+@dataclass(frozen=True)
+class Commit:
+    """What the trainer reports when an iteration ends."""
+
+    iteration: int
+    snapshot: Snapshot  # of the version that the iteration made
+    metrics: dict[str, float]
+    used: str  # the `used_digest` of the groups that the step was made of
+    is_published: bool  # False: rollouts stay on the version that they have (`bounded` only)
+    spans: Sequence[Span]
+    advantages: Advantages
+
+
 class Link(Protocol):
     """What the training loop needs of its job: live (`JobLink`) or recorded (`replay.RecordedLink`)."""
 
@@ -59,16 +73,7 @@ class Link(Protocol):
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]: ...
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None: ...
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None: ...
-    def commit(
-        self,
-        iteration: int,
-        snapshot: Snapshot,
-        metrics: dict[str, float],
-        used: str,
-        is_published: bool,
-        spans: Sequence[Span],
-        advantages: Advantages,
-    ) -> bool: ...
+    def commit(self, commit: Commit) -> bool: ...
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None: ...
     def wait_for_evaluation(self) -> None: ...
     def emit(self, kind: str, message: str) -> None: ...
@@ -92,13 +97,8 @@ class JobLink:
     ) -> None:
         self.job_id, self.config, self.epoch = job_id, config, epoch
         self._doing, self._watchdog = "loading the model", watchdog
-        self._background, self._ledger, self._epoch, self._lease_s, self._stop = (
-            background,
-            ledger,
-            epoch,
-            lease_s,
-            stop,
-        )
+        self._background, self._ledger, self._epoch = background, ledger, epoch
+        self._lease_s, self._stop = lease_s, stop
         self._state = JobState.RUNNING
         self._lost: Exception | None = None
         self._rank, self._num_replicas = rank, num_replicas
@@ -190,8 +190,7 @@ class JobLink:
         assert self._server is not None
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         self._background.run(self._server.announce())
-        place = (self._epoch, version, self._address, digest)
-        self._run(self._ledger.announce_version(self.job_id, *place, published))
+        self._run(self._ledger.announce_version(self.job_id, self._epoch, version, self._address, digest, published))
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
@@ -241,23 +240,26 @@ class JobLink:
 
     # ---- the barrier ---------------------------------------------------------------------------------------------
 
-    def commit(
-        self,
-        iteration: int,
-        snapshot: Snapshot,
-        metrics: dict[str, float],
-        used: str,
-        is_published: bool,
-        spans: Sequence[Span],
-        advantages: Advantages,
-    ) -> bool:
+    def commit(self, commit: Commit) -> bool:
         """Close the iteration and count the next version. False when it was committed before a crash."""
-        self.doing = f"committing iteration {iteration}"
-        version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
-        report: dict[str, Any] = metrics | {"spans": to_record(spans, self._clock_offset_s())}
-        arguments = (self.job_id, self._epoch, iteration, version, digest, report, used, is_published, advantages)
-        is_new = self._run(self._ledger.commit_iteration(*arguments))
-        self._meter.record(version, self.config.training.num_updates_per_iteration, metrics, spans)
+        self.doing = f"committing iteration {commit.iteration}"
+        report: dict[str, Any] = commit.metrics | {"spans": to_record(commit.spans, self._clock_offset_s())}
+        version = commit.snapshot.policy_version
+        is_new = self._run(
+            self._ledger.commit_iteration(
+                self.job_id,
+                self._epoch,
+                commit.iteration,
+                version,
+                commit.snapshot.manifest.digest.hex(),
+                report,
+                commit.used,
+                is_published=commit.is_published,
+                advantages=commit.advantages,
+            )
+        )
+        num_updates = self.config.training.num_updates_per_iteration
+        self._meter.record(version, num_updates, commit.metrics, commit.spans)
         return is_new
 
     def _clock_offset_s(self) -> float:

@@ -11,7 +11,7 @@ from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
 from services.trainer.checkpoint import CheckpointStore, NotWritten, TrainState
 from services.trainer.distributed import ALONE, World
-from services.trainer.link import Link
+from services.trainer.link import Commit, Link
 from services.trainer.optimizer import Written
 from services.trainer.policy import Policy, has_old_policies
 from services.trainer.spans import Span
@@ -94,11 +94,17 @@ class Publisher:
             with stats.span("publish"):
                 self._publish(snapshot)
         if self._world.is_main:
-            report = stats.report(self._world.size)
-            used, spans = used_digest(stats.digests), self._last_checkpoint + stats.spans
-            told = (report, used, is_published, spans, stats.told_advantages())
-            is_new = self._link.commit(iteration, snapshot, *told)
-            log_iteration(iteration, report, is_new)
+            commit = Commit(
+                iteration=iteration,
+                snapshot=snapshot,
+                metrics=stats.report(self._world.size),
+                used=used_digest(stats.digests),
+                is_published=is_published,
+                spans=self._last_checkpoint + stats.spans,
+                advantages=stats.told_advantages(),
+            )
+            is_new = self._link.commit(commit)
+            log_iteration(iteration, commit.metrics, is_new)
         self._tell_durable()
         started = time.monotonic()
         has_written = self._checkpoint_if_due()

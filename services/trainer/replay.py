@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ from services.device import choose_device
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import pin_cores
 from services.trainer.distributed import World
+from services.trainer.link import Commit
 from services.trainer.loop import TrainLoop
 from services.trainer.model import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import restore
 from services.trainer.settings import Settings
-from services.trainer.spans import Span
-from services.trainer.stats import Advantages
 from services.trainer.weight_store import Snapshot
 
 
@@ -77,18 +76,9 @@ class RecordedLink:
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         pass
 
-    def commit(
-        self,
-        iteration: int,
-        snapshot: Snapshot,
-        metrics: dict[str, float],
-        used: str,
-        is_published: bool,
-        spans: Sequence[Span],
-        advantages: Advantages,
-    ) -> bool:
-        self.digests[iteration] = snapshot.manifest.digest.hex()
-        self.metrics[iteration] = metrics
+    def commit(self, commit: Commit) -> bool:
+        self.digests[commit.iteration] = commit.snapshot.manifest.digest.hex()
+        self.metrics[commit.iteration] = commit.metrics
         return True
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:

@@ -143,10 +143,10 @@ class RecordedLink:
     def publish(self, snapshot, published):
         self.published.append(snapshot.policy_version)
 
-    def commit(self, iteration, snapshot, metrics, used, is_published, spans, advantages):
-        self.commits.append((iteration, snapshot.manifest.digest, metrics))
-        self.spans.append(spans)
-        self.advantages.append(advantages)
+    def commit(self, commit):
+        self.commits.append((commit.iteration, commit.snapshot.manifest.digest, commit.metrics))
+        self.spans.append(commit.spans)
+        self.advantages.append(commit.advantages)
         return True
 
     def checkpointed(self, first, next_iteration, path):
