@@ -9,17 +9,19 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.models import SIZES, random_model
+from benchmarks.gpu_check.models import SIZES, random_config, random_model
 from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from services.trainer.checkpoint import TrainState
 from services.trainer.distributed import World
 from services.trainer.loop import TrainLoop
-from services.trainer.model import DTYPES
+from services.trainer.memory_plan import Placement, measure_sizes, plan_trainer
+from services.trainer.model import DTYPES, Passes
 from services.trainer.packing import choose_passes
 from services.trainer.policy import Policy
 from services.trainer.replay import NoCheckpoints, RecordedLink
@@ -33,7 +35,9 @@ NORM_GAP, WEIGHT_GAP = 1e-3, 1e-3
 GAIN = 8.0  # random weights are so small that every softmax is flat
 
 
-def job_config(objective: str, has_reference: bool, dtype: str, num_updates: int) -> JobConfig:
+def job_config(
+    objective: str, has_reference: bool, dtype: str, num_updates: int, shape: tuple[int, int, int]
+) -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": {"path": "random", "dtype": dtype},
@@ -41,12 +45,16 @@ def job_config(objective: str, has_reference: bool, dtype: str, num_updates: int
             "reward": {"name": "exact"},
             "rollout": {
                 "num_prompts_per_iteration": NUM_GROUPS,
-                "num_samples_per_prompt": 8,
-                "max_response_tokens": 512,
+                "num_samples_per_prompt": shape[2],
+                "max_response_tokens": shape[1],
             },
             "objective": {"type": objective, "kl": {"coef": 0.05 if has_reference else 0.0}},
             "optimizer": {"learning_rate": 1e-5 if dtype == "bfloat16" else 1e-3},
-            "training": {"num_updates_per_iteration": num_updates, "max_tokens_per_micro_batch": 8192},
+            "training": {
+                "num_updates_per_iteration": num_updates,
+                "max_tokens_per_micro_batch": 8192,
+                "has_gradient_checkpointing": True,
+            },
             "gac": {"mode": "control"},
             "schedule": {"num_iterations": NUM_ITERATIONS},
         }
@@ -102,7 +110,7 @@ def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.de
 
 def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings: Findings) -> None:
     """On a CPU: with itself, where it must have the same bits."""
-    config = job_config(objective, has_reference, "float32", num_updates=2)
+    config = job_config(objective, has_reference, "float32", num_updates=2, shape=SMALL)
     groups = recorded_stream(SMALL, SIZES["tiny, few tokens"][5])
     policies, links = {}, {}
     for name, device in {"reference": CPU, "device": place.device}.items():
@@ -128,9 +136,16 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
     )
 
 
+def plan_bytes(config: JobConfig, model_config: Any, prompt_tokens: int) -> dict[str, int]:
+    """What `onbeat plan memory` says of the device's memory."""
+    sizes = measure_sizes(config, model_config, Passes(), prompt_tokens)
+    return plan_trainer(config, sizes, Placement(is_on_host=False))["device"]
+
+
 def time_job(objective: str, has_reference: bool, place: Place, findings: Findings) -> Policy:
     size, shape = ("tiny", SMALL) if place.is_tiny else ("1.5B", LARGE)
-    config = job_config(objective, has_reference, "bfloat16", num_updates=1)
+    config = job_config(objective, has_reference, "bfloat16", num_updates=1, shape=shape)
+    planned = plan_bytes(config, random_config(size), shape[0])
     place.reset_peak()
     model = random_model(size, place.device, DTYPES["bfloat16"])
     if not place.is_tiny:
@@ -147,6 +162,8 @@ def time_job(objective: str, has_reference: bool, place: Place, findings: Findin
         grad_norm=last["train/grad_norm"],
         job_s=wall_s,
         peak_gib=place.peak_gib(),
+        planned_gib=sum(planned.values()) / 2**30,
+        planned_parts_gib={part: size_bytes / 2**30 for part, size_bytes in planned.items()},
     )
     findings.check(f"{name}: each iteration has other weights", len(set(link.digests.values())) == NUM_ITERATIONS)
     return policy
