@@ -56,8 +56,15 @@ class ReasoningGymData(Section):
 class FileData(Section):
     type: Literal["jsonl", "parquet"]
     path: str = Field(description="the file, on the broker's machine, inside its data folder")
-    prompt_field: str = Field("prompt", description="a string, or a list of {role, content} messages")
+    prompt_field: str = Field(
+        "prompt", description="a string, or a list of {role, content} messages; `a.b` is field b of the mapping a"
+    )
     answer_field: str | None = Field("answer", description="passed to the reward as `answer`; null: no answers")
+    answer_pattern: str | None = Field(
+        None,
+        description="a regular expression: the answer is its last match in the answer's field, or the first group of "
+        "it; GSM8K: `#### (.+)`",
+    )
     as_chat: bool = Field(True, description="wrap a string prompt into one user message and apply the chat template")
     system_prompt: str | None = Field(None, description="put before every prompt as a system message")
     shuffle: bool = Field(True, description="draw in a new seeded order in every epoch")

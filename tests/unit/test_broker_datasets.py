@@ -35,6 +35,45 @@ def refusal(folder: Path, **options: Any) -> DatasetError:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
+def test_nested_fields_are_named_with_dots(tmp_path: Path) -> None:
+    row = {
+        "ask": {"text": "2 + 2"},
+        "reward_model": {"ground_truth": 4, "style": "rule"},
+        "a.b": "own",
+        "a": {"b": "x"},
+    }
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    item = open_file(tmp_path, prompt_field="ask.text", answer_field="reward_model.ground_truth").item(0)
+    assert (item.messages[0].content, item.context["answer"]) == ("2 + 2", "4")
+    assert item.context["metadata"]["reward_model"]["style"] == "rule"
+    assert open_file(tmp_path, prompt_field="a.b", answer_field=None).item(0).messages[0].content == "own"
+    error = refusal(tmp_path, prompt_field="ask.txt", answer_field=None)
+    assert (error.field, "has no 'ask.txt'" in error.message) == ("data.prompt_field", True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer"), [(r"#### (.+)", "1,072"), (r"\d+", "072"), (r"#### (\d+)?", "1"), (r"(x)?$", "")]
+)
+def test_answer_is_the_last_match_of_the_pattern(tmp_path: Path, pattern: str, answer: str) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": "He has 1000 + 72.\n#### 3\n#### 1,072 "}])
+    assert open_file(tmp_path, answer_pattern=pattern).item(0).context["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answer_pattern": "#### (.+)"}, "line 1: '#### (.+)' has no match in the answer, which ends with 'four'"),
+        ({"answer_pattern": "(("}, "is no regular expression: "),
+        ({"answer_pattern": "x", "answer_field": None}, "needs data.answer_field"),
+    ],
+)
+def test_wrong_answer_pattern_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2 + 2", "answer": "four"}])
+    error = refusal(tmp_path, **options)
+    assert error.field == "data.answer_pattern"
+    assert message in error.message
+
+
 def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     dataset = open_file(tmp_path, seed=5)

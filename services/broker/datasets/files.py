@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,7 @@ class FileDataset:
         data, row = self._data, self._reader.row(index)
         where = f"{data.path}, {self._reader.place(index)}"
         prompt = pick(row, data.prompt_field, "data.prompt_field", where)
-        answer = None if data.answer_field is None else pick(row, data.answer_field, "data.answer_field", where)
+        answer = find_answer(row, data, where)
         metadata = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
         messages = to_messages(prompt, data, where)
         question = next((m.content for m in reversed(messages) if m.role == "user"), prompt)
@@ -110,14 +111,41 @@ def resolve_path(given: str, data_dir: Path) -> Path:
 def check_options(data: FileData) -> None:
     if data.system_prompt is not None and not data.as_chat:
         raise DatasetError("data.system_prompt", "needs as_chat = true; a plain prompt has no messages")
+    if data.answer_pattern is not None:
+        if data.answer_field is None:
+            raise DatasetError("data.answer_pattern", "needs data.answer_field, in which it finds the answer")
+        try:
+            re.compile(data.answer_pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise DatasetError("data.answer_pattern", f"is no regular expression: {error}") from error
+
+
+def find_answer(row: Row, data: FileData, where: str) -> Any:
+    """Return the row's answer, None for data without answers. Raises DatasetError."""
+    if data.answer_field is None:
+        return None
+    answer = pick(row, data.answer_field, "data.answer_field", where)
+    if data.answer_pattern is None:
+        return answer
+    matches = list(re.finditer(data.answer_pattern, str(answer)))
+    if not matches:
+        shown = repr(str(answer)[-MAX_SHOWN:])
+        message = f"{where}: {data.answer_pattern!r} has no match in the answer, which ends with {shown}"
+        raise DatasetError("data.answer_pattern", message)
+    return (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
 
 
 def pick(row: Row, name: str, field: str, where: str) -> Any:
-    if row.get(name) is None:
+    """Return the value of a field: by its own name, or by a path of names with dots between them."""
+    value = row.get(name)
+    if value is None:
+        path = name.split(".")
+        value = functools.reduce(lambda part, key: part.get(key) if isinstance(part, dict) else None, path, row)
+    if value is None:
         there = ", ".join(sorted(row)) or "nothing"
         hint = "; or null: no answers" if field == "data.answer_field" else ""
         raise DatasetError(field, f"{where} has no {name!r}; it has: {there}. Set {field} to one of them{hint}")
-    return row[name]
+    return value
 
 
 def to_messages(prompt: Any, data: FileData, where: str) -> list[ChatMessage]:
