@@ -235,7 +235,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "huge evaluation",
         {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 10**6}},
         "evaluation.num_prompts",
-        "at most 10000",
+        "or equal to 10000",
     ),
     ("bound of nothing", {"schedule": {"mode": "bounded", "max_staleness": 0}}, "schedule.max_staleness", "got 0"),
     ("bound in periodic", {"schedule": {"max_staleness": 1}}, "schedule.max_staleness", "another mode of schedule"),
