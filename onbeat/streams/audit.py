@@ -1,7 +1,7 @@
-"""The audit log of a job: what the scripts wrote down when they accepted a group or committed a version, as a chain.
+"""The audit log of a job: a chain of entries, which the scripts write when they accept a group or commit a version.
 
-Each entry is a line of words between tabs, and a link: SHA-1 of the link before, a line feed, and the line (the only
-hash that Redis' scripts have; configuration, groups and weights are in the lines by BLAKE3).
+Each entry is a line of tab-separated words, and a link: SHA-1 of the previous link, a line feed, and the line (the only
+hash that Redis scripts have; configuration, groups and weights are in the lines by BLAKE3).
 
     created    job id, digest of the configuration
     published  version, digest of the weights                       the first version; later ones by their commit
@@ -9,8 +9,8 @@ hash that Redis' scripts have; configuration, groups and weights are in the line
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
     committed  iteration, version, is_published, digest of the weights, used_digest
 
-What a clean log shows: one policy version per iteration and group, each group accepted once and used by exactly one
-commit, each iteration opened and committed once and in order.
+A clean log proves: one policy version per iteration and group, each group accepted once and used by exactly one commit,
+each iteration opened and committed once and in order.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Entry:
 
 
 class AuditViolation(Exception):
-    """The first entry that breaks a rule, and which."""
+    """The first entry that breaks a rule, and the rule."""
 
 
 @dataclass
@@ -42,17 +42,17 @@ class Iteration:
 
 @dataclass
 class Audit:
-    """Reads the entries of one job in order; raises AuditViolation at the first that may not be there."""
+    """A check of one job's entries, read in order; it raises AuditViolation at the first entry that breaks a rule."""
 
     job_id: str
     max_staleness: int
-    kept_head: str = ""  # a link that somebody has kept: it must be in the log
+    kept_head: str = ""  # a link that was kept outside of the log, and must be in it
     link: str = ""
     has_kept_head: bool = False
     num_entries: int = 0
     config_digest: str = ""
     published: int | None = None
-    next_iteration: int = 0  # to be committed
+    next_iteration: int = 0  # the next iteration to be committed
     weights_digest: str = ""  # of the newest published version
     iterations: list[Iteration] = field(default_factory=list)
 

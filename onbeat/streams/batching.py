@@ -1,4 +1,4 @@
-"""Calls of one script that are made while an earlier one is on its way share the next round trip."""
+"""Batching of script calls: calls made while an earlier one is on its way share the next round trip."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-MAX_BATCH = 32  # calls of one round trip
+MAX_BATCH = 32  # calls per round trip
 
 
-Call = tuple[Sequence[str], Sequence[Any], asyncio.Future[Any]]  # keys, arguments, its answer
+Call = tuple[Sequence[str], Sequence[Any], asyncio.Future[Any]]  # keys, arguments, its result
 
 
 class BatchedScript:
@@ -19,7 +19,7 @@ class BatchedScript:
         self._sender: asyncio.Task[None] | None = None
 
     async def __call__(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """The script's answer. Calls take effect in their order; a cancelled one may take effect."""
+        """Return the script's result. Calls take effect in their order; a cancelled one may take effect."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((keys, args, answer))
         if self._sender is None or self._sender.done():
@@ -31,7 +31,7 @@ class BatchedScript:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             outcomes = await self._run(batch)
             for (_, _, answer), outcome in zip(batch, outcomes, strict=True):
-                if answer.done():  # its caller was cancelled
+                if answer.done():  # the caller was cancelled
                     continue
                 if isinstance(outcome, BaseException):
                     answer.set_exception(outcome)
@@ -39,11 +39,11 @@ class BatchedScript:
                     answer.set_result(outcome)
 
     async def _run(self, batch: Sequence[Call]) -> list[Any]:
-        """An answer or an error of each."""
+        """Return a result or an error for each call."""
         try:
             outcomes = await self._try(batch)
             unknown = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoScriptError)]
-            if unknown:  # a Redis that has just been started
+            if unknown:  # Redis has just been restarted
                 await self._redis.script_load(self._script.script)
                 again = await self._try([batch[index] for index in unknown])
                 for index, outcome in zip(unknown, again, strict=True):

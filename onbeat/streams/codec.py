@@ -1,8 +1,8 @@
-"""Messages of the streams: protobuf, checked on the way in. The rest of the house never sees generated modules.
+"""The messages of the streams: protobuf, checked on arrival. No other module uses the generated ones.
 
 A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
-version spans that cover every response exactly, the length of each token's text or none. That logprobs are finite is
-checked where they are made and used, that lengths add up and that durations are some where a group is submitted.
+version spans that cover every response exactly, and the length of each token's text or none. Finite logprobs are
+checked where they are made and used; sums of lengths and durations are checked where a group is submitted.
 """
 
 import math
@@ -47,12 +47,12 @@ __all__ = [
     "used_digest",
 ]
 
-MAX_REWARD = 1_000_000  # either way: their squares, sums and float32 values stay finite
-MAX_DURATION_S = 1e9  # 30 years: sums of them are finite
+MAX_REWARD = 1_000_000  # in absolute value: their squares, sums and float32 values stay finite
+MAX_DURATION_S = 1e9  # 30 years: sums of durations stay finite
 
 
 def decode_task(payload: bytes) -> PromptTask:
-    """Raises ValueError when the bytes are no PromptTask."""
+    """Decode a PromptTask. Raise ValueError when the bytes are none."""
     try:
         return PromptTask.FromString(payload)
     except DecodeError as error:
@@ -60,17 +60,17 @@ def decode_task(payload: bytes) -> PromptTask:
 
 
 def decode_group(payload: bytes) -> RolloutGroup:
-    """Raises ValueError when the bytes are no RolloutGroup or break its promises."""
+    """Decode a RolloutGroup. Raise ValueError when the bytes are none, or it breaks its promises."""
     try:
         group = RolloutGroup.FromString(payload)
     except DecodeError as error:
         raise ValueError(f"not a RolloutGroup: {error}") from error
-    check_content(group)  # an entry with odd durations may have been accepted before they were checked
+    check_content(group)  # not the durations: an entry may have been accepted before they were checked
     return group
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """The same bytes for the same group."""
+    """Encode a group; the same group gives the same bytes."""
     return group.SerializeToString(deterministic=True)
 
 
@@ -79,18 +79,18 @@ def payload_digest(payload: bytes) -> str:
 
 
 def group_digest(group: RolloutGroup) -> str:
-    """BLAKE3 of tokens, logprobs, spans, rewards, worker and all else, hex: what the audit log says of the group."""
+    """Return the BLAKE3, hex, of the whole group: tokens, logprobs, spans, rewards. The audit log has it."""
     return payload_digest(encode_group(group))
 
 
 def used_digest(digests: Mapping[str, str]) -> str:
-    """BLAKE3 over `group id -> group_digest` of an iteration, hex, whatever their order."""
+    """Return the BLAKE3, hex, over `group id -> group_digest` of an iteration, in any order."""
     lines = "".join(f"{group_id}\t{digest}\n" for group_id, digest in sorted(digests.items()))
     return blake3(lines.encode()).hexdigest()
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Before it is submitted. Raises ValueError naming the group, the response and what is wrong with it."""
+    """Check a group before it is submitted. Raise ValueError naming the group, the response and the problem."""
     timings = group.timings
     for name in ("generate_s", "score_s", "worker_busy_s"):
         duration_s = getattr(timings, name)
@@ -101,7 +101,7 @@ def check_group(group: RolloutGroup) -> None:
 
 
 def check_content(group: RolloutGroup) -> None:
-    """All but its durations. Raises ValueError as `check_group`."""
+    """Check all of a group but its durations. Raise ValueError like `check_group`."""
     if group.HasField("failure"):
         if group.responses:
             raise ValueError(f"group {group.group_id}: a failed group holds no responses")
@@ -118,7 +118,7 @@ def check_content(group: RolloutGroup) -> None:
 
 
 def problem_of(response: Response) -> str:
-    """'' if it is as it has to be."""
+    """Return what is wrong with a response, or ''."""
     num_tokens, num_logprobs = len(response.token_ids), len(response.rollout_logprobs)
     if num_tokens == 0 or num_tokens != num_logprobs:
         return f"{num_tokens} tokens with {num_logprobs} logprobs"
@@ -135,14 +135,14 @@ def problem_of(response: Response) -> str:
 
 
 def check_logprobs(group: RolloutGroup) -> None:
-    """Apart from `check_group` because it looks at every token. Raises ValueError when one is not finite."""
+    """Raise ValueError when a logprob is not finite. Apart from `check_group` because it looks at every token."""
     for index, response in enumerate(group.responses):
         if not math.isfinite(sum(response.rollout_logprobs)):
             raise ValueError(f"group {group.group_id}, response {index}: a logprob is not finite")
 
 
 def check_token_lengths(group: RolloutGroup) -> None:
-    """As `check_logprobs`. Raises ValueError when lengths of tokens do not add up to the text."""
+    """Raise ValueError when the lengths of tokens do not add up to the text. This looks at every token, too."""
     for index, response in enumerate(group.responses):
         num_told, num_characters = sum(response.token_lengths), len(response.text)
         if response.token_lengths and num_told != num_characters:
@@ -151,12 +151,12 @@ def check_token_lengths(group: RolloutGroup) -> None:
 
 
 def span_versions(group: RolloutGroup) -> list[int]:
-    """The distinct policy versions of all tokens, ascending."""
+    """Return the distinct policy versions of all tokens, ascending."""
     return sorted({span.policy_version for response in group.responses for span in response.version_spans})
 
 
 def pin_task(task: PromptTask, version: int) -> PromptTask:
-    """A copy that asks for tokens of this policy version."""
+    """Return a copy of the task that asks for tokens of this policy version."""
     pinned = PromptTask()
     pinned.CopyFrom(task)
     pinned.policy_version = version

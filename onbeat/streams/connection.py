@@ -17,7 +17,7 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
 
-MAX_CONNECTIONS = 10_000  # as many as Redis takes; with redis-py's own 100, the 101st long poll would be an error
+MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st long poll would fail
 
 
 class RedisSettings(BaseModel):
@@ -44,11 +44,11 @@ class RedisSettings(BaseModel):
     @field_validator("redis_password_file", "redis_ca_file", "redis_cert_file", "redis_key_file", mode="before")
     @classmethod
     def take_empty_redis_file_as_unset(cls, value: object) -> object:
-        """Compose files pass an unset variable on as an empty one, which would be the current folder."""
+        """Treat an empty path as unset: Compose passes an unset variable on as an empty one, the current folder."""
         return None if value == "" else value
 
     def connect_redis(self, retry_s: float | None = None) -> Redis:
-        """Raises ValueError for what cannot work; whether Redis is there shows at the first command."""
+        """Return a client; its first command shows whether Redis is there. Raise ValueError for invalid settings."""
         return connect(
             self.redis_url,
             self.redis_retry_s if retry_s is None else retry_s,
@@ -62,10 +62,10 @@ class RedisSettings(BaseModel):
 
 @contextmanager
 def cancellable() -> Iterator[None]:
-    """Lets a cancellation through.
+    """Let a cancellation through.
 
-    redis-py sends inside `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives in the moment
-    when the sending is done (github.com/python/cpython/issues/86296): the task would run on for ever.
+    redis-py sends inside `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that arrives just when the
+    sending is done (github.com/python/cpython/issues/86296): the task would run on for ever.
     """
     task = asyncio.current_task()
     num_cancels = task.cancelling() if task else 0
@@ -92,7 +92,7 @@ class CancellableRedis(Redis):
 
 
 class PasswordFile(CredentialProvider):
-    """Asked at every new connection, so that a password can be changed while services run."""
+    """The password file, read at every new connection, so that a password can be changed while services run."""
 
     def __init__(self, username: str, path: Path) -> None:
         self._username, self._path = username, path
@@ -100,7 +100,7 @@ class PasswordFile(CredentialProvider):
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         try:
             password = read_password(self._path)
-        except ValueError as error:  # it may be just changing: try again
+        except ValueError as error:  # the file may just be changing: try again
             raise ConnectionError(str(error)) from None
         return (self._username, password) if self._username else (password,)
 
@@ -115,9 +115,9 @@ def connect(
     cert_file: Path | None = None,
     key_file: Path | None = None,
 ) -> Redis:
-    """A client that rides out a restart of Redis for about `retry_s`, then raises redis' ConnectionError.
+    """Return a client that survives a restart of Redis for about `retry_s`, then raises redis' ConnectionError.
 
-    Raises ValueError for what cannot work. The password is in no message, whatever is wrong.
+    Raise ValueError for options that cannot work. No message ever contains the password.
     """
     options = options_in(url)
     if password_file is not None:
@@ -134,7 +134,7 @@ def connect(
         "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), max(1, int(retry_s))),
         "retry_on_error": [ConnectionError, TimeoutError],
         "protocol": 2,
-        "driver_info": None,  # else it sends CLIENT SETINFO, which a user with the least rights does not have
+        "driver_info": None,  # otherwise it sends CLIENT SETINFO, which a user with minimal rights may not use
         "socket_timeout": 30.0,
         "socket_connect_timeout": 5.0,
         "health_check_interval": 30,
@@ -144,10 +144,10 @@ def connect(
 
 
 def options_in(url: str) -> dict[str, Any]:
-    """Raises ValueError without quoting the URL: what is wrong there may be an odd password."""
+    """Return the options in the URL. Raise ValueError without quoting it: the faulty part may be a password."""
     try:
         options, parts = dict(parse_url(url)), urlsplit(url)
-        if "@" not in parts.path + parts.query + parts.fragment:  # else all before it is likely a password
+        if "@" not in parts.path + parts.query + parts.fragment:  # otherwise the part before it is likely a password
             return options
     except ValueError:
         pass
@@ -160,7 +160,7 @@ def options_in(url: str) -> dict[str, Any]:
 async def why_refused(redis: Redis) -> str:
     """Try one new connection; return what to do if Redis answers and refuses user or password, else ''.
 
-    A client that rides out restarts tries again and again, and would tell only that it got no answer.
+    A client that survives restarts retries, and would report only that it got no answer.
     """
     connection = redis.connection_pool.make_connection()
     connection.retry = Retry(NoBackoff(), 0)
@@ -183,7 +183,7 @@ def explain_refusal(error: AuthenticationError) -> str:
 
 
 def describe_loss(redis: Redis, error: Exception) -> str:
-    """Return for people why a process cannot go on without Redis."""
+    """Return, for people, why a process cannot go on without Redis."""
     where = public_address(redis)
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} does not let this process in; {explain_refusal(error)}"
@@ -191,7 +191,7 @@ def describe_loss(redis: Redis, error: Exception) -> str:
 
 
 def public_address(redis: Redis) -> str:
-    """Where Redis is, without user and password: for messages."""
+    """Return the address of Redis for messages, without user and password."""
     options = redis.connection_pool.connection_kwargs
     return f"{options.get('host', options.get('path', 'localhost'))}:{options.get('port', 6379)}/{options.get('db', 0)}"
 
@@ -209,7 +209,7 @@ def read_password(path: Path) -> str:
 def check_tls_files(
     options: dict[str, Any], ca_file: Path | None, cert_file: Path | None, key_file: Path | None
 ) -> None:
-    """redis-py would take a wrong file for a Redis that is away, and try again."""
+    """Check the TLS files: redis-py would retry with a wrong one as if Redis were away. Raise ValueError."""
     if options.get("connection_class") is not SSLConnection:
         raise ValueError("there are TLS files for Redis, but ONBEAT_REDIS_URL is without TLS; make it rediss://")
     if (cert_file is None) != (key_file is None):

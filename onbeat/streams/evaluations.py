@@ -1,9 +1,9 @@
-"""The ledger of evaluations: held-out prompts that go the way of training's, and end as a score. Nothing of them is in
-the streams that a trainer reads.
+"""The ledger of evaluations: held-out prompts that take the same way as training's, and end as a score. They leave
+nothing in the streams that a trainer reads.
 
     due --> OPEN (prompts are out) --> DRAINED (all groups accepted) --> DONE (scored; what was generated is dropped)
      |        |
-     +--------+--> FAILED (no prompts, or no progress): said in an event, never the end of a job
+     +--------+--> FAILED (no prompts, or no progress): recorded as an event, never the end of a job
 """
 
 import json
@@ -18,7 +18,7 @@ Scores = dict[str, float]
 
 
 class Evaluations:
-    """Of all jobs of one Redis. `run` runs a script: `Ledger` hands it over."""
+    """The evaluations of all jobs of one Redis. `run` runs a script; `Ledger` provides it."""
 
     def __init__(self, redis: Any, run: Callable[..., Awaitable[Any]]) -> None:
         self._redis, self._run = redis, run
@@ -26,7 +26,7 @@ class Evaluations:
     async def open(self, job_id: str, evaluation: int, version: int, following: int, tasks: list[PromptTask]) -> str:
         """Dispatch the prompts, pinned to `version`, which must be the published one; `following` is due next.
 
-        Returns '' or the reason why it was not opened.
+        Return '' or the reason why it was not opened.
         """
         job = JobKeys(job_id)
         pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
@@ -37,12 +37,12 @@ class Evaluations:
     async def finish(
         self, job_id: str, evaluation: int, message: str, scores: Scores, samples: Sequence[Sample] = ()
     ) -> bool:
-        """Store the scores of a drained evaluation and drop what was generated. False if another broker has."""
+        """Store the scores of a drained evaluation and drop its groups. Return False if another broker has done so."""
         texts = json.dumps([sample.model_dump() for sample in samples])
         return await self._end(job_id, evaluation, EvaluationState.DONE, evaluation, message, json.dumps(scores), texts)
 
     async def fail(self, job_id: str, evaluation: int, following: int, message: str) -> bool:
-        """Give up an evaluation that cannot be opened or makes no progress. False if it has ended."""
+        """Give up an evaluation that cannot be opened or makes no progress. Return False if it has ended."""
         return await self._end(job_id, evaluation, EvaluationState.FAILED, following, message, "{}", "[]")
 
     async def _end(
@@ -55,20 +55,20 @@ class Evaluations:
         return bool(await self._run("end_evaluation", job, more_keys, *args))
 
     async def state(self, job_id: str, evaluation: int) -> EvaluationState | None:
-        """None when it was not opened yet."""
+        """Return the evaluation's state; None when it was not opened yet."""
         state = await self._redis.hget(JobKeys(job_id).evaluation(evaluation), "state")
         return EvaluationState(state.decode()) if state else None
 
     async def fields(self, job_id: str, evaluation: int) -> dict[str, str]:
-        """The evaluation hash as text; empty when it was never opened."""
+        """Return the evaluation hash as text; empty when it was never opened."""
         fields = await self._redis.hgetall(JobKeys(job_id).evaluation(evaluation))
         return {name.decode(): value.decode() for name, value in fields.items()}
 
     async def open_ones(self, job_id: str) -> list[int]:
-        """Evaluations that have not ended, ascending."""
+        """Return the evaluations that have not ended, ascending."""
         return sorted(int(number) for number in await self._redis.smembers(JobKeys(job_id).open_evaluations))
 
     async def groups(self, job_id: str, evaluation: int) -> list[RolloutGroup]:
-        """What was generated so far; empty after the end."""
+        """Return the groups generated so far; empty after the end."""
         entries = await self._redis.xrange(JobKeys(job_id).evaluation_results(evaluation))
         return [decode_group(fields[b"group"]) for _, fields in entries]

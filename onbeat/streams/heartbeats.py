@@ -1,6 +1,6 @@
-"""Heartbeats as they lie in Redis. One that cannot be read is skipped, and named to whoever asks.
+"""Heartbeats as they are stored in Redis. An unreadable one is skipped, and its id is returned.
 
-It may be of another version of Onbeat, or of a stranger: nobody else must stop because of it.
+It may come from another version of Onbeat or from another program: no process may stop because of it.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""What people want to know of the processes and the streams behind a job: heartbeats, leases, lengths.
+"""Reads for people: the processes and the streams behind a job, with heartbeats, leases and lengths.
 
-Nothing here decides anything, and it only reads, but for the heartbeat of trainers and the lists of who is there.
+Nothing here decides anything, and it only reads, except for the heartbeat of trainers and the lists of processes.
 """
 
 import json
@@ -19,12 +19,12 @@ HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
 EVENTS_AT_ONCE = 500
 ITERATIONS_AT_ONCE = 100
-FORGET_S = 86_400.0  # whoever sent no heartbeat for so long is dropped by the next one of its kind that starts
+FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A prompt that a rollout has claimed, or had."""
+    """A prompt that a rollout has claimed, or had claimed."""
 
     worker: str
     idle_s: float  # since it was claimed or renewed
@@ -37,15 +37,15 @@ class Lease:
 
 @dataclass(frozen=True)
 class StreamLengths:
-    num_prompts: int  # out, and not accepted yet
-    num_unclaimed: int  # of them
+    num_prompts: int  # dispatched, and not accepted yet
+    num_unclaimed: int  # part of num_prompts
     num_groups: int  # accepted and still kept
 
 
 @dataclass(frozen=True)
 class IterationHashes:
-    fields: dict[str, str]  # empty: it was never opened
-    busy_s: dict[str, float]  # by worker
+    fields: dict[str, str]  # empty if it was never opened
+    busy_s: dict[str, float]  # by worker id
 
 
 async def live_workers(ledger: Ledger, pool: str) -> list[WorkerRecord]:
@@ -55,7 +55,7 @@ async def live_workers(ledger: Ledger, pool: str) -> list[WorkerRecord]:
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
-    """Entry id of the prompts stream -> its lease, the oldest MAX_LEASES of them."""
+    """Return entry id of the prompts stream -> its lease, for the oldest MAX_LEASES."""
     found = await ledger.redis.xpending_range(JobKeys(job_id).prompts, ROLLOUT_GROUP, "-", "+", MAX_LEASES)
     return {
         entry["message_id"].decode(): Lease(
@@ -66,7 +66,7 @@ async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
 
 
 async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evaluation: bool = False) -> dict[str, str]:
-    """Group id -> entry of the prompts stream, of the groups of an iteration or evaluation that are not accepted."""
+    """Return group id -> entry of the prompts stream, for the groups of an iteration or evaluation not accepted yet."""
     job = JobKeys(job_id)
     states = await ledger.redis.hgetall(job.evaluation_groups(number) if is_evaluation else job.groups(number))
     return {
@@ -77,7 +77,7 @@ async def waiting_entries(ledger: Ledger, job_id: str, number: int, *, is_evalua
 
 
 async def accepted_entries(ledger: Ledger, job_id: str, groups: Sequence[tuple[int, str]]) -> list[str | None]:
-    """Of each (iteration, group id) its entry of the rollouts stream; None: it is not accepted."""
+    """Return the entry of the rollouts stream for each (iteration, group id); None where it is not accepted."""
     job = JobKeys(job_id)
     pipeline = ledger.redis.pipeline(transaction=False)
     for iteration, group_id in groups:
@@ -87,25 +87,25 @@ async def accepted_entries(ledger: Ledger, job_id: str, groups: Sequence[tuple[i
 
 
 async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
-    """The RolloutGroup at an entry of the rollouts stream; None: it is no longer kept."""
+    """Return the RolloutGroup at an entry of the rollouts stream; None when it is no longer kept."""
     found = await ledger.redis.xrange(JobKeys(job_id).rollouts, entry, entry)
     return found[0][1][b"group"] if found else None
 
 
 async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
-    """Of one group as `Ledger.advantages` has them of all: that of each response; empty where nobody told."""
+    """Return the advantage of each response of one group, like `Ledger.advantages`; empty where none were recorded."""
     told = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
     return list(json.loads(told)) if told else []
 
 
 async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:
-    """Newest first."""
+    """Return the newest events, newest first."""
     found = await ledger.redis.xrevrange(JobKeys(job_id).events, count=count)
     return [to_event(entry, fields) for entry, fields in found]
 
 
 async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str], list[Event]]:
-    """The job hash as text and the next events after the cursor, of one moment and in one read. Raises JobNotFound."""
+    """Return the job hash as text and the next events after the cursor, read in one transaction. Raise JobNotFound."""
     job = JobKeys(job_id)
     pipeline = ledger.redis.pipeline(transaction=True)
     pipeline.hgetall(job.job)
@@ -117,7 +117,7 @@ async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str],
 
 
 async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The job hashes as text, without those of jobs that are listed and not there (yet)."""
+    """Return the job hashes as text, without jobs that are listed but do not exist (yet)."""
     found = {}
     for job_id, text in zip(job_ids, await ledger.read_jobs(job_ids), strict=True):
         if text is not None:
@@ -127,7 +127,7 @@ async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dic
 
 
 async def iteration_hashes(ledger: Ledger, job_id: str, numbers: Sequence[int]) -> list[IterationHashes]:
-    """Those of iterations that were opened, in a few round trips."""
+    """Return the hashes of these iterations in a few round trips; empty fields where one was never opened."""
     job = JobKeys(job_id)
     hashes: list[IterationHashes] = []
     for first in range(0, len(numbers), ITERATIONS_AT_ONCE):
@@ -154,7 +154,7 @@ async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
 
 
 async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:
-    """Pending jobs of a pool that are older than this one."""
+    """Return how many pending jobs of the pool are older than this one."""
     (place,) = await ledger.lists.places(pool, [job_id])
     return place or 0
 
@@ -163,13 +163,13 @@ async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:
 
 
 async def trainer_heartbeat(ledger: Ledger, pool: str, trainer_id: str, state: str, job_id: str | None) -> None:
-    """One that stops says so, and stays listed: a job that waits for a trainer counts from there."""
+    """Record a trainer's heartbeat, also when it stops: it stays listed, and waits for a trainer count from there."""
     record = TrainerRecord(id=trainer_id, job_id=job_id, state=state, last_seen_at=await ledger.now())
     await ledger.redis.hset(keys.trainers(pool), trainer_id, record.model_dump_json())
 
 
 async def trainers(ledger: Ledger, pool: str) -> list[TrainerRecord]:
-    """The last heartbeats of a pool's trainers, without those that cannot be read."""
+    """Return the last heartbeats of a pool's trainers, without unreadable ones."""
     return (await trainer_heartbeats(ledger, pool)).records
 
 
@@ -178,9 +178,9 @@ async def trainer_heartbeats(ledger: Ledger, pool: str) -> Heartbeats[TrainerRec
 
 
 async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
-    """To be called by a trainer that is alive: then none of those dropped is the pool's last sign of life.
+    """Drop trainers without a heartbeat for FORGET_S, and unreadable ones: a live trainer writes its own again.
 
-    What cannot be read goes, too: whoever is alive writes it again.
+    Only a live trainer may call this: then none of those dropped is the pool's last sign of life.
     """
     oldest, beats = await ledger.now() - FORGET_S, await trainer_heartbeats(ledger, pool)
     if gone := [trainer.id for trainer in beats.records if trainer.last_seen_at < oldest] + beats.unreadable:
@@ -188,7 +188,7 @@ async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
 
 
 async def forget_old_rollouts(ledger: Ledger, pool: str) -> None:
-    """Those that were killed: one that stops takes itself off the list. What cannot be read goes as with trainers."""
+    """Drop rollouts that were killed (one that stops takes itself off the list), and unreadable heartbeats."""
     oldest, beats = await ledger.now() - FORGET_S, await ledger.worker_heartbeats(pool)
     for worker_id in [worker.id for worker in beats.records if worker.last_seen_at < oldest] + beats.unreadable:
         await ledger.remove_worker(pool, worker_id)

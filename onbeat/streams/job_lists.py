@@ -1,8 +1,8 @@
-"""Lists of jobs by what there is to do with them: pending ones by pool, started ones, ended ones.
+"""Lists of jobs by the work that is left on them: pending ones by pool, started ones, ended ones.
 
-What a job is says its record alone; the lists follow, in a second step. A process that dies between the two leaves a
+A job's record alone decides its state; the lists follow, in a second step. A process that dies between the two leaves a
 job in the wrong list, until a broker files it again (services/broker/retention.py looks at every job in turn). Filing
-can be repeated, and an outdated look does no harm: jobs move in one direction only.
+can be repeated, and a stale read does no harm: jobs move in one direction only.
 
     pending --> started --> ended
 """
@@ -18,17 +18,17 @@ FINAL = [state for state in JobState if state.is_final]
 
 
 class JobLists:
-    """Of one Redis. No call costs more than the jobs that it returns."""
+    """The lists of one Redis. No call costs more than the jobs that it returns."""
 
     def __init__(self, redis: Any) -> None:
         self._redis = redis
 
     async def file(self, jobs: Mapping[str, Mapping[str, str]]) -> None:
-        """Put jobs where their states belong, in one round trip.
+        """Put jobs into the lists that match their states, in one round trip.
 
         `jobs`: the fields of each, at least its state; pool, submitter and times where it has them.
         """
-        entries: dict[str, dict[str, float]] = defaultdict(dict)  # by list: ids with their order
+        entries: dict[str, dict[str, float]] = defaultdict(dict)  # list -> id -> its sort key
         gone: dict[str, list[str]] = defaultdict(list)
         for job_id, fields in jobs.items():
             state, created_at = fields["state"], seconds_in(fields, "created_at")
@@ -52,7 +52,7 @@ class JobLists:
         await pipeline.execute()
 
     async def remove(self, job_id: str, pool: str = "") -> None:
-        """Take an id that has no job off all lists. `pool`: in whose queue it was found."""
+        """Take an id that has no job off all lists. `pool`: the pool in whose queue it was found."""
         pipeline = self._redis.pipeline(transaction=False)
         for name in (keys.ALL_JOBS, keys.ACTIVE_JOBS, keys.WAITING_JOBS, keys.waiting_in(pool)):
             pipeline.zrem(name, job_id)
@@ -61,11 +61,11 @@ class JobLists:
         await pipeline.execute()
 
     async def started(self) -> list[str]:
-        """Jobs that were started and have not ended, the oldest first."""
+        """Return the jobs that were started and have not ended, the oldest first."""
         return as_ids(await self._redis.zrange(keys.ACTIVE_JOBS, 0, -1))
 
     async def started_and_next(self, num_waiting: int) -> list[str]:
-        """The started jobs and the first `num_waiting` of the pending ones, in one round trip."""
+        """Return the started jobs and the first `num_waiting` of the pending ones, in one round trip."""
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.zrange(keys.ACTIVE_JOBS, 0, -1)
         pipeline.zrange(keys.WAITING_JOBS, 0, num_waiting - 1)
@@ -73,26 +73,26 @@ class JobLists:
         return as_ids(dict.fromkeys(started + waiting))
 
     async def waiting(self, pool: str, first: int, count: int) -> list[str]:
-        """A part of a pool's queue, in the order in which trainers take it."""
+        """Return a part of a pool's queue, in the order in which trainers take it."""
         return as_ids(await self._redis.zrange(keys.waiting_in(pool), first, first + count - 1))
 
     async def num_waiting(self, pool: str | None = None) -> int:
-        """Pending jobs, of one pool or of all."""
+        """Return the number of pending jobs, of one pool or of all."""
         return int(await self._redis.zcard(keys.WAITING_JOBS if pool is None else keys.waiting_in(pool)))
 
     async def num_waiting_of(self, submitter: str) -> int:
-        """Pending jobs that came with one API key."""
+        """Return the number of pending jobs that were submitted with one API key."""
         return int(await self._redis.zcard(keys.waiting_of(submitter)))
 
     async def places(self, pool: str, job_ids: Sequence[str]) -> list[int | None]:
-        """How many jobs are before each one in the pool's queue; None for one that is not in it."""
+        """Return how many jobs are before each one in the pool's queue; None for one that is not in it."""
         pipeline = self._redis.pipeline(transaction=False)
         for job_id in job_ids:
             pipeline.zrank(keys.waiting_in(pool), job_id)
         return list(await pipeline.execute())
 
     async def newest(self, state: JobState | None, first: int, count: int) -> list[str]:
-        """A part of the jobs that may be in a state, the newest first; of ended ones those that ended last."""
+        """Return a part of the jobs that may be in a state, the newest (in a final state: the last ended) first."""
         name = keys.ALL_JOBS if state is None else keys.ACTIVE_JOBS
         if state is JobState.PENDING:
             name = keys.WAITING_JOBS
@@ -101,14 +101,14 @@ class JobLists:
         return as_ids(await self._redis.zrevrange(name, first, first + count - 1))
 
     async def ended_since(self, time_s: float) -> list[str]:
-        """Jobs that ended at this Unix time or later."""
+        """Return the jobs that ended at this Unix time or later."""
         pipeline = self._redis.pipeline(transaction=False)
         for state in FINAL:
             pipeline.zrangebyscore(keys.ended_jobs(state), time_s, "+inf")
         return [job_id for ids in await pipeline.execute() for job_id in as_ids(ids)]
 
     async def counts(self) -> dict[JobState, int]:
-        """How many jobs are pending, and in each final state."""
+        """Return the number of jobs that are pending, and of those in each final state."""
         names = {JobState.PENDING: keys.WAITING_JOBS} | {state: keys.ended_jobs(state) for state in FINAL}
         pipeline = self._redis.pipeline(transaction=False)
         for name in names.values():
@@ -121,7 +121,7 @@ def as_ids(found: Any) -> list[str]:
 
 
 def seconds_in(fields: Mapping[str, str], name: str) -> float:
-    """Return 0 for what is missing, or no number."""
+    """Return a time field in seconds; 0 when it is missing or not a number."""
     try:
         return float(fields.get(name, "0"))
     except ValueError:

@@ -1,6 +1,6 @@
 """Every Redis key of Onbeat. All keys of one job share the hash tag `{job}`, so each script stays in one cluster slot.
 
-No key is ever built elsewhere, and nothing ever flushes a database: Redis may be shared with strangers.
+No other module builds keys, and nothing ever flushes a database: Redis may be shared with other programs.
 """
 
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ WAITING_JOBS = f"{PREFIX}:waiting"  # sorted set: pending jobs, by creation time
 
 
 def waiting_in(pool: str) -> str:
-    """Sorted set: the pending jobs of a pool, by creation time: its queue."""
+    """Return the key of a pool's queue. Sorted set: its pending jobs, by creation time."""
     return f"{PREFIX}:waiting:pool:{pool}"
 
 
 def waiting_of(submitter: str) -> str:
-    """Sorted set: the pending jobs that came with one API key, by creation time."""
+    """Return the key of the pending jobs that were submitted with one API key. Sorted set: by creation time."""
     return f"{PREFIX}:waiting:key:{submitter}"
 
 
 def ended_jobs(state: str) -> str:
-    """Sorted set: the jobs in a final state, by the time of their end."""
+    """Return the key of the jobs in a final state. Sorted set: by the time of their end."""
     return f"{PREFIX}:ended:{state}"
 
 
 def workers(pool: str) -> str:
-    """Hash: worker id -> last heartbeat as JSON."""
+    """Return the key of a pool's rollouts. Hash: worker id -> last heartbeat as JSON."""
     return f"{PREFIX}:workers:{pool}"
 
 
 def trainers(pool: str) -> str:
-    """Hash: trainer id -> last heartbeat as JSON."""
+    """Return the key of a pool's trainers. Hash: trainer id -> last heartbeat as JSON."""
     return f"{PREFIX}:trainers:{pool}"
 
 
@@ -73,36 +73,36 @@ class JobKeys:
 
     @property
     def audit(self) -> str:
-        """Stream, a chain: `line` and `link`, the hash of the link before and of the line."""
+        """Stream, a chain: `line` and `link`, the hash of the previous link and of the line."""
         return self._key("audit")
 
     def iteration(self, iteration: int) -> str:
-        """Hash: state, policy version, counts, times, metrics."""
+        """Return the key of an iteration. Hash: state, policy version, counts, times, metrics."""
         return self._key(f"iteration:{iteration}")
 
     def groups(self, iteration: int) -> str:
-        """Hash, the ledger: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`."""
+        """Return the ledger's key. Hash: group id -> `waiting:<prompts entry id>` | `accepted:<rollouts entry id>`."""
         return self._key(f"groups:{iteration}")
 
     def busy(self, iteration: int) -> str:
-        """Hash: worker id -> seconds with at least one response in flight in this iteration."""
+        """Return the key of busy times. Hash: worker id -> seconds with at least one response in flight."""
         return self._key(f"busy:{iteration}")
 
     @property
     def lengths(self) -> str:
-        """Hash: row of the data -> mean tokens of a response, of the last time; of data whose rows come again."""
+        """Hash: row of the data -> mean tokens of its last responses; only for data whose rows come again."""
         return self._key("lengths")
 
     def evaluation(self, evaluation: int) -> str:
-        """Hash: state, policy version, counts, times, scores."""
+        """Return the key of an evaluation. Hash: state, policy version, counts, times, scores."""
         return self._key(f"evaluation:{evaluation}")
 
     def evaluation_groups(self, evaluation: int) -> str:
-        """Hash as of `groups`; gone when the evaluation has ended."""
+        """Return the key of an evaluation's groups. Hash like `groups`; removed when the evaluation has ended."""
         return self._key(f"evaluation_groups:{evaluation}")
 
     def evaluation_results(self, evaluation: int) -> str:
-        """Stream of RolloutGroup; gone when the evaluation has ended."""
+        """Return the key of an evaluation's results. Stream of RolloutGroup; removed when the evaluation has ended."""
         return self._key(f"evaluation_results:{evaluation}")
 
     @property
@@ -116,43 +116,46 @@ class JobKeys:
         return self._key("versions")
 
     def weights(self, version: int) -> str:
-        """Hash of a policy version: `digest`; numbers as JSON, `published` of the trainer, `rollout:<worker id>`."""
+        """Return the key of a version. Hash: `digest`; as JSON `published` (trainer), `rollout:<worker id>`."""
         return self._key(f"weights:{version}")
 
     def micro_batches(self, iteration: int) -> str:
-        """Hash: `<trainer replica>:<index>` -> group ids of that micro-batch, comma separated; a replay follows it."""
+        """Return the key of micro-batches. Hash: `<trainer replica>:<index>` -> its group ids, comma separated.
+
+        A replay follows it.
+        """
         return self._key(f"micro_batches:{iteration}")
 
     def taken(self, iteration: int) -> str:
-        """Set: the group ids that some trainer replica has taken."""
+        """Return the key of the groups that a trainer replica has taken. Set: group ids."""
         return self._key(f"taken:{iteration}")
 
     @property
     def traces(self) -> str:
-        """Hash: the broker that exports the job's traces, until when it may, and the first iteration left to export."""
+        """Hash: the broker that exports the job's traces, until when it may, and the first iteration left."""
         return self._key("traces")
 
     @property
     def chats(self) -> str:
-        """Stream of chat requests that no rollout has taken; gone a minute after the last one."""
+        """Stream of chat requests that no rollout has taken; expires a minute after the last one."""
         return self._key("chats")
 
     def chat(self, chat_id: str) -> str:
-        """Stream of what a rollout answers; there while somebody wants it, gone half a minute later."""
+        """Return the key of a chat. Stream of a rollout's replies; expires half a minute after it was last wanted."""
         return self._key(f"chat:{chat_id}")
 
     def advantages(self, iteration: int) -> str:
-        """Hash: group id -> the advantage of each response, as JSON; from the commit until its groups are trimmed."""
+        """Return the key of advantages. Hash: group id -> one per response, as JSON; from commit to trimming."""
         return self._key(f"advantages:{iteration}")
 
     @property
     def of_job(self) -> list[str]:
-        """Every key of the job itself, but its record."""
+        """Every unnumbered key of the job, except its record."""
         streams = [self.prompts, self.rollouts, self.events, self.audit, self.chats]
         return [*streams, self.lengths, self.versions, self.open_evaluations, self.traces]
 
     def numbered(self, number: int) -> list[str]:
-        """Every key of the iteration, the evaluation and the policy version of this number."""
+        """Return every key of the iteration, the evaluation and the policy version of this number."""
         of_iteration = [self.iteration(number), self.groups(number), self.busy(number)]
         of_training = [self.micro_batches(number), self.taken(number), self.weights(number), self.advantages(number)]
         of_evaluation = [self.evaluation(number), self.evaluation_groups(number), self.evaluation_results(number)]

@@ -1,6 +1,6 @@
 """The ledger: one typed method per script, and the plain reads. All state that outlives a process is behind this class.
 
-Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half way cannot break a rule.
+Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half-way cannot break a rule.
 """
 
 import json
@@ -62,7 +62,7 @@ UNREADABLE_EVENT = "event.unreadable"
 
 @dataclass(frozen=True)
 class Claim:
-    """A claimed prompt: this worker's until the lease runs out unrenewed."""
+    """A claimed prompt. It is this worker's until the lease expires unrenewed."""
 
     entry_id: str
     attempt: int  # 1 for the first claim; claims that were handed back through no fault of the group do not count
@@ -98,14 +98,14 @@ class Ledger:
     async def create_job(
         self, job_id: str, config: dict[str, Any], num_iterations: int, max_staleness: int, submitter: str = ""
     ) -> bool:
-        """Store a PENDING job. False if the id exists. Listed before it is created: a crash leaves no hidden job.
+        """Store a PENDING job; return False if the id exists. It is listed before it is created: a crash hides no job.
 
         max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
-        submitter: id of the API key that it came with.
-        Raises JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
+        submitter: id of the API key of the request. Raise JobDeleted for the id of a job that was deleted within a day:
+        a late repetition does not bring it back.
         """
         job = JobKeys(job_id)
-        time_s = await self.now()  # whole seconds would order the jobs of one second by name
+        time_s = await self.now()  # whole seconds would sort the jobs of one second by name
         await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
         text = json.dumps(config)
         digest = payload_digest(text.encode())
@@ -121,7 +121,7 @@ class Ledger:
         return bool(outcome == "created")
 
     async def file_job(self, job_id: str) -> None:
-        """Put a job into the list where its state belongs; off the lists of what is to do if there is no such job."""
+        """Put a job into the list that matches its state, or off the lists of open jobs if it does not exist."""
         names = ("state", "pool", "submitter", "created_at", "finished_at")
         values = await self.redis.hmget(JobKeys(job_id).job, *names)
         found = {name: value.decode(errors="replace") for name, value in zip(names, values, strict=True) if value}
@@ -132,14 +132,14 @@ class Ledger:
             await self.redis.zrem(keys.WAITING_JOBS, job_id)
 
     async def job_fields(self, job_id: str) -> dict[str, str]:
-        """The job hash as text. Raises JobNotFound."""
+        """Return the job hash as text. Raise JobNotFound."""
         fields = await self.redis.hgetall(JobKeys(job_id).job)
         if b"state" not in fields:
             raise JobNotFound(job_id)
         return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
 
     async def read_jobs(self, job_ids: Sequence[str]) -> list[bytes | None]:
-        """The hashes of many jobs, each as JSON (see read_job.lua), in few round trips."""
+        """Return the hashes of many jobs, each as JSON (see read_job.lua), in few round trips."""
         if not job_ids:
             return []
         script, pipeline = self._script("read_job"), self.redis.pipeline(transaction=False)
@@ -148,30 +148,30 @@ class Ledger:
         return list(await pipeline.execute())
 
     async def job_state(self, job_id: str) -> JobState:
-        """Raises JobNotFound."""
+        """Return the job's state. Raise JobNotFound."""
         state = await self.redis.hget(JobKeys(job_id).job, "state")
         if state is None:
             raise JobNotFound(job_id)
         return JobState(state.decode())
 
     async def job_ids(self) -> list[str]:
-        """All of them, the oldest first. It takes long where there are many: see `lists` for parts."""
+        """Return all job ids, the oldest first. This takes long where there are many: see `lists` for parts."""
         return [job_id.decode() for job_id in await self.redis.zrange(keys.ALL_JOBS, 0, -1)]
 
     async def listed_at(self, job_id: str) -> float | None:
-        """Unix time since when the job is listed, a moment before it was created; None when it is not."""
+        """Return the Unix time since when the job is listed, just before it was created; None when it is not listed."""
         time_s = await self.redis.zscore(keys.ALL_JOBS, job_id)
         return None if time_s is None else float(time_s)
 
     async def now(self) -> float:
-        """Unix seconds by the Redis clock: the one that all times in the ledger are from."""
+        """Return Unix seconds by the Redis clock, the source of all times in the ledger."""
         seconds, microseconds = await self.redis.time()
         return float(seconds) + float(microseconds) / 1e6
 
     async def move_job(self, job_id: str, wanted: JobState, error: str = "", epoch: str = "") -> JobState:
-        """Move along an edge of JOB_MOVES; returns the state before. Raises IllegalTransition or JobNotFound.
+        """Move along an edge of JOB_MOVES; return the state before. Raise IllegalTransition or JobNotFound.
 
-        `epoch`: only as the job's trainer. Raises LeaseLost when another one owns it.
+        `epoch`: move only as the job's trainer. Raise LeaseLost when another one owns it.
         """
         allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves]
         is_final = "1" if wanted.is_final else "0"
@@ -187,19 +187,19 @@ class Ledger:
         return JobState(before.decode())
 
     async def delete_job(self, job_id: str) -> None:
-        """Remove a final job and all of its keys. Raises JobNotFound or JobNotFinal.
+        """Remove a final job and all of its keys. Raise JobNotFound or JobNotFinal.
 
-        There is no such job from the first step on. Repeating it finishes a deletion that died half way.
+        The job does not exist from the first step on. Repeating the call finishes a deletion that died half-way.
         """
         job = JobKeys(job_id)
-        await self.file_job(job_id)  # whoever ended it may have died before that
+        await self.file_job(job_id)  # the process that ended the job may have died before it filed it
         final = [state for state in JobState if state.is_final]
         outcome = (await self._run("delete_job", job, [job.deleted], *final)).decode()
         if not outcome:
             raise JobNotFound(job_id)
         if outcome != "deleting":
             raise JobNotFinal(job_id, outcome)
-        num_opened = await self.redis.hget(job.deleted, "num_opened")  # None: all that follows was done before
+        num_opened = await self.redis.hget(job.deleted, "num_opened")  # None: the steps below were done before
         await self.redis.unlink(*job.of_job)
         numbers = range(int(num_opened) + 1) if num_opened else range(0)
         for first in range(0, len(numbers), UNLINKED_AT_ONCE):
@@ -208,7 +208,7 @@ class Ledger:
         await self._finish_deletion(job_id)
 
     async def _finish_deletion(self, job_id: str) -> None:
-        """The record goes, and what is left of it refuses the id for a while."""
+        """Delete the record; a mark of it refuses the id for DELETED_ID_S."""
         deleted = JobKeys(job_id).deleted
         pipeline = self.redis.pipeline(transaction=True)
         pipeline.delete(deleted)
@@ -218,23 +218,23 @@ class Ledger:
         await self.lists.remove(job_id)
 
     async def is_deleted(self, job_id: str) -> bool:
-        """Whether the job is being deleted, or was within a day."""
+        """Return whether the job is being deleted, or was deleted within a day."""
         return bool(await self.redis.exists(JobKeys(job_id).deleted))
 
     async def forget_job(self, job_id: str) -> None:
-        """Take an id off all lists that has no job: whoever was about to create it died."""
+        """Take an id without a job off all lists: its creator died before creating it."""
         if not await self.redis.exists(JobKeys(job_id).job):
             await self.lists.remove(job_id)
 
     async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:
-        """Become the job's trainer; returns the epoch that fences off earlier owners, or None if it is not free."""
+        """Become the job's trainer; return the epoch that fences off earlier owners, or None if it is not free."""
         epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s)
         if epoch:
             await self.file_job(job_id)
         return epoch.decode() if epoch else None
 
     async def renew_job(self, job_id: str, epoch: str, lease_s: float, doing: str = "") -> JobState:
-        """Keep the job; returns its state. Raises LeaseLost. `doing`: what its trainer does, for people."""
+        """Renew the lease and return the job's state. Raise LeaseLost. `doing`: what its trainer does, for people."""
         state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s, doing)
         if state is None:
             raise LeaseLost(f"job {job_id} has another trainer now")
@@ -243,7 +243,7 @@ class Ledger:
     # ---- iterations ----------------------------------------------------------------------------------------------
 
     async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
-        """Record the dtype that the job computes in, once; return the recorded one. Raises LeaseLost."""
+        """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
         recorded = await self._run("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)
         if recorded is None:
             raise LeaseLost(f"job {job_id} has another trainer now")
@@ -258,9 +258,9 @@ class Ledger:
         digest: str,
         published: PublishedWeights | None = None,
     ) -> None:
-        """The weights can be pulled at `address`; the first version of a job is published by this. Raises LeaseLost.
+        """Announce that the weights can be pulled at `address`; this publishes a job's first version. Raise LeaseLost.
 
-        `published`: the version's numbers, if they are to be known; those of its first announcement stay.
+        `published`: the version's numbers, if they are to be stored; those of its first announcement are kept.
         """
         job = JobKeys(job_id)
         args = (epoch, version, address, digest, "" if published is None else published.model_dump_json())
@@ -273,7 +273,7 @@ class Ledger:
     async def open_iteration(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
         """Dispatch an iteration's fixed set of groups, all pinned to `version`, which must be the published one.
 
-        Returns '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
+        Return '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
         """
         job = JobKeys(job_id)
         pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
@@ -282,12 +282,12 @@ class Ledger:
         return cast(str, reason.decode())
 
     async def iteration_fields(self, job_id: str, iteration: int) -> dict[str, str]:
-        """The iteration hash as text; empty when it was never opened."""
+        """Return the iteration hash as text; empty when it was never opened."""
         fields = await self.redis.hgetall(JobKeys(job_id).iteration(iteration))
         return {name.decode(): value.decode() for name, value in fields.items()}
 
     async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
-        """Group id -> `waiting:ENTRY` | `accepted:ENTRY`."""
+        """Return group id -> `waiting:ENTRY` | `accepted:ENTRY`."""
         states = await self.redis.hgetall(JobKeys(job_id).groups(iteration))
         return {group_id.decode(): state.decode() for group_id, state in states.items()}
 
@@ -296,26 +296,26 @@ class Ledger:
         return IterationState(state.decode()) if state else None
 
     async def iteration_version(self, job_id: str, iteration: int) -> int | None:
-        """The policy version that generates the iteration; None when it was never opened."""
+        """Return the policy version that generates the iteration; None when it was never opened."""
         version = await self.redis.hget(JobKeys(job_id).iteration(iteration), "policy_version")
         return int(version) if version else None
 
     async def evaluation_state(self, job_id: str, evaluation: int) -> EvaluationState | None:
-        """None when it was not opened yet; the job may end when its last one `is_over`."""
+        """Return None when it was not opened yet. The job may end when its last evaluation `is_over`."""
         return await self.evaluations.state(job_id, evaluation)
 
     async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
-        """Worker id -> seconds with at least one response in flight in that iteration."""
+        """Return worker id -> seconds with at least one response in flight in that iteration."""
         busy = await self.redis.hgetall(JobKeys(job_id).busy(iteration))
         return {worker.decode(): float(seconds) for worker, seconds in busy.items()}
 
     async def ready_times(self, job_id: str) -> dict[int, float]:
-        """Policy version -> Unix time when the first rollout served it."""
+        """Return policy version -> Unix time when the first rollout served it."""
         times = await self.redis.hgetall(JobKeys(job_id).versions)
         return {int(version): float(time) for version, time in times.items()}
 
     async def weights(self, job_id: str, version: int) -> WeightsRecord | None:
-        """What its trainer and its rollouts tell of a policy version; None when nobody has told anything."""
+        """Return the numbers that trainer and rollouts have recorded for a policy version; None when there are none."""
         fields = await self.redis.hgetall(JobKeys(job_id).weights(version))
         fields.pop(b"digest", None)
         if not fields:
@@ -339,14 +339,14 @@ class Ledger:
         is_published: bool = True,
         advantages: Mapping[str, Sequence[float | None]] | None = None,
     ) -> bool:
-        """Close a drained iteration and publish `version`. False if it was committed before. Raises LeaseLost.
+        """Close a drained iteration and publish `version`. Return False if it was committed before. Raise LeaseLost.
 
         `used`: the `used_digest` of the groups that the step was made of.
 
         Not `is_published`: rollouts stay on the version that they have; allowed while the next iteration can be opened
         on that one.
 
-        `advantages`: group id -> that of each of its responses, for people; kept as long as the groups are.
+        `advantages`: group id -> the advantage of each response, for people; kept as long as the groups are.
         """
         job = JobKeys(job_id)
         args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
@@ -362,7 +362,7 @@ class Ledger:
         return bool(outcome == "committed")
 
     async def checkpointed(self, job_id: str, epoch: str, first: int, next_iteration: int, path: str) -> None:
-        """Iterations `first` to `next_iteration - 1` are durable: acknowledge their groups. Raises LeaseLost."""
+        """Record iterations `first` to `next_iteration - 1` as durable: acknowledge their groups. Raise LeaseLost."""
         job = JobKeys(job_id)
         ledgers = [job.groups(iteration) for iteration in range(first, next_iteration)]
         args = (epoch, next_iteration, path, TRAINER_GROUP)
@@ -372,7 +372,7 @@ class Ledger:
     async def trim_iteration(self, job_id: str, iteration: int, num_kept: int) -> bool:
         """Drop the groups of the oldest iteration that still has them, if `num_kept` newer ones are durable.
 
-        False when it is not its turn.
+        Return False when another iteration is to be dropped first, or nothing yet.
         """
         job = JobKeys(job_id)
         for_replay = [job.micro_batches(iteration), job.taken(iteration)]
@@ -382,7 +382,7 @@ class Ledger:
     # ---- groups: the rollout's side ------------------------------------------------------------------------------
 
     async def claim_groups(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
-        """Claim up to `count` prompts: those of dead workers first. Never blocks."""
+        """Claim up to `count` prompts, those of dead workers first. This never blocks."""
         job = JobKeys(job_id)
         flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
         claims, foreign = [], []
@@ -401,35 +401,35 @@ class Ledger:
         return [claim for claim in claims if claim.entry_id not in foreign]
 
     def _place(self, job: JobKeys, unit: PromptTask | RolloutGroup) -> tuple[str, str]:
-        """The ledger of a group and its name there."""
+        """Return the key of the group's ledger and its name there."""
         groups = job.evaluation_groups if unit.is_evaluation else job.groups
         return groups(unit.iteration), unit.group_id
 
     async def _states(self, places: list[tuple[str, str]]) -> list[bytes | None]:
-        """What the ledger says of groups."""
+        """Return the state of each group in its ledger."""
         pipeline = self.redis.pipeline(transaction=False)
         for key, group_id in places:
             pipeline.hget(key, group_id)
         return list(await pipeline.execute()) if places else []
 
     async def _drop_foreign(self, job: JobKeys, stream: str, group: str, entries: list[Any]) -> None:
-        """What somebody else has written to a stream of ours is counted, said in an event, and gone."""
+        """Remove entries that another program wrote to one of our streams; count them and record an event."""
         if entries:
             await self._run("drop_foreign", job, [stream], group, *entries)
 
     async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
-        """Block until the prompts stream grows past `last_seen` or time is up; returns the new cursor."""
+        """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
         answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
         return cast(str, answer[0][1][-1][0].decode()) if answer else last_seen
 
     async def num_unclaimed_prompts(self, job_id: str) -> int:
-        """Prompts that no rollout has claimed yet, those of evaluations included."""
+        """Return how many prompts no rollout has claimed yet, including those of evaluations."""
         prompts = JobKeys(job_id).prompts
         pending = await self.redis.xpending(prompts, ROLLOUT_GROUP)
         return int(await self.redis.xlen(prompts)) - int(pending["pending"])
 
     async def check_streams(self, job_id: str) -> None:
-        """Raises StreamLost when one of the job's two streams is not there."""
+        """Raise StreamLost when one of the job's two streams does not exist."""
         job = JobKeys(job_id)
         pipeline = self.redis.pipeline(transaction=False)
         for stream in (job.prompts, job.rollouts):
@@ -439,7 +439,7 @@ class Ledger:
                 raise StreamLost(job_id, name)
 
     async def renew_groups(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
-        """Keep leases while generating; returns the entries that are still this worker's."""
+        """Renew leases while generating; return the entries that are still this worker's."""
         return await self._settle_leases(job_id, worker, "renew", entry_ids)
 
     async def release_groups(
@@ -456,7 +456,7 @@ class Ledger:
         return [entry.decode() for entry in mine]
 
     async def submit_group(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
-        """Submit a finished (or failed) group. Raises ValueError when the group breaks its own promises."""
+        """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises."""
         check_group(group)
         check_token_lengths(group)
         job = JobKeys(job_id)
@@ -479,7 +479,7 @@ class Ledger:
         return Verdict(verdict.decode())
 
     async def engine_ready(self, job_id: str, version: int, worker: str, update: WeightUpdate) -> None:
-        """Record that a rollout serves `version`, and how it came to it."""
+        """Record that a rollout serves `version`, and how it got it."""
         job = JobKeys(job_id)
         more_keys = [job.versions, job.weights(version)]
         await self._run("engine_ready", job, more_keys, version, worker, update.model_dump_json())
@@ -487,14 +487,14 @@ class Ledger:
     # ---- groups: the trainer's side ------------------------------------------------------------------------------
 
     async def take_groups(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
-        """The next accepted groups in completion order; empty when none came in time."""
+        """Return the next accepted groups in completion order; empty when none came in time."""
         job = JobKeys(job_id)
         block_ms = max(1, int(timeout_s * 1000))
         stream = {job.rollouts: ">"}
         try:
             answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
         except ResponseError as error:
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):  # the latter: it goes while we wait
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):  # UNBLOCKED: the stream is deleted while we wait
                 raise
             if await self.redis.exists(job.job):
                 raise StreamLost(job_id, "rollouts") from error
@@ -515,8 +515,8 @@ class Ledger:
     ) -> list[str]:
         """Take groups for trainer replica `rank`: those that no replica has taken become its micro-batch `index`.
 
-        Returns what was granted, in the given order; a repeated (rank, index) returns what was granted then. Nothing
-        granted: nothing is written, and the index is still free. Raises LeaseLost.
+        Return the granted groups, in the given order; a repeated (rank, index) returns the same ones again. If none is
+        granted, nothing is written, and the index is still free. Raise LeaseLost.
         """
         job = JobKeys(job_id)
         more_keys = [job.micro_batches(iteration), job.taken(iteration)]
@@ -526,7 +526,7 @@ class Ledger:
         return granted.decode().split(",") if granted else []
 
     async def recorded_micro_batches(self, job_id: str, iteration: int) -> list[tuple[int, list[str]]]:
-        """(trainer replica, group ids) of each micro-batch of an iteration, in the order of recording."""
+        """Return (trainer replica, group ids) of each micro-batch of an iteration, in the order of recording."""
         recorded = await self.redis.hgetall(JobKeys(job_id).micro_batches(iteration))
         batches = []
         for place, content in recorded.items():
@@ -535,13 +535,13 @@ class Ledger:
         return [(rank, ids) for _, rank, ids in sorted(batches)]
 
     async def taken_groups(self, job_id: str, iteration: int) -> set[str]:
-        """The groups of an iteration that some trainer replica has taken."""
+        """Return the groups of an iteration that a trainer replica has taken."""
         return {group_id.decode() for group_id in await self.redis.smembers(JobKeys(job_id).taken(iteration))}
 
     async def iteration_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
-        """All accepted groups of an iteration in the order of the stream; for people and for replay.
+        """Return all accepted groups of an iteration in the order of the stream; for people and for replay.
 
-        Raises GroupsTrimmed when they are no longer kept.
+        Raise GroupsTrimmed when they are no longer kept.
         """
         job = JobKeys(job_id)
         states = [state.decode() for state in await self.redis.hvals(job.groups(iteration))]
@@ -561,19 +561,19 @@ class Ledger:
         return groups
 
     async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
-        """Group id -> that of each response, as it was trained; empty before the commit, and where nobody told."""
+        """Return group id -> the advantage of each response; empty before the commit, and where none were recorded."""
         told = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
         return {group_id.decode(): json.loads(own) for group_id, own in told.items()}
 
     async def lengths(self, job_id: str, rows: Sequence[int]) -> list[int | None]:
-        """Mean tokens of a response to each row of the data, when it was last generated."""
+        """Return the mean tokens per response for each row of the data, when it was last generated; None if unknown."""
         found = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []
         return [None if length is None else int(length) for length in found]
 
     # ---- the audit log -------------------------------------------------------------------------------------------
 
     async def audit_entries(self, job_id: str, after: str = "-", count: int = 1000) -> list[audit.Entry]:
-        """The next entries after the id `after`, oldest first; empty at the end."""
+        """Return the next entries after the id `after`, oldest first; empty at the end."""
         start = after if after == "-" else f"({after}"
         found = await self.redis.xrange(JobKeys(job_id).audit, start, "+", count)
         return [
@@ -584,7 +584,7 @@ class Ledger:
         ]
 
     async def rollouts(self, job_id: str, after: str = "-", count: int = 64) -> list[tuple[str, bytes]]:
-        """The next entries of the rollouts stream after the id `after`, as they are: (id, RolloutGroup)."""
+        """Return the next raw entries of the rollouts stream after the id `after`: (id, RolloutGroup)."""
         start = after if after == "-" else f"({after}"
         found = await self.redis.xrange(JobKeys(job_id).rollouts, start, "+", count)
         return [(entry.decode(), fields.get(b"group", b"")) for entry, fields in found]
@@ -597,7 +597,7 @@ class Ledger:
     async def events(
         self, job_id: str, after: str = "0", timeout_s: float | None = None, count: int = 500
     ) -> list[Event]:
-        """Events after the cursor, oldest first; waits up to `timeout_s` for the first one."""
+        """Return events after the cursor, oldest first; wait up to `timeout_s` for the first one."""
         block = None if timeout_s is None else max(1, int(timeout_s * 1000))
         answer = await self.redis.xread({JobKeys(job_id).events: after}, count=count, block=block)
         return [to_event(entry, fields) for entry, fields in answer[0][1]] if answer else []
@@ -609,7 +609,7 @@ class Ledger:
         await self.redis.hdel(keys.workers(pool), worker_id)
 
     async def workers(self, pool: str) -> list[WorkerRecord]:
-        """The last heartbeats of a pool's rollouts, without those that cannot be read."""
+        """Return the last heartbeats of a pool's rollouts, without unreadable ones."""
         return (await self.worker_heartbeats(pool)).records
 
     async def worker_heartbeats(self, pool: str) -> Heartbeats[WorkerRecord]:
@@ -629,14 +629,14 @@ def failure_text(group: RolloutGroup) -> str:
 
 
 def length_of(group: RolloutGroup) -> tuple[int | str, int]:
-    """Row of the data and mean tokens of a response; no row where nobody asks, or where it is not known."""
+    """Return the row of the data and the mean tokens per response; '' and 0 where not needed or not known."""
     if not group.HasField("data_row") or not group.responses:
         return "", 0
     return group.data_row, round(fmean(len(response.token_ids) for response in group.responses))
 
 
 def to_event(entry: bytes, fields: dict[bytes, bytes]) -> Event:
-    """Return the event, or one that says that it cannot be read: readers go on behind it, and people see it."""
+    """Return the event, or one that says that it cannot be read: readers go on after it, and people see it."""
     event_id = entry.decode()
     try:
         return Event(

@@ -1,6 +1,6 @@
 """Records of iterations and evaluations, built from the ledger's fields, and a job's curves made of them. Reads only.
 
-The same numbers for everybody who shows them: the broker's REST API, and the trackers of the trainer.
+The broker's REST API and the trainer's trackers show the same numbers.
 """
 
 import json
@@ -17,7 +17,7 @@ from onbeat.types import EvaluationRecord, IterationRecord
 
 Fields = dict[str, str]
 
-# What the trainer's metrics may say about an iteration, by its plain record name.
+# The trainer's metrics may have these fields of the record, by their plain names.
 INT_METRICS = ("num_responses", "prompt_tokens", "response_tokens", "staleness_max")
 FLOAT_METRICS = ("reward_mean", "reward_std", "train_s", "mismatch_mean", "mismatch_max")
 DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
@@ -29,17 +29,17 @@ SCORES = ("reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "tru
 
 @dataclass(frozen=True)
 class IterationSources:
-    """All that the ledger knows of one iteration."""
+    """The ledger's data on one iteration."""
 
     fields: Fields
     busy_s: dict[str, float]  # by worker
     engine_ready_at: float | None
-    published_at: float | None  # its version, by an earlier commit (version 0: the first opening)
+    published_at: float | None  # when its version was published: by an earlier commit (version 0: the first opening)
     previous_commit_at: float
 
 
 def iteration_record(sources: IterationSources) -> IterationRecord:
-    """Times of the trainer, the rollouts and the ledger, put together; None where something has not happened yet."""
+    """Combine times of the trainer, the rollouts and the ledger; None where something has not happened yet."""
     fields, ready_at = sources.fields, sources.engine_ready_at
     counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate", "num_lost")
     times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
@@ -62,7 +62,7 @@ def iteration_record(sources: IterationSources) -> IterationRecord:
 
 
 def add_metrics(record: IterationRecord, metrics_json: str) -> int:
-    """Spread the trainer's metrics over the record; returns the number of training devices."""
+    """Spread the trainer's metrics over the record; return the number of training devices."""
     metrics = {name: value for name, value in json.loads(metrics_json).items() if is_finite(value)}
     num_training_devices = int(metrics.pop("num_training_devices", 1))
     for name in INT_METRICS:
@@ -80,7 +80,7 @@ def is_finite(value: object) -> bool:
 
 
 def add_shares(record: IterationRecord, busy_s: dict[str, float], num_training_devices: int) -> None:
-    """Idle shares and tokens per second per device, once the iteration is committed."""
+    """Add idle shares and tokens per second per device, once the iteration is committed."""
     wall_s = record.wall_s
     if wall_s is None:
         return
@@ -98,7 +98,7 @@ def clip_fraction(value: float) -> float:
 
 
 async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -> list[IterationRecord]:
-    """Iterations with a number above `after`, in order. Raises JobNotFound."""
+    """Return iterations with a number above `after`, in order. Raise JobNotFound."""
     job = await ledger.job_fields(job_id)
     wanted = range(after + 1, min(int(job["num_opened"]), after + 1 + limit))
     if not wanted:
@@ -126,7 +126,7 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
 
 
 def published_at(version: int, iterations: Mapping[int, Fields]) -> float | None:
-    """Unix time since when rollouts could have the version; None when its iteration is not committed."""
+    """Return the Unix time since when rollouts could have the version; None when its iteration is not committed."""
     time = iterations[version - 1].get("committed_at") if version else iterations[0].get("opened_at")
     return float(time) if time else None
 
@@ -139,7 +139,7 @@ def evaluation_record(fields: Fields) -> EvaluationRecord:
 
 
 async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:
-    """Evaluations with a number above `after`, in order. Raises JobNotFound."""
+    """Return evaluations with a number above `after`, in order. Raise JobNotFound."""
     job = await ledger.job_fields(job_id)
     num_iterations, section = int(job["num_iterations"]), json.loads(job["config"]).get("evaluation")
     records, evaluation = [], 0
@@ -151,7 +151,7 @@ async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list
 
 
 def following_evaluation(evaluation: int, every: int, num_iterations: int) -> int:
-    """The number of the next one; after the last one a number beyond the job.
+    """Return the number of the next evaluation; after the last one a number beyond the job.
 
     >>> [following_evaluation(e, every=4, num_iterations=10) for e in (0, 4, 8, 10)]
     [4, 8, 10, 11]
@@ -162,7 +162,7 @@ def following_evaluation(evaluation: int, every: int, num_iterations: int) -> in
 
 
 def evaluation_series(records: Iterable[EvaluationRecord]) -> dict[str, list[tuple[int, float]]]:
-    """`eval/name` -> (evaluation, value) pairs."""
+    """Return `eval/name` -> (evaluation, value) pairs."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name in SCORES:
@@ -172,7 +172,7 @@ def evaluation_series(records: Iterable[EvaluationRecord]) -> dict[str, list[tup
 
 
 def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[int, float]]]:
-    """`area/name` -> (iteration, value) pairs; what the record itself holds is under `iteration/`."""
+    """Return `area/name` -> (iteration, value) pairs; the record's own fields are under `iteration/`."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in metrics_point(record).items():
@@ -181,6 +181,6 @@ def metric_series(records: Iterable[IterationRecord]) -> dict[str, list[tuple[in
 
 
 def metrics_point(record: IterationRecord) -> dict[str, float]:
-    """What one iteration adds to the series."""
+    """Return one iteration's values in the series."""
     own = {f"iteration/{name}": getattr(record, name) for name in SERIES_OF_RECORD}
     return {name: value for name, value in (own | record.metrics).items() if value is not None}

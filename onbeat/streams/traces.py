@@ -1,4 +1,5 @@
-"""Which iterations have been exported as OpenTelemetry traces, and which broker does that: no iteration twice."""
+"""The record of which iterations have been exported as OpenTelemetry traces, and by which broker: none is exported
+twice."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,18 +15,18 @@ class TracedJob:
     job_id: str
     state: JobState
     num_committed: int  # iterations
-    num_exported: int  # of them, or left out
+    num_exported: int  # exported ones, or those left out
     finished_at: float | None  # Unix seconds
 
 
 class Traces:
-    """Of all jobs of one Redis. `run` runs a script: `Ledger` hands it over."""
+    """The trace exports of all jobs of one Redis. `run` runs a script; `Ledger` provides it."""
 
     def __init__(self, redis: Any, run: Callable[..., Awaitable[Any]]) -> None:
         self._redis, self._run = redis, run
 
     async def jobs(self, job_ids: Sequence[str]) -> list[TracedJob]:
-        """How far those that are there are, in one round trip."""
+        """Return the progress of those jobs that exist, in one round trip."""
         pipeline = self._redis.pipeline(transaction=False)
         for job_id in job_ids:
             pipeline.hmget(JobKeys(job_id).job, "state", "next_iteration", "finished_at")
@@ -47,10 +48,10 @@ class Traces:
         return jobs
 
     async def hold(self, job_id: str, broker: str, lease_s: float, next_iteration: int | None = None) -> int | None:
-        """Take or keep the job; returns the first iteration that is left to export. None: another broker has it, or
-        there is no such job, and nothing is written.
+        """Take or keep the job; return the first iteration that is left to export. Return None, and write nothing, when
+        another broker has it or there is no such job.
 
-        `next_iteration`: all before it are done. A lease of 0 gives the job back.
+        `next_iteration`: all before it are exported. A lease of 0 gives the job back.
         """
         job = JobKeys(job_id)
         done = "" if next_iteration is None else next_iteration

@@ -1,4 +1,4 @@
-"""The calls of the weights service, typed. What a pull consists of is in `pull`.
+"""The typed calls of the weights service. `pull` describes what a pull consists of.
 
 Every failure is a WeightsError that names the address; every wait has a deadline.
 """
@@ -24,21 +24,21 @@ from onbeat.weights.wire import key_message, pull_stub, read_manifest, read_mess
 
 Answer = TypeVar("Answer")
 
-MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a living source that has nothing to send says so
+MESSAGE_DEADLINE_S = 15.0  # longest silence inside a pull: a live source that has nothing to send sends a sign of life
 MAX_ANSWER_BYTES = 256 << 20  # a tokenizer can be tens of MB
-PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that gets less than so much in so long is given up
-FILE_NAME = re.compile(r"\w[\w .+-]{0,199}")  # of the model: no path
-CALL_DEADLINE_S = 60.0  # of calls that answer once
+PROGRESS_S, PROGRESS_BYTES = 60.0, 64 << 10  # a pull that receives less than this in this time is aborted
+FILE_NAME = re.compile(r"\w[\w .+-]{0,199}")  # names of the model's files: never a path
+CALL_DEADLINE_S = 60.0  # for calls with a single answer
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # else a new client waits out the growing pauses of older ones' failed tries
-    ("grpc.max_reconnect_backoff_ms", 3_000),  # by default 2 minutes
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise a new client waits out the growing retry delays of older clients
+    ("grpc.max_reconnect_backoff_ms", 3_000),  # the default is 2 minutes
 ]
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Everything of a model but its weights."""
+    """A model without its weights."""
 
     files: dict[str, bytes]
     policy_version: int
@@ -46,7 +46,7 @@ class ModelDescription:
 
 @dataclass(frozen=True)
 class Step:
-    """A delta on the way from a base to a version."""
+    """A delta from a base version to a version."""
 
     policy_version: int
     base_version: int
@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Itinerary:
-    """A version, and the deltas that lead there from the base that was asked about; none: pull it in full."""
+    """A version and the deltas that lead to it from the base in the request. Without steps it is pulled in full."""
 
     manifest: Manifest
     steps: tuple[Step, ...] = ()
@@ -64,8 +64,8 @@ class Itinerary:
 
 @dataclass(frozen=True)
 class Peer:
-    """Who pulls, and where others can pull from it. An empty address means that it serves nobody; an empty host or zone
-    is unknown."""
+    """A host that pulls, and where others can pull from it. With an empty address it serves no others; an empty host or
+    zone is unknown."""
 
     worker_id: str
     address: str = ""
@@ -74,7 +74,7 @@ class Peer:
 
 
 class WeightsClient:
-    """One job's weights at one address (`host:port`)."""
+    """A client for one job's weights at one address (`host:port`)."""
 
     def __init__(self, address: str, job_id: str, security: WireSecurity = PLAIN) -> None:
         self.address = address
@@ -93,7 +93,10 @@ class WeightsClient:
         return ModelDescription({file.name: file.content for file in answer.files}, answer.policy_version)
 
     async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary:
-        """Raises WeightsError when the version is not held or the manifest contradicts its own digest."""
+        """Return the manifest of a version and the deltas that lead to it.
+
+        Raise WeightsError when the version is not held or the manifest contradicts its own digest.
+        """
         request = weights_pb2.GetManifestRequest(job_id=self.job_id, policy_version=version, base_version=base_version)
         with self._as_weights_error(f"get the manifest of version {version}"):
             answer = checked(await self._stub.GetManifest(request, timeout=CALL_DEADLINE_S))
@@ -106,7 +109,7 @@ class WeightsClient:
         return Itinerary(manifest, steps, answer.age_s)
 
     async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:
-        """Return the address to pull from; `failed` are addresses that did not deliver."""
+        """Return the address to pull from; `failed` lists the addresses that did not deliver."""
         request = weights_pb2.LocateRequest(
             job_id=self.job_id,
             key=key_message(key),
@@ -117,7 +120,7 @@ class WeightsClient:
             return checked(await self._stub.Locate(request, timeout=CALL_DEADLINE_S)).address
 
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
-        """`is_complete`: this shard of the version is held here now, in full."""
+        """Report that the pull has ended. `is_complete`: this shard of the version is now held here in full."""
         request = weights_pb2.FinishRequest(
             job_id=self.job_id, key=key_message(key), worker_id=worker_id, is_complete=is_complete
         )
@@ -125,7 +128,7 @@ class WeightsClient:
             checked(await self._stub.Finish(request, timeout=CALL_DEADLINE_S))
 
     async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
-        """The plan, then the payload's bytes from the offset on. Raises WeightsError, also after a long silence."""
+        """Yield the plan, then the payload's bytes from the offset on. Raise WeightsError, also after long silence."""
         request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key), offset_bytes=offset_bytes)
         call = self._pull(request)
         try:
@@ -146,16 +149,16 @@ class WeightsClient:
                     received += len(message)
                     part = read_message(key, message)
                     if isinstance(part, Plan):
-                        if has_plan:  # plans without end would pass for progress
+                        if has_plan:  # an endless series of plans would pass for progress
                             raise WeightsError(f"{key}: a second plan came")
                         has_plan = True
-                    if part or isinstance(part, Plan):  # else a sign of life
+                    if part or isinstance(part, Plan):  # an empty part is a sign of life
                         yield part
         finally:
             call.cancel()
 
     async def watch(self) -> AsyncIterator[int]:
-        """The current version, then each newer one. Raises WeightsError when the server is gone."""
+        """Yield the current version, then each newer one. Raise WeightsError when the server is gone."""
         with self._as_weights_error("watch for versions"):
             async for answer in self._stub.Watch(weights_pb2.WatchRequest(job_id=self.job_id)):
                 yield checked(answer).policy_version
@@ -181,12 +184,12 @@ class WeightsClient:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC says so too when the channel is closed; a task that ended with it would pass for a cancelled one.
+            # gRPC also raises this when the channel is closed; a task ended by it would pass for a cancelled one.
             raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
 
 
 def checked(answer: Answer | None) -> Answer:
-    """gRPC gives None for bytes that it cannot read, and where no answer came. Raises WeightsError."""
+    """Return the answer. Raise WeightsError for None: gRPC gives it for unreadable bytes, or without an answer."""
     if answer is None:
         raise WeightsError("what was answered is no message of the weights service")
     return answer

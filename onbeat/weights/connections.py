@@ -1,4 +1,4 @@
-"""Whom a host asks for weights: what every source can do, and the host's connections to them."""
+"""The connections of a host to its sources of weights, and the protocol that every source implements."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -9,7 +9,7 @@ from onbeat.weights.payload import PayloadKey, Plan
 
 
 class WeightsSource(Protocol):
-    """What a pull needs of `WeightsClient`."""
+    """The part of `WeightsClient` that a pull needs."""
 
     async def describe(self) -> ModelDescription: ...
     async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary: ...
@@ -21,7 +21,7 @@ class WeightsSource(Protocol):
 
 
 class Connections:
-    """The clients of a host, one for each address. `peer` is what others are told of the host."""
+    """The clients of a host, one for each address. `peer` is how the host presents itself to others."""
 
     def __init__(self, connect: Callable[[str], WeightsSource], peer: Peer) -> None:
         self.connect, self.peer = connect, peer
@@ -39,7 +39,7 @@ class Connections:
             await client.close()
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Make a call that nobody waits for; it ends with `close` at the latest."""
+        """Run a call that no caller waits for; `close` cancels it if it is still running."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -6,12 +6,12 @@
     XOR_ZSTD    the streams: plane 0, ..., plane item_bytes-1 of (old xor new)
 
 Numbers are little-endian. Weights are unsigned integers here, so NaN and -0.0 are bits like any other. Plane j holds
-byte j of every item. A stream is u64 stored_bytes and then these: a zstd frame, or the stream itself where no frame is
-smaller.
+byte j of every item. A stream is u64 stored_bytes, followed by that many bytes: a zstd frame, or the stream itself
+where a frame would not be smaller.
 
-SPARSE says for each changed item in turn how many items it skips, and the wraparound difference of the bit patterns,
-zigzag-mapped (-1, 1, -2, 2 become 1, 2, 3, 4): one step of a float's last place is small whatever its sign or exponent.
-A gap byte of 255 means "skip 255 and go on". Items 3 (by 1) and 260 (by -1) of a bfloat16 tensor changed:
+SPARSE stores for each changed item how many items are skipped before it, and the wraparound difference of the bit
+patterns, zigzag-mapped (-1, 1, -2, 2 become 1, 2, 3, 4): one step of a float's last place is small whatever its sign or
+exponent. A gap byte of 255 means "skip 255 and go on". Items 3 (by 1) and 260 (by -1) of a bfloat16 tensor changed:
 
     gaps 03 | ff 01     plane 0: 02 01     plane 1: 00 00
 """
@@ -31,22 +31,22 @@ Buffer: TypeAlias = Any  # bytes, memoryview, mmap, an array: contiguous, at any
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Items: TypeAlias = npt.NDArray[Any]  # unsigned integers of the dtype's width
 
-HEADER_BYTES = 0  # no encoding is larger than the raw bytes plus this: RAW has no header
+HEADER_BYTES = 0  # an encoding is at most this much larger than the raw bytes: RAW has no header
 SPARSE_HEADER = struct.Struct("<QQ")
 STREAM_HEADER = struct.Struct("<Q")
-HOP = 255  # the gap byte that has a next one
-MAX_SPARSE_SHARE = 0.2  # of the items; below it SPARSE is smaller than XOR_ZSTD and takes less time
-# A step changes the low bytes of nearly all float32 weights. Half of the bytes would be saved, in more time than they
-# take to travel on one machine.
+HOP = 255  # the gap byte that is followed by another one
+MAX_SPARSE_SHARE = 0.2  # share of changed items up to which SPARSE is smaller than XOR_ZSTD and takes less time
+# A step changes the low bytes of nearly all float32 weights. XOR_ZSTD would save half of the bytes, but take longer
+# than sending them on one machine does.
 MAX_XOR_ITEM_BYTES = 2
-NUM_SAMPLES = 1024  # items that are looked at to estimate the share
-BLOCK_BYTES = 1 << 20  # of base and of new at a time: temporaries stay in the cache
+NUM_SAMPLES = 1024  # items that are compared to estimate the share
+BLOCK_BYTES = 1 << 20  # of base and of new at a time, so that temporaries stay in the cache
 GAP_BLOCK_BYTES = 1 << 16  # each becomes an 8-byte position
-ZSTD_LEVEL = 1  # the lowest that entropy-codes; higher ones gain nothing on these streams
+ZSTD_LEVEL = 1  # the lowest level that entropy-codes; higher ones gain nothing on these streams
 
 
 class Encoding(IntEnum):
-    """The numbers are on the wire."""
+    """The encodings, by their numbers on the wire."""
 
     UNCHANGED = 1
     RAW = 2
@@ -55,10 +55,10 @@ class Encoding(IntEnum):
 
 
 def encode(base: Buffer | None, new: Buffer, item_bytes: int) -> tuple[Encoding, memoryview | bytes]:
-    """`new` as a change of `base`, which has the same length. Same input, same bytes; none when nothing changed.
+    """Encode `new` as a change of `base`, which has the same length. The same input gives the same bytes.
 
-    `item_bytes` (1, 2, 4, 8) is the width of the dtype. Without a base, or where nothing is gained, the answer is RAW
-    and a view of `new`.
+    `item_bytes` (1, 2, 4, 8) is the width of the dtype. Without a base, or where nothing is gained, the result is RAW
+    and a view of `new`; without a change it is UNCHANGED and no bytes.
     """
     new_bytes = np.frombuffer(new, np.uint8)
     if base is None:
@@ -80,9 +80,9 @@ def encode(base: Buffer | None, new: Buffer, item_bytes: int) -> tuple[Encoding,
 def apply(encoding: int, payload: Buffer, target: Buffer, item_bytes: int) -> None:
     """Turn the base in `target` (writable) into the new tensor, in place.
 
-    Raises WeightsError for a payload that is malformed or of another size; what `target` holds is then undefined.
-    Writes nothing outside `target`, allocates at most a few times its size whatever the payload claims, and keeps no
-    view of it, not even in a traceback: a map can be closed at once.
+    Raise WeightsError for a payload that is malformed or of another size; the content of `target` is then undefined.
+    This writes nothing outside `target`, allocates at most a few times its size whatever the payload claims, and keeps
+    no view of it, not even in a traceback: a map can be closed at once.
     """
     new, stored = np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8).data
     items = new.view(_unsigned(item_bytes, len(new)))
@@ -106,14 +106,14 @@ def apply(encoding: int, payload: Buffer, target: Buffer, item_bytes: int) -> No
 
 
 def _sampled_share(base: Items, new: Items) -> float:
-    """Share of changed items among some that lie evenly over the tensor; an odd stride, as rows have even lengths."""
+    """Return the share of changed items in an evenly spaced sample. The stride is odd, as rows have even lengths."""
     stride = max(1, len(new) // NUM_SAMPLES) | 1
     is_changed = base[::stride] != new[::stride]
     return np.count_nonzero(is_changed) / max(1, len(is_changed))
 
 
 def _encode_sparse(base: Bytes, new: Bytes, dtype: np.dtype[Any]) -> bytes:
-    """Empty when nothing changed."""
+    """Return the SPARSE payload; empty when nothing changed."""
     gaps, differences, last = [], [], -1
     for start in range(0, len(new), BLOCK_BYTES):
         block = slice(start, start + BLOCK_BYTES)
@@ -131,7 +131,7 @@ def _encode_sparse(base: Bytes, new: Bytes, dtype: np.dtype[Any]) -> bytes:
 
 
 def _changes(base: Bytes, new: Bytes, dtype: np.dtype[Any]) -> tuple[npt.NDArray[np.int64], Items]:
-    """Positions of the items that differ, and new - base there. Looks at 8-byte words first: most are equal."""
+    """Return the positions of changed items, and new - base there. Compare 8-byte words first: most are equal."""
     word = np.dtype("<u8") if len(new) % 8 == 0 else dtype
     base_words, new_words = base.view(word), new.view(word)
     changed = np.flatnonzero(base_words != new_words)
@@ -143,7 +143,7 @@ def _changes(base: Bytes, new: Bytes, dtype: np.dtype[Any]) -> tuple[npt.NDArray
 
 
 def _gap_bytes(positions: npt.NDArray[np.int64], previous: int) -> Bytes:
-    """Items skipped before each position, the first counted from `previous`."""
+    """Return the gaps as bytes: the items skipped before each position, the first counted from `previous`."""
     gaps = np.diff(positions, prepend=previous) - 1
     hops = gaps // HOP
     ends = np.cumsum(hops + 1) - 1  # where each gap's last byte goes
@@ -155,7 +155,7 @@ def _gap_bytes(positions: npt.NDArray[np.int64], previous: int) -> Bytes:
 def _read_sparse(
     payload: memoryview, num_items: int, dtype: np.dtype[Any]
 ) -> Iterator[tuple[npt.NDArray[np.int64], Items]]:
-    """Rising positions, all below `num_items`, and what to add there; in blocks. Raises WeightsError."""
+    """Yield blocks of rising positions, all below `num_items`, and what to add there. Raise WeightsError."""
     _check(len(payload) >= SPARSE_HEADER.size, f"a sparse tensor came with only {len(payload)} bytes")
     num_changed, num_gap_bytes = SPARSE_HEADER.unpack_from(payload)
     is_possible = 0 < num_changed <= num_items and num_gap_bytes <= num_changed + num_items // HOP
@@ -199,7 +199,7 @@ def _write_streams(streams: Iterable[Bytes]) -> bytes:
 
 
 def _read_streams(payload: memoryview, sizes: list[int]) -> Iterator[Bytes]:
-    """One stream of each size, one at a time. Raises WeightsError when one has another size, or bytes are left over."""
+    """Yield one stream of each size, one at a time. Raise WeightsError for a wrong size or for bytes left over."""
     decompressor, end = zstandard.ZstdDecompressor(), 0
     for size in sizes:
         start = end + STREAM_HEADER.size
@@ -214,7 +214,7 @@ def _read_streams(payload: memoryview, sizes: list[int]) -> Iterator[Bytes]:
 
 
 def _decompress(decompressor: zstandard.ZstdDecompressor, frame: memoryview, size: int) -> bytes:
-    """The size that the frame claims is checked before memory is taken for it; zstd refuses a frame of another one."""
+    """Decompress a frame. Check the size that it claims before memory is allocated; zstd refuses any other one."""
     try:
         claimed = zstandard.get_frame_parameters(frame).content_size
         _check(claimed == size, f"a stream of {size} bytes came as a zstd frame of {claimed}")
@@ -233,12 +233,12 @@ def _unzigzag(zigzag: Items) -> Items:
 
 
 def _planes(items: Items) -> Iterator[Bytes]:
-    """Byte 0 of every item, byte 1, ..."""
+    """Yield byte 0 of every item, then byte 1, ..."""
     return ((items >> 8 * index).astype(np.uint8) for index in range(items.itemsize))
 
 
 def _join(planes: list[Bytes], dtype: np.dtype[Any]) -> Items:
-    """The items that `_planes` took apart."""
+    """Return the items that `_planes` took apart."""
     items = np.zeros(len(planes[0]), dtype)
     for plane in reversed(planes[1:]):
         items = (items | plane) << 8

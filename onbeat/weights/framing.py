@@ -1,8 +1,8 @@
 """Tensors as bytes: the manifest of a version, its digests, and the safetensors layout that a host keeps it in.
 
-Digests are BLAKE3: nobody can make other bytes with the same one, so they hold against whoever passes weights on, and
-in an audit. Checksums are XXH3-128: they find faults in a fraction of the time, but other bytes with the same one can
-be made on purpose. They are for bytes from the process that named them.
+Digests are BLAKE3, which is collision-resistant, so they can be trusted whatever the relay, and in an audit. Checksums
+are XXH3-128: they find faults in a fraction of the time, but collisions can be made on purpose. They are for bytes from
+the process that sent the checksums.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
-CHUNK_BYTES = 1 << 20  # about 1 MiB a message is the sweet spot of gRPC from Python
+CHUNK_BYTES = 1 << 20  # messages of about 1 MiB are the sweet spot of gRPC from Python
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 
@@ -27,14 +27,14 @@ class TensorEntry:
     shape: tuple[int, ...]
     size_bytes: int
     digest: bytes  # BLAKE3 over the raw little-endian bytes
-    checksum: bytes  # XXH3-128 over the same; empty: none was made
+    checksum: bytes  # XXH3-128 over the same bytes; empty if there is none
 
 
 @dataclass(frozen=True)
 class Manifest:
     policy_version: int
     tensors: tuple[TensorEntry, ...]
-    shard_starts: tuple[int, ...] = ()  # first tensor of each shard but the first
+    shard_starts: tuple[int, ...] = ()  # index of the first tensor of each shard except the first
 
     @property
     def size_bytes(self) -> int:
@@ -42,7 +42,7 @@ class Manifest:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each tensor begins when they lie back to back; at last where they end."""
+        """The offset of each tensor when they lie back to back, and at last the end of the last one."""
         return tuple(accumulate((tensor.size_bytes for tensor in self.tensors), initial=0))
 
     @cached_property
@@ -52,9 +52,9 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are.
+        """The BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are.
 
-        Checksums are left out: jobs record this digest. A pull fails where one of them is wrong, and is tried again.
+        Checksums are left out: jobs record this digest. A pull fails where a checksum is wrong, and is tried again.
         """
         whole = blake3()
         for tensor in self.tensors:
@@ -64,12 +64,12 @@ class Manifest:
 
     @property
     def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """What stays the same from version to version of a model, however many ranks its trainer has."""
+        """The names, dtypes and shapes: the same for all versions of a model, whatever the number of trainer ranks."""
         return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
 
 
 def safetensors_header(manifest: Manifest) -> bytes:
-    """The header of a safetensors file that holds the manifest's tensors back to back, padded to 8 bytes."""
+    """Return the header of a safetensors file that holds the manifest's tensors back to back, padded to 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor, (start, end) in zip(manifest.tensors, pairwise(manifest.starts), strict=True):
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}

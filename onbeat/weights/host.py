@@ -1,9 +1,9 @@
 """The one copy of a job's weights on this host: a safetensors file in memory, moved from version to version in place.
 
-    at version 7 --begin--> moving (holds no version; peers are told) --settle--> at version 8
+    at version 7 --begin--> moving (holds no version; readers are informed) --settle--> at version 8
 
-Engines read the file, peers pull from it. It is anonymous memory: it needs no disk and no room in /dev/shm, and is gone
-with the process. Where the system has none (macOS), it is a file in `folder`.
+Engines read the file, peers pull from it. It is anonymous memory: it needs no disk space and no space in /dev/shm, and
+ends with the process. Where the system has none (macOS), it is a file in `folder`.
 """
 
 import asyncio
@@ -18,16 +18,17 @@ from onbeat.weights.delta import HEADER_BYTES, Encoding
 from onbeat.weights.framing import Manifest, safetensors_header
 from onbeat.weights.payload import Payload, PayloadKey, Plan, PlanEntry
 
-EXPECT_DEADLINE_S = 10.0  # for the plan of a payload that is on its way here
+EXPECT_DEADLINE_S = 10.0  # how long a peer waits for the plan of a payload that is on its way here
 
 
 class HostWeights:
-    """Lives on one event loop, except `tensor` and `data`, which any thread may read and the puller's may write."""
+    """A host's copy of the weights. It lives on one event loop, except `tensor` and `data`: any thread may read them,
+    and the puller's threads may write."""
 
     def __init__(self, layout: Manifest, folder: Path) -> None:
-        """Room for tensors of this layout; it holds no version yet. Raises WeightsError when there is none."""
-        self.manifest: Manifest | None = None  # of the version that it holds, whole and verified
-        self.has_held = False  # any version, ever: engines know its path then
+        """Reserve memory for this layout, without a version yet. Raise WeightsError if there is too little memory."""
+        self.manifest: Manifest | None = None  # manifest of the version that is held, complete and verified
+        self.has_held = False  # whether it ever held a version: engines know its path then
         self.layout = layout
         header = safetensors_header(layout)
         size = len(header) + layout.size_bytes
@@ -57,7 +58,7 @@ class HostWeights:
     # ---- moving ------------------------------------------------------------------------------------------------------
 
     def begin(self, reason: str) -> None:
-        """From now on no version is held; whoever still pulls the old one is told."""
+        """Stop holding the version, and end the streams of peers that still pull it with this reason."""
         self.manifest = None
         for coming in self._payloads.values():
             if not coming.done():
@@ -67,24 +68,24 @@ class HostWeights:
         self._payloads.clear()
 
     def settle(self, manifest: Manifest) -> None:
-        """All tensors are verified to be the manifest's."""
+        """Start holding the manifest's version. All tensors have been verified."""
         self.manifest, self.has_held = manifest, True
         for shard in range(len(manifest.shards)):
             self.offer(manifest, shard)
 
     def offer(self, manifest: Manifest, shard: int) -> None:
-        """The shard's tensors are verified to be the manifest's: peers may have them, however they came here."""
+        """Serve a shard to peers, however it came here. Its tensors have been verified."""
         key = PayloadKey(manifest.policy_version, None, shard)
         self.expect(key)
         self.open(key, full_plan(manifest, shard)).advance(len(self._room(shard)))
 
     def expect(self, key: PayloadKey) -> None:
-        """It is about to be pulled: peers who ask for it wait."""
+        """Announce a payload that is about to be pulled: peers that ask for it wait."""
         if key not in self._payloads:
             self._payloads[key] = asyncio.get_running_loop().create_future()
 
     def open(self, key: PayloadKey, plan: Plan) -> Payload:
-        """Where the payload is received; in full, its place. Raises WeightsError for an impossible plan."""
+        """Return the payload to receive into: in place if it is in full. Raise WeightsError for an impossible plan."""
         check_plan(key, plan, self.layout)
         coming = self._payloads[key]
         if coming.done():
@@ -100,7 +101,7 @@ class HostWeights:
         return self.data[self.layout.starts[tensors.start] : self.layout.starts[tensors.stop]]
 
     def drop(self, key: PayloadKey, reason: str) -> None:
-        """It will not be had, or not these bytes of it."""
+        """Give up a payload that will not arrive, or whose bytes were wrong."""
         coming = self._payloads.pop(key, None)
         if coming is not None and not coming.cancel() and not coming.cancelled():
             coming.result().give_up(reason)
@@ -108,7 +109,7 @@ class HostWeights:
     # ---- for peers ---------------------------------------------------------------------------------------------------
 
     async def payload(self, key: PayloadKey) -> Payload | None:
-        """See `server.Holder`."""
+        """Implement `server.Holder.payload`."""
         coming = self._payloads.get(key)
         if coming is None:
             return None
@@ -121,13 +122,13 @@ class HostWeights:
     def close(self) -> None:
         self.begin("its host is leaving")
         self.data.release()
-        with contextlib.suppress(BufferError):  # a peer's stream still holds a slice; the memory goes with it
+        with contextlib.suppress(BufferError):  # a peer's stream still holds a slice; the memory is freed with it
             self._map.close()
         os.close(self._fd)
 
 
 def host_id() -> str:
-    """The same for all processes of a machine, containers included; '' where the system does not tell."""
+    """Return an id shared by all processes of a machine, containers included; '' where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -135,13 +136,16 @@ def host_id() -> str:
 
 
 def full_plan(manifest: Manifest, shard: int) -> Plan:
-    """Every tensor of the shard as it is."""
+    """Return the plan that sends every tensor of the shard unencoded."""
     tensors = manifest.shards[shard]
     return Plan(tuple(PlanEntry(index, Encoding.RAW, manifest.tensors[index].size_bytes) for index in tensors))
 
 
 def check_plan(key: PayloadKey, plan: Plan, layout: Manifest) -> None:
-    """Raises WeightsError unless the plan fits the shard: nobody makes us reserve more than a full copy."""
+    """Check that the plan fits the shard, so that no peer can make us reserve more than a full copy.
+
+    Raise WeightsError if it does not.
+    """
     if key.base_version is None:
         if plan.entries != full_plan(layout, key.shard).entries:
             raise WeightsError(f"{key}: the plan is of another model")

@@ -1,8 +1,8 @@
-"""One try to bring a host's copy to a version: its steps one after the other, of each step the shards side by side.
+"""One try to bring a host's copy to a version: its steps one after the other, the shards of each step side by side.
 
 locate    the trainer names a source for the payload; another one whenever a source has failed
 receive   writes the payload's bytes as they come
-apply     follows: patches or keeps each tensor whose bytes are there, checks it, says that it is final
+apply     follows: patches or keeps each tensor whose bytes are there, checks it, announces that it is final
 peers     follow too, and get the same bytes
 """
 
@@ -28,12 +28,12 @@ from onbeat.weights.pull import Pull, WrongBytes
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCES = 8  # tried for one payload
+MAX_SOURCES = 8  # for one payload, before it is given up
 
 
 @dataclass
 class Part:
-    """A payload of the move, as far as it has come."""
+    """A payload of the move and its progress."""
 
     key: PayloadKey
     payload: Payload | None = None  # once its plan is here
@@ -43,10 +43,10 @@ class Part:
 
 
 class Move:
-    """Made while the host still holds its version, which is the base of the first step.
+    """A move to a version. The host still holds its current version when it is made, the base of the first step.
 
-    A tensor that no step names is final as it is if its digest was the same in that version. Others are checked in the
-    last step: with the checksum if only the trainer was asked for the shard, else with the digest.
+    A tensor that no step names is final if its digest was the same in that version. Others are checked in the last
+    step: with the checksum if the shard came from the trainer only, otherwise with the digest.
     """
 
     def __init__(self, pull: Pull, host: HostWeights, trainer: WeightsSource, connections: Connections) -> None:
@@ -55,12 +55,12 @@ class Move:
         self._host, self._held = host, host.manifest
         self._trainer, self._connections = trainer, connections
         self._touched: set[int] = set()  # tensors that a step has changed
-        self._relayed: set[int] = set()  # shards that anybody but the trainer was asked for
+        self._relayed: set[int] = set()  # shards with a source other than the trainer
 
     async def run(self, steps: Sequence[Step]) -> None:
-        """Take the steps, or pull the version in full where there are none.
+        """Take the steps, or pull the version in full if there are none.
 
-        Raises WeightsError when no source delivers, WrongBytes when the deltas do not lead to the manifest.
+        Raise WeightsError when no source delivers, WrongBytes when the deltas do not lead to the manifest.
         """
         if self._held is not None and self._held.digest == self._manifest.digest:
             self._pull.announce(range(len(self._manifest.tensors)))
@@ -99,7 +99,7 @@ class Move:
             self._connections.in_background(self._tell_finished(part.key, is_complete and self._is_last(part.key)))
 
     async def _blame(self, part: Part, source: str, error: WeightsError) -> None:
-        """Prepare for another source. Raises the error again when another one would not help."""
+        """Prepare for another source. Raise the error again when another source would not help."""
         is_delta = part.key.base_version is not None
         is_wrong = isinstance(error, WrongBytes)
         if (is_wrong and is_delta) or source in part.failed or len(part.failed) == MAX_SOURCES:
@@ -117,7 +117,7 @@ class Move:
         part.payload, part.applying, part.num_applied = None, None, 0
 
     async def _tell_finished(self, key: PayloadKey, is_complete: bool) -> None:
-        """Tell the trainer that the source is free for the next one. Nothing depends on it: slots run out."""
+        """Report to the trainer that the source is free for the next one. A lost report does no harm: slots expire."""
         try:
             await self._trainer.finish(key, self._connections.peer.worker_id, is_complete)
         except WeightsError as error:
@@ -130,9 +130,9 @@ class Move:
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     async def _receive(self, part: Part, source: str) -> None:
-        """Write what the source sends, from where the source before it ended."""
+        """Write what the source sends, from where the previous source ended."""
         if self._connections.client(source) is not self._trainer:
-            self._relayed.add(part.key.shard)  # before its first byte, and for good
+            self._relayed.add(part.key.shard)  # set before its first byte, and never unset
         self._host.expect(part.key)
         async with contextlib.aclosing(self._stream(part, source)) as messages:
             async for message in messages:
@@ -173,7 +173,7 @@ class Move:
             self._pull.announce(index for index in quiet if self._is_as_held(index))
 
     def _write(self, part: Part, data: memoryview) -> None:
-        """Append to the payload. What is final already is not touched: an engine may be reading it."""
+        """Append to the payload. Tensors that are final already are not written: an engine may be reading them."""
         payload = part.payload
         if payload is None:
             raise WeightsError(f"{part.key}: data came before its plan")
@@ -199,20 +199,20 @@ class Move:
     # ---- applying ----------------------------------------------------------------------------------------------------
 
     def _start_applying(self, part: Part) -> None:
-        """Start the task unless it runs. Raises what was wrong so far."""
+        """Start the task unless it runs. Raise the error of the previous one."""
         if part.applying is None or part.applying.done():
             if part.applying is not None:
                 part.applying.result()
             part.applying = asyncio.create_task(self._apply_available(part))
-            # Whoever goes on with this payload raises its error; nobody does when the stream has failed as well.
+            # The next use of this payload raises the task's error; there is none when the stream has failed as well.
             part.applying.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _catch_up(self, part: Part) -> None:
-        """Wait until everything is applied and checked. Raises WrongBytes."""
+        """Wait until all bytes are applied and checked. Raise WrongBytes."""
         self._start_applying(part)
         assert part.applying is not None
         await asyncio.wait({part.applying})
-        self._start_applying(part)  # what came after it had looked for the last time
+        self._start_applying(part)  # for bytes that came after its last look
         await part.applying
         if self._is_last(part.key):
             await asyncio.to_thread(self._check_rest, part.key.shard)
@@ -246,7 +246,7 @@ class Move:
                 self._check(entry.tensor_index, payload.key.shard)
 
     def _check_rest(self, shard: int) -> None:
-        """Check the tensors that the last step did not name, unless they are what they were before the first one."""
+        """Check the tensors that the last step did not name, unless they are unchanged since before the first step."""
         for index in self._manifest.shards[shard]:
             if index not in self._pull.final and not (index not in self._touched and self._is_as_held(index)):
                 self._check(index, shard)
@@ -255,7 +255,8 @@ class Move:
         return self._held is not None and self._held.tensors[index].digest == self._manifest.tensors[index].digest
 
     def _check(self, index: int, shard: int) -> None:
-        """Raises WrongBytes. The trainer could name a digest for any bytes that it sends: the checksum says as much."""
+        """Check one tensor; raise WrongBytes. For bytes from the trainer a checksum proves as much as a digest, since
+        the trainer could send a matching digest for any bytes."""
         tensor, content = self._manifest.tensors[index], self._host.tensor(index)
         if tensor.checksum and shard not in self._relayed:
             kind, is_right = "checksum", xxh3_128_digest(content) == tensor.checksum

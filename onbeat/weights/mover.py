@@ -1,6 +1,6 @@
-"""Owns a host's copy of the weights and moves it from version to version.
+"""The owner of a host's copy of the weights: it moves the copy from version to version.
 
-What fails on the way of deltas is pulled in full; what no source gives is tried again until the deadline.
+A version whose deltas fail is pulled in full; a version that no source delivers is tried again until the deadline.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
 
 
 class WeightsMover:
-    """Owns the host's copy. One pull at a time: the caller starts the next when nobody reads the copy any more.
+    """The owner of the host's copy. One pull runs at a time: the caller starts the next when the copy has no readers.
 
-    `find_trainer` names the address of the trainer's rank 0; it is asked again before every try, because a restarted
+    `find_trainer` returns the address of the trainer's rank 0; it is called again before every try, because a restarted
     trainer has another one. `connect` makes a client of an address.
     """
 
@@ -44,23 +44,23 @@ class WeightsMover:
 
     @property
     def address(self) -> str:
-        """Where this host serves others; empty: it serves nobody."""
+        """The address where this host serves others; empty if it serves none."""
         return self.connections.peer.address
 
     def serve_at(self, address: str) -> None:
-        """Name this address to the trainer from now on."""
+        """Announce this address to the trainer from now on."""
         self.connections.peer = replace(self.connections.peer, address=address)
 
     def start(self, version: int, deadline_s: float, is_hopeless: Callable[[], bool] = lambda: False) -> Pull:
-        """No new try after `deadline_s`, or when it is hopeless. The running pull, if any, has to be over."""
+        """Start a pull, without a new try after `deadline_s` or once it is hopeless. No other pull may be running."""
         pull = Pull(version, deadline_s)
         pull.task = asyncio.create_task(self._run(pull, is_hopeless), name=f"pull version {version}")
         pull.task.add_done_callback(lambda _: pull.announce())
-        pull.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for a prefetch
+        pull.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a prefetch may have no waiter
         return pull
 
     async def describe(self) -> ModelDescription:
-        """The model without weights. One try; raises WeightsError."""
+        """Return the model without weights, in one try. Raise WeightsError."""
         address = await self.find_trainer()
         try:
             return await self.connections.client(address).describe()
@@ -69,7 +69,7 @@ class WeightsMover:
             raise
 
     async def payload(self, key: PayloadKey) -> Payload | None:
-        """See `server.Holder`."""
+        """Implement `server.Holder.payload`."""
         return None if self.host is None else await self.host.payload(key)
 
     def versions(self) -> list[int]:
@@ -114,7 +114,7 @@ class WeightsMover:
         pull.announce()
         move = Move(pull, host, trainer, self.connections)
         host.begin(f"version {pull.version} replaces it")
-        host.layout = manifest  # the same tensors, maybe in other shards: the trainer may have other ranks now
+        host.layout = manifest  # the same tensors, maybe in other shards: the number of ranks may differ now
         await move.run(itinerary.steps)
         if len(pull.final) < len(manifest.tensors):
             raise WeightsError(f"the way to version {pull.version} that {address} named does not lead there")
@@ -123,12 +123,12 @@ class WeightsMover:
         pull.stats.pull_s = pull.stats.ended_at - started
 
     def _host_of(self, manifest: Manifest, address: str) -> HostWeights:
-        """Return the copy, with room for the manifest's tensors. Raises WeightsError when it is another model's."""
+        """Return the copy, which fits the manifest's tensors. Raise WeightsError when they are another model's."""
         version = manifest.policy_version
         if self.host is not None and self.host.layout.layout != manifest.layout:
             if self.host.has_held:
                 raise WeightsError(f"{address}: version {version} is of another model than the versions before it")
-            self.host.close()  # nobody reads it: it was made for a version that never came
+            self.host.close()  # it has no readers: it was made for a version that never came
             self.host = None
         if self.host is None:
             try:

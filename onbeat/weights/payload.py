@@ -1,7 +1,7 @@
-"""What travels: a payload is one shard of a version, in full or as the delta from a base, as a plan and its bytes.
+"""A payload: one shard of a version, in full or as the delta from a base, as a plan and its bytes.
 
-A payload grows while it is received, and a peer that reads it waits for the bytes that it wants next: so a relay passes
-on what it has not wholly received. All of it happens on one event loop.
+A payload grows while it is received, and a peer that reads it waits for the bytes that it needs next: so a relay passes
+on a payload that it has received only in part. All of this happens on one event loop.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from onbeat.errors import WeightsError
 
 @dataclass(frozen=True)
 class PayloadKey:
-    """Names one payload. `base_version` None: in full."""
+    """The name of one payload. `base_version` None: in full."""
 
     policy_version: int
     base_version: int | None = None
@@ -38,13 +38,13 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the payload's bytes divide into encoded tensors, back to back."""
+    """The division of the payload's bytes into encoded tensors, back to back."""
 
     entries: tuple[PlanEntry, ...]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each entry begins; at last where the payload ends."""
+        """The offset of each entry, and at last the payload's size."""
         return tuple(accumulate((entry.size_bytes for entry in self.entries), initial=0))
 
     @property
@@ -59,7 +59,7 @@ class Plan:
 
 
 class PayloadGivenUp(WeightsError):
-    """Its owner moves on to another version."""
+    """The owner of the payload moves on to another version."""
 
 
 class Payload:
@@ -81,7 +81,7 @@ class Payload:
         return self.available == self.plan.size_bytes
 
     def slices(self, start: int, end: int) -> list[memoryview]:
-        """The bytes `start:end`, of as many segments as they lie in."""
+        """Return the bytes `start:end`, one slice per segment that they lie in."""
         found = []
         index = max(0, bisect_right(self._starts, start) - 1)
         while start < end:
@@ -94,12 +94,12 @@ class Payload:
         return found
 
     def advance(self, available: int) -> None:
-        """The first `available` bytes are there."""
+        """Make the first `available` bytes valid and wake the readers."""
         self.available = available
         self._wake()
 
     def give_up(self, reason: str) -> None:
-        """Whoever reads it gets PayloadGivenUp."""
+        """End the payload: its readers get PayloadGivenUp."""
         self._reason = reason
         self._wake()
 
@@ -108,7 +108,7 @@ class Payload:
             raise PayloadGivenUp(f"{self.key} is given up: {self._reason}")
 
     async def wait_for(self, size_bytes: int, timeout_s: float) -> bool:
-        """Whether so many bytes are there in time. Raises PayloadGivenUp."""
+        """Return whether `size_bytes` bytes arrive in time. Raise PayloadGivenUp."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             self.check()

@@ -1,10 +1,10 @@
-"""A pull of a version to a host, as those see it who wait for it.
+"""A pull of a version to a host, as seen by those that wait for it.
 
     mover.py   manifest -> move -> settled; tries again until the deadline; one pull at a time
     move.py    one try: step by step; locate -> receive and apply -> verify, tensor by tensor
 
 A tensor is final when its digest is the manifest's, or, where every byte came from the trainer that also sent the
-manifest, its checksum: engines may read it from then on. A version is held when all are.
+manifest, its checksum: engines may read it from then on. A version is held when all its tensors are final.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from onbeat.weights.framing import Manifest
 
 
 class WrongBytes(WeightsError):
-    """What came is not what the manifest says."""
+    """The received bytes do not match the manifest."""
 
 
 class OtherWeights(WeightsError):
-    """The trainer has started again and made the version anew; what was told of it before is void."""
+    """The trainer has restarted and made the version anew; earlier statements about the version are void."""
 
 
 @dataclass
@@ -30,17 +30,17 @@ class PullStats:
     received_bytes: int = 0
     pull_s: float = 0.0  # from the manifest to the last verified tensor
     ended_at: float = 0.0  # time.monotonic() here of the last verified tensor
-    apply_s: float = 0.0  # of it decoding and verifying
+    apply_s: float = 0.0  # decoding and verifying, summed over shards
     sources: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)  # what went wrong and was cured
+    faults: list[str] = field(default_factory=list)  # problems that were overcome
 
 
 class Pull:
-    """One move to a version, as others see it. Made by `WeightsMover.start`."""
+    """One move to a version, as others see it. `WeightsMover.start` makes it."""
 
     def __init__(self, version: int, deadline_s: float) -> None:
         self.version = version
-        self.deadline = time.monotonic() + deadline_s  # no new try after that; may be put off
+        self.deadline = time.monotonic() + deadline_s  # there is no new try after it; may be put off
         self.manifest: Manifest | None = None  # once it is known
         self.stats = PullStats()
         self.final: set[int] = set()  # tensors whose bytes are the manifest's
@@ -50,7 +50,7 @@ class Pull:
 
     @property
     def is_over(self) -> bool:
-        """The version is here, or `error` says why not."""
+        """Whether the pull has ended: the version is here, or `error` is the reason why not."""
         assert self.task is not None
         return self.task.done()
 
@@ -62,13 +62,13 @@ class Pull:
         return WeightsError("the pull was cancelled") if self.task.cancelled() else self.task.exception()
 
     async def known(self) -> Manifest:
-        """The version's manifest. Raises what ended the pull."""
+        """Return the version's manifest once it is known. Raise the error that ended the pull."""
         while self.manifest is None:
             await self._wait()
         return self.manifest
 
     async def arrivals(self, names: Iterable[str]) -> AsyncIterator[list[str]]:
-        """These tensors, in batches, as they become final; ends with the pull. Raises what ended it."""
+        """Yield these tensors, in batches, as they become final; end with the pull. Raise the error that ended it."""
         manifest = await self.known()
         wanted = set(names)
         missing = {index for index, tensor in enumerate(manifest.tensors) if tensor.name in wanted}
@@ -81,14 +81,14 @@ class Pull:
         await self.complete()
 
     async def complete(self) -> None:
-        """Until the version is here. Raises what ended the pull."""
+        """Wait until the version is here. Raise the error that ended the pull."""
         while not self.is_over:
             await self._wait()
         if self.error is not None:
             raise self.error
 
     async def over(self) -> None:
-        """Until it is here or not to be had."""
+        """Wait until the pull has ended, with or without success."""
         assert self.task is not None
         await asyncio.wait({self.task})
 
@@ -98,13 +98,13 @@ class Pull:
         await self.over()
 
     def announce(self, final: Iterable[int] = ()) -> None:
-        """Something is known now that was not."""
+        """Wake the waiters: these tensors are final, or something else has changed."""
         self.final.update(final)
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def _wait(self) -> None:
-        """For news; whoever moves the weights has the deadlines."""
+        """Wait for news. Deadlines are up to the mover."""
         if (error := self.error) is not None:
             raise error
         await self._news.wait()

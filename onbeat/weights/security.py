@@ -1,4 +1,4 @@
-"""Who may talk to the weights plane, and how the bytes travel: API key, TLS and limits of gRPC servers and channels.
+"""Security of the weights plane: API key, TLS and limits of gRPC servers and channels.
 
 PLAIN                     anyone who reaches the port (loopback, a trusted network)
 api_key                   callers prove that they know the key
@@ -37,8 +37,8 @@ TLS_KEY = "ONBEAT_WEIGHTS_TLS_KEY"
 TLS_CA = "ONBEAT_WEIGHTS_TLS_CA"
 TLS_SERVER_NAME = "ONBEAT_WEIGHTS_TLS_SERVER_NAME"
 
-MAX_REQUEST_BYTES = 1 << 20  # requests are names and numbers; nobody needs to make a server allocate more
-# Both sides: a peer that vanished without a word is noticed within 30 s, and its calls end, however quiet they are.
+MAX_REQUEST_BYTES = 1 << 20  # requests are names and numbers; no caller needs to make a server allocate more
+# These options are for both sides: a peer that vanished silently is noticed within 30 s, and its calls end.
 LIVENESS_OPTIONS: dict[str, Any] = {
     "grpc.keepalive_time_ms": 20_000,
     "grpc.http2.ping_timeout_ms": 10_000,  # `grpc.keepalive_timeout_ms` changes nothing: 60 s
@@ -47,19 +47,19 @@ LIVENESS_OPTIONS: dict[str, Any] = {
 SERVER_OPTIONS: dict[str, Any] = {
     **LIVENESS_OPTIONS,
     "grpc.http2.min_ping_interval_without_data_ms": 5_000,  # by default pings on a quiet call count as abuse: 100 s
-    "grpc.so_reuseport": 0,  # else two servers share a port in silence, and each gets some of the calls
-    "grpc.server_handshake_timeout_ms": 10_000,  # of a connection that says nothing
+    "grpc.so_reuseport": 0,  # otherwise two servers share a port silently, and each gets some of the calls
+    "grpc.server_handshake_timeout_ms": 10_000,  # for a connection that sends nothing
 }
 
 
 @dataclass(frozen=True)
 class WireSecurity:
-    """How one side proves who it is and whom it believes. Raises ValueError for what cannot work."""
+    """How one side proves who it is and whom it trusts. It raises ValueError for a combination that cannot work."""
 
-    api_key: str = field(default="", repr=False)  # sent with every call, asked of every call; empty: neither
+    api_key: str = field(default="", repr=False)  # sent with every call and required of every call; empty: neither
     tls_cert: Path | None = None  # PEM of this side; with tls_key
     tls_key: Path | None = None
-    tls_ca: Path | None = None  # PEM that the other side's certificate must come from
+    tls_ca: Path | None = None  # PEM authority that the other side's certificate must come from
     tls_server_name: str = ""  # name in the server's certificate when it is not the address it is reached by
 
     def __post_init__(self) -> None:
@@ -78,18 +78,18 @@ class WireSecurity:
 
     @property
     def can_serve(self) -> bool:
-        """False with tls_ca alone: such a side may pull, but would have to serve in plain text."""
+        """Whether this side can serve: with tls_ca alone it may pull, but would have to serve in plain text."""
         return self.tls_ca is None or self.tls_cert is not None
 
     def _check_files(self) -> None:
-        """gRPC would only log what is wrong with a file, and fail later. Raises ValueError."""
+        """Check the files now: gRPC would only log a problem, and fail later. Raise ValueError."""
         for variable, path in [(TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key), (TLS_CA, self.tls_ca)]:
             if path is not None:
                 _read(variable, path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if self.tls_cert is not None:
             try:
-                context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # else it would ask the terminal
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # else it prompts
             except ssl.SSLError as error:
                 files = f"{TLS_CERT}={self.tls_cert} and {TLS_KEY}={self.tls_key}"
                 raise ValueError(f"{files} are not a PEM certificate and its unencrypted key: {error}") from error
@@ -106,7 +106,7 @@ PLAIN = WireSecurity()
 class WireSettings(BaseModel):
     """The part of a service's settings that makes its WireSecurity: `class Settings(WireSettings, BaseSettings)`."""
 
-    model_config = ConfigDict(hide_input_in_errors=True)  # an error about the whole would show the key
+    model_config = ConfigDict(hide_input_in_errors=True)  # an error about the whole model would show the key
 
     weights_api_key: SecretStr = Field(
         SecretStr(""), description="shared by trainers and rollouts: without it no weights are served; empty: no key"
@@ -126,11 +126,11 @@ class WireSettings(BaseModel):
     @field_validator("weights_api_key_file", "weights_tls_cert", "weights_tls_key", "weights_tls_ca", mode="before")
     @classmethod
     def take_empty_as_unset(cls, value: object) -> object:
-        """Compose files pass an unset variable on as an empty one, which would be the current folder."""
+        """Treat an empty path as unset: Compose passes an unset variable on as an empty one, the current folder."""
         return None if value == "" else value
 
     def wire_security(self) -> WireSecurity:
-        """Raises ValueError for what cannot work."""
+        """Return the security that the settings describe. Raise ValueError for a combination that cannot work."""
         return WireSecurity(
             api_key=self._read_api_key(),
             tls_cert=self.weights_tls_cert,
@@ -149,13 +149,13 @@ class WireSettings(BaseModel):
 
 
 def reachable_host(host: str, advertise: str = "") -> str:
-    """The name that others call a server by which listens on `host`: the given one, or that of this machine for all
-    interfaces (0.0.0.0, ::)."""
+    """Return the name under which others reach a server that listens on `host`: `advertise` if given, or the name of
+    this machine for all interfaces (0.0.0.0, ::)."""
     return advertise or (socket.gethostname() if host in ("0.0.0.0", "::", "[::]") else host)
 
 
 def create_server(security: WireSecurity, *, max_concurrent_calls: int, options: Options = ()) -> grpc.aio.Server:
-    """A server whose every method asks for the key and counts against one limit.
+    """Create a server whose every method requires the key and counts against one limit.
 
     `options` overrides SERVER_OPTIONS, but not the limit on requests (1 MiB).
     """
@@ -169,7 +169,7 @@ def create_server(security: WireSecurity, *, max_concurrent_calls: int, options:
 def bind(server: grpc.aio.Server, security: WireSecurity, address: str) -> int:
     """Listen on `host:port` (0: the system chooses) and return the port.
 
-    Raises ValueError when this side may not serve, WeightsError when the address cannot be bound.
+    Raise ValueError when this side may not serve, WeightsError when the address cannot be bound.
     """
     if not security.can_serve:
         raise ValueError(f"{TLS_CA} is set but {TLS_CERT} is not: this side can pull, but would serve in plain text")
@@ -185,10 +185,10 @@ def bind(server: grpc.aio.Server, security: WireSecurity, address: str) -> int:
 
 
 def create_channel(address: str, security: WireSecurity, options: Options = ()) -> grpc.aio.Channel:
-    """A channel to `host:port`; the key goes out with calls of one request (unary-unary and unary-stream).
+    """Create a channel to `host:port`; calls of one request (unary-unary and unary-stream) carry the key.
 
-    `options` overrides LIVENESS_OPTIONS. What is wrong with TLS shows at the first call: UNAVAILABLE, with the
-    handshake's error in its details.
+    `options` overrides LIVENESS_OPTIONS. A TLS problem shows at the first call: UNAVAILABLE, with the handshake's error
+    in its details.
     """
     merged = {**LIVENESS_OPTIONS, **dict(options)}
     if security.tls_server_name:
@@ -202,7 +202,7 @@ def create_channel(address: str, security: WireSecurity, options: Options = ()) 
 
 
 class _Gate(grpc.aio.ServerInterceptor):
-    """Lets a call in when it has the key and a place is free. The loop of the server is its only thread."""
+    """A gate that admits a call when it has the key and a slot is free. It runs on the server's event loop only."""
 
     def __init__(self, api_key: str, max_calls: int) -> None:
         self._expected = hashlib.sha256(_authorization(api_key).encode()).digest() if api_key else None
@@ -221,7 +221,7 @@ class _Gate(grpc.aio.ServerInterceptor):
             detail = f"this server answers at most {self._max_calls} calls at once; try again later or at another one"
             return _refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
         self._num_calls += 1
-        # An interceptor runs in the task of its call, which ends with it: answered, cancelled or its client gone.
+        # An interceptor runs in the task of its call; the task ends when the call is answered, cancelled or abandoned.
         call = asyncio.current_task()
         assert call is not None
         call.add_done_callback(self._release)
@@ -231,7 +231,7 @@ class _Gate(grpc.aio.ServerInterceptor):
         self._num_calls -= 1
 
     def _what_is_wrong(self, sent: str | bytes | None) -> str:
-        """Empty if the key is right. Hashes are compared: equally long, in constant time."""
+        """Return what is wrong with the key, or ''. Hashes are compared: equally long, in constant time."""
         if sent is None:
             return "the call has no API key"
         given = hashlib.sha256(sent.encode() if isinstance(sent, str) else sent).digest()
@@ -240,7 +240,7 @@ class _Gate(grpc.aio.ServerInterceptor):
 
 
 def _refusal(code: grpc.StatusCode, detail: str) -> Handler:
-    """As a stream handler it fits every kind of method and answers without waiting for the request."""
+    """Return a handler that refuses the call. A stream handler fits every method and does not wait for the request."""
 
     async def refuse(_: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         await context.abort(code, detail)
@@ -249,7 +249,7 @@ def _refusal(code: grpc.StatusCode, detail: str) -> Handler:
 
 
 class _KeyOnUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    """Call credentials would do, but gRPC refuses them on plain connections."""
+    """An interceptor that adds the key. gRPC refuses call credentials on plain connections."""
 
     def __init__(self, api_key: str) -> None:
         self._api_key = api_key
@@ -261,7 +261,7 @@ class _KeyOnUnary(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class _KeyOnStream(grpc.aio.UnaryStreamClientInterceptor):
-    """A class of its own: a channel takes an interceptor for one kind of call only."""
+    """An interceptor for streams: a channel takes an interceptor for one kind of call only."""
 
     def __init__(self, api_key: str) -> None:
         self._api_key = api_key
@@ -315,7 +315,7 @@ def _warn_if_key_in_clear(security: WireSecurity, address: str) -> None:
 
 @functools.cache
 def _warn_of_key_in_clear() -> None:
-    """Once in a process, however many connections it opens."""
+    """Log the warning once per process, however many connections it opens."""
     logger.warning("the key of the weights plane travels in the clear; set %s, %s and %s", TLS_CERT, TLS_KEY, TLS_CA)
 
 

@@ -1,4 +1,4 @@
-"""Serves payloads to whoever pulls: what the trainer's weight server and a relaying rollout have in common."""
+"""The server of payloads: the part that the trainer's weight server and a relaying rollout have in common."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -16,9 +16,9 @@ from onbeat.weights.wire import data_message, plan_message, read_key, service_ha
 
 logger = logging.getLogger(__name__)
 
-# A source that has to wait for its own says so, and its pullers stay: only who gets no sign looks for another source.
+# A source that waits for its own source sends signs of life, and its pullers stay; without one they look elsewhere.
 SIGN_OF_LIFE_S = 3.0
-GROWTH_DEADLINE_S = 60.0  # then it sends them away
+GROWTH_DEADLINE_S = 60.0  # a source that got nothing for this long ends its pullers' streams
 STOP_GRACE_S = 1.0
 MIN_CHUNK_BYTES = 64 << 10
 CHUNKS_A_PAYLOAD = 64  # at least: a relay passes whole messages on, so 64 hops take about as long as the payload itself
@@ -26,16 +26,16 @@ SERVER_OPTIONS = [("grpc.max_send_message_length", MAX_ANSWER_BYTES)]
 
 
 class Holder(Protocol):
-    """Whoever has payloads."""
+    """An owner of payloads."""
 
     async def payload(self, key: PayloadKey) -> Payload | None:
-        """None: not here, and not to come soon."""
+        """Return the payload; None when it is not here and not expected soon."""
 
     def versions(self) -> list[int]: ...
 
 
 class PayloadServer:
-    """Only `Pull`; subclasses add more of the service. Lives on one event loop, the holder's."""
+    """A server of `Pull` only; subclasses add more of the service. It lives on one event loop, the holder's."""
 
     def __init__(
         self, job_id: str, holder: Holder, security: WireSecurity = PLAIN, max_concurrent_calls: int = 1024
@@ -46,7 +46,7 @@ class PayloadServer:
         self.num_bytes_sent = 0
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port, chosen by the system when 0 was asked for. Raises WeightsError when it is taken."""
+        """Start to serve and return the port (0: the system chooses). Raise WeightsError when the port is taken."""
         self._server = create_server(
             self._security, max_concurrent_calls=self._max_concurrent_calls, options=SERVER_OPTIONS
         )

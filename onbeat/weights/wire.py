@@ -1,7 +1,7 @@
-"""The weights service's messages and what they mean here.
+"""The weights service's messages and their meaning here.
 
-The data of a pull is framed by hand, byte for byte as protobuf would: a parser would copy every megabyte once more,
-and halve the speed.
+The data of a pull is framed by hand, byte for byte as protobuf would: a parser would copy every megabyte once more, and
+halve the speed.
 """
 
 import math
@@ -19,13 +19,13 @@ from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
 
 SERVICE = "onbeat.weights.v1.WeightsService"
-MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12; reading a plan takes time and memory before it can be judged
-MAX_SHARDS = 4096  # ranks of a trainer; each is pulled by a task of its own
+MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12; reading a plan takes time and memory before it can be checked
+MAX_SHARDS = 4096  # ranks of a trainer; each shard is pulled by its own task
 DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 
 
 def data_message(pieces: Sequence[memoryview]) -> bytes:
-    """A PullResponse with `data`, in one copy."""
+    """Return a PullResponse with `data`, made in one copy."""
     size = sum(len(piece) for piece in pieces)
     return b"".join((bytes((DATA_TAG,)), varint(size), *pieces))
 
@@ -39,7 +39,7 @@ def plan_message(key: PayloadKey, plan: Plan) -> bytes:
 
 
 def read_message(key: PayloadKey, message: bytes) -> Plan | memoryview:
-    """A PullResponse: the plan, or data without a copy. Raises WeightsError."""
+    """Read a PullResponse: return the plan, or the data without a copy. Raise WeightsError."""
     if message[:1] == bytes((DATA_TAG,)):
         size, start = read_varint(message, 1)
         if size != len(message) - start:
@@ -68,7 +68,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(buffer: bytes, start: int) -> tuple[int, int]:
-    """The number at `start`, and where it ends. Raises WeightsError when it has no end."""
+    """Return the number at `start` and the offset of its end. Raise WeightsError when it has no end."""
     value = 0
     for index, byte in enumerate(buffer[start : start + 10]):
         value |= (byte & 0x7F) << 7 * index
@@ -77,11 +77,11 @@ def read_varint(buffer: bytes, start: int) -> tuple[int, int]:
     raise WeightsError("a message ends in its header")
 
 
-# ---- the service, with a pull that sends and takes bytes; the generated code would parse them ------------------------
+# ---- the service; its pull sends and receives bytes, which generated code would parse --------------------------------
 
 
 def service_handler(servicer: object) -> grpc.GenericRpcHandler:
-    """Serves those methods of the service that `servicer` has; the others are UNIMPLEMENTED."""
+    """Return a handler of the service's methods that `servicer` has; the others are UNIMPLEMENTED."""
     methods: dict[str, Any] = {}
     for method in weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].methods:
         if not hasattr(servicer, method.name):
@@ -112,7 +112,7 @@ def streaming(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Calla
 
 
 async def parse(data: bytes, read: Callable[[bytes], Any], context: Any) -> Any:
-    """Return the request; one that cannot be read is the caller's fault, and no traceback in our log."""
+    """Return the request. An unreadable one is the caller's fault: abort the call, without a traceback in our log."""
     try:
         return read(data)
     except DecodeError:
@@ -120,7 +120,7 @@ async def parse(data: bytes, read: Callable[[bytes], Any], context: Any) -> Any:
 
 
 def pull_stub(channel: grpc.aio.Channel) -> Callable[..., Any]:
-    """Calls `Pull`; the answers are bytes."""
+    """Return a callable for `Pull` whose answers are bytes."""
     return channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString)
 
 
@@ -151,7 +151,7 @@ def tensor_messages(manifest: Manifest) -> list[weights_pb2.Tensor]:
 
 
 def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
-    """Raises WeightsError when it contradicts its own digest or itself."""
+    """Return the manifest. Raise WeightsError when it contradicts its digest or itself."""
     tensors = tuple(
         TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest, tensor.checksum)
         for tensor in answer.tensors
