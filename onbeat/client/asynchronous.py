@@ -1,4 +1,4 @@
-"""`AsyncClient`: a broker, for code with an event loop."""
+"""`AsyncClient`: the client of a broker for code with an event loop."""
 
 from functools import cached_property
 
@@ -19,15 +19,15 @@ class AsyncClient(Transport):
         return f"AsyncClient({self.base_url!r})"
 
     async def workers(self, pool: str | None = None) -> Records[WorkerRecord]:
-        """The rollouts of a pool (default: `default`), as their last heartbeats told."""
+        """Return the rollouts of a pool (default: `default`), as of their last heartbeats."""
         return parse_list(WorkerRecord, "workers", await self.get("/v1/workers", pool=pool))
 
     async def pool(self, pool: str) -> PoolStatus:
-        """What a pool has to do, and who is there for it."""
+        """Return the work of a pool, and the processes that are there for it."""
         return PoolStatus.model_validate(await self.get(pool_path(pool)))
 
     async def doctor(self) -> Diagnosis:
-        """What is wrong with the installation, and what every active job waits for."""
+        """Return the problems of the installation, and what every active job waits for."""
         return Diagnosis.model_validate(await self.get("/v1/doctor"))
 
 

@@ -1,4 +1,4 @@
-"""`Client`: a broker, for code without an event loop. Notebooks, where one runs, may use it too: it has a thread."""
+"""`Client`: a broker's client for code without an event loop. It has its own thread, so notebooks can use it."""
 
 import asyncio
 import concurrent.futures
@@ -23,11 +23,11 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="onbeat-client", daemon=True)
         self._thread.start()
-        self._lock = threading.Lock()  # no coroutine comes to the loop after the last one
+        self._lock = threading.Lock()  # no coroutine may reach the loop after the last one
         self.is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Raises RuntimeError when the thread is closed, also while this waits."""
+        """Run the coroutine; return its result. Raise RuntimeError when the thread is closed, also meanwhile."""
         with self._lock:
             if self.is_closed:
                 coroutine.close()
@@ -42,7 +42,7 @@ class LoopThread:
             raise
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel all that runs, so that nobody waits for ever, and run `last`. Safe to repeat."""
+        """Cancel all running coroutines, so that no caller waits for ever, and run `last`. Safe to repeat."""
         with self._lock:
             if self.is_closed:
                 last.close()
@@ -85,12 +85,12 @@ def blocking(
 
 
 async def next_of(updates: AsyncGenerator[Update]) -> Update | None:
-    """None at the end."""
+    """Return the next update; None at the end."""
     return await anext(updates, None)
 
 
 class Jobs(Blocking[AsyncJobs]):
-    """AsyncJobs, blocking."""
+    """The blocking form of AsyncJobs."""
 
     create = blocking(AsyncJobs.create)
     list = blocking(AsyncJobs.list)
@@ -114,7 +114,7 @@ class Jobs(Blocking[AsyncJobs]):
     wait = blocking(AsyncJobs.wait)
 
     def stream(self, job_id: str, after: str = "0") -> Iterator[Update]:
-        """AsyncJobs.stream, blocking: a loop over it ends with the job."""
+        """Yield what AsyncJobs.stream yields, blocking: a loop over it ends with the job."""
         updates = self._twin.stream(job_id, after)
         try:
             while (update := self._thread.run(next_of(updates))) is not None:
@@ -152,7 +152,7 @@ class Client(Blocking[AsyncClient]):
         self.close()
 
     def close(self) -> None:
-        """What other threads wait for ends with a RuntimeError. Safe to repeat."""
+        """Close the client: calls that other threads wait for end with a RuntimeError. Safe to repeat."""
         self._thread.close(self._twin.close())
 
     workers = blocking(AsyncClient.workers)

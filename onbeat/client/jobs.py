@@ -1,4 +1,4 @@
-"""Everything under /v1/jobs, and how a job is followed."""
+"""The client for everything under /v1/jobs, and the stream that follows a job."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ from onbeat.types import (
     WeightsRecord,
 )
 
-STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream that failed is taken up again
-STREAM_RENEWAL_S = 0.2  # before one that ended in good order is
-GOOD_STREAM_S = 10.0  # failures count in a row until a stream holds for so long, or tells an event
+STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream that failed is resumed
+STREAM_RENEWAL_S = 0.2  # before a stream that ended normally is resumed
+GOOD_STREAM_S = 10.0  # failures count in a row until a stream lasts this long, or delivers an event
 
 RecordT = TypeVar("RecordT", bound=Record)
 Series = dict[str, list[tuple[int, float]]]
-Update = JobRecord | IterationUpdate | Event | Diagnosis  # what a stream tells of a job
+Update = JobRecord | IterationUpdate | Event | Diagnosis  # the messages of a job's stream
 UPDATES: dict[str, type[Update]] = {
     "job": JobRecord,
     "iteration": IterationUpdate,
@@ -44,7 +44,7 @@ UPDATES: dict[str, type[Update]] = {
 
 
 class AsyncJobs:
-    """Everything under /v1/jobs. Methods raise ApiError for refusals, BrokerUnreachable without a broker that can."""
+    """The client for /v1/jobs. Methods raise ApiError for refusals, BrokerUnreachable if no broker can answer."""
 
     def __init__(self, client: Transport) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class AsyncJobs:
         return JobRecord.model_validate(answer)
 
     async def list(self, state: JobState | str | None = None, limit: int | None = None) -> Records[JobRecord]:
-        """Newest first, at most `limit` (1 to 1000; default: 200)."""
+        """Return jobs, newest first, at most `limit` (1 to 1000; default: 200)."""
         return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
 
     async def get(self, job_id: str) -> JobRecord:
@@ -73,42 +73,42 @@ class AsyncJobs:
         return await self._move(job_id, "resume")
 
     async def delete(self, job_id: str) -> None:
-        """Remove a job that is over, and all of it but its checkpoints. Safe to repeat."""
+        """Remove a job that is over, with everything but its checkpoints. Safe to repeat."""
         await self._client.request("DELETE", job_path(job_id), is_repeatable=True)
 
     async def _move(self, job_id: str, verb: str) -> JobRecord:
         return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}"))
 
     async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
-        """Iterations with a number above `after`, in order."""
+        """Return iterations with a number above `after`, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/iterations", after=after)
         return parse_list(IterationRecord, "iterations", answer)
 
     async def evaluations(self, job_id: str, after: int = -1) -> Records[EvaluationRecord]:
-        """Evaluations with a number above `after`, in order."""
+        """Return evaluations with a number above `after`, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/evaluations", after=after)
         return parse_list(EvaluationRecord, "evaluations", answer)
 
     async def evaluation_samples(self, job_id: str, evaluation: int) -> Records[Sample]:
-        """A few responses of an evaluation that is done."""
+        """Return a few responses of an evaluation that is done."""
         answer = await self._client.get(f"{job_path(job_id)}/evaluations/{evaluation}/samples")
         return parse_list(Sample, "samples", answer)
 
     async def weights(self, job_id: str, after: int = -1) -> Records[WeightsRecord]:
-        """How policy versions above `after` came to the rollouts, in order."""
+        """Return how policy versions above `after` reached the rollouts, in order."""
         answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
         return parse_list(WeightsRecord, "weights", answer)
 
     async def audit(self, job_id: str, head: str = "") -> AuditReport:
-        """Re-check the job's audit log, its ledger and all groups that are kept. `head`: of an earlier report."""
+        """Re-check the job's audit log, its ledger and all stored groups. `head`: that of an earlier report."""
         return AuditReport.model_validate(await self._client.get(f"{job_path(job_id)}/audit", head=head))
 
     async def explain(self, job_id: str) -> Diagnosis:
-        """Why the job is where it is: who waits for whom, since when, and what happens next."""
+        """Explain why the job is where it is: who waits for whom, since when, and what happens next."""
         return Diagnosis.model_validate(await self._client.get(f"{job_path(job_id)}:explain"))
 
     async def metrics(self, job_id: str, after: int = -1) -> Series:
-        """`area/name` -> [(iteration, value), ...]; `eval/name` by the number of the evaluation. Above `after`."""
+        """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value)."""
         answer = await self._client.get(f"{job_path(job_id)}/metrics", after=after)
         return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
 
@@ -121,8 +121,8 @@ class AsyncJobs:
         min_reward: float | None = None,
         max_reward: float | None = None,
     ) -> Records[Sample]:
-        """Responses of an iteration (default: the newest that has any), after the first `offset` ones; with rewards
-        from `min_reward` to `max_reward`."""
+        """Return responses of an iteration (default: the newest that has any), after the first `offset` ones, with
+        rewards from `min_reward` to `max_reward`."""
         page = {"iteration": iteration, "limit": limit, "offset": offset}
         answer = await self._client.get(
             f"{job_path(job_id)}/samples", **page, min_reward=min_reward, max_reward=max_reward
@@ -130,28 +130,28 @@ class AsyncJobs:
         return parse_list(Sample, "samples", answer)
 
     async def group(self, job_id: str, group_id: str) -> GroupDetail:
-        """A prompt with all its responses, token by token."""
+        """Return a prompt with all its responses, token by token."""
         return GroupDetail.model_validate(await self._client.get(group_path(job_id, group_id)))
 
     async def alike(self, job_id: str, group_id: str) -> Records[GroupSummary]:
-        """The groups of all iterations that have this one's prompt, itself included, in order."""
+        """Return the groups of all iterations with the same prompt as this one, itself included, in order."""
         return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
 
     async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Records[Event]:
-        """Events after the cursor (the last event's id), waiting up to `wait_s` (at most 30) for the first one."""
+        """Return events after the cursor (the last event's id); wait up to `wait_s` (at most 30) for the first one."""
         answer = await self._client.get(f"{job_path(job_id)}/events", after=after, wait_s=wait_s)
         return parse_list(Event, "events", answer)
 
     async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
-        """What the trainer and each rollout did during the last iterations (20 at most)."""
+        """Return what the trainer and each rollout did during the last iterations (20 at most)."""
         answer = await self._client.get(f"{job_path(job_id)}/timeline", iterations=iterations)
         return Timeline.model_validate(answer)
 
     async def stream(self, job_id: str, after: str = "0") -> AsyncGenerator[Update]:
-        """The job as it runs: what is so, the events after `after`, then whatever changes, until the job is over.
+        """Yield the job's current state, the events after `after`, then every change, until the job is over.
 
-        Events come once each, in order; states come whole, and one that has not changed may come again. A lost
-        connection is taken up again where it broke off; raises BrokerUnreachable when that fails for a while.
+        Events come once each, in order; states come whole, and an unchanged one may come again. A lost connection is
+        resumed where it broke off; raise BrokerUnreachable when that fails for a while.
         """
         num_failures = 0
         while True:
@@ -175,7 +175,7 @@ class AsyncJobs:
             await asyncio.sleep(delay_s)
 
     async def _connection(self, job_id: str, after: str) -> AsyncGenerator[Message]:
-        """The messages of one connection, `end` included. Raises BrokerUnreachable where it breaks."""
+        """Yield the messages of one connection, `end` included. Raise BrokerUnreachable where it breaks."""
         async with aclosing(self._client.messages(f"{job_path(job_id)}/stream", after)) as messages:
             async for message in messages:
                 if message.kind == "end" and json.loads(message.data)["reason"] == "broken":
@@ -186,7 +186,7 @@ class AsyncJobs:
         raise BrokerUnreachable(self._client.base_url, "its stream of the job breaks off; its log says why")
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
-        """Wait until the job is final. Raises TimeoutError after `timeout_s`."""
+        """Wait until the job is final. Raise TimeoutError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         cursor = "0"
         while not (job := await self.get(job_id)).state.is_final:

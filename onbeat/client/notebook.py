@@ -1,7 +1,7 @@
 """Records as HTML, for notebooks: they call `_repr_html_` of what a cell returns.
 
-The types of the records are contracts and contain no HTML: importing `onbeat.client` adds that method to them. Models
-and users write what is in a record, so all of it is escaped.
+The types of the records are contracts and contain no HTML: importing `onbeat.client` adds that method to them. A record
+may contain text from models and users, so all of it is escaped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from onbeat.types import (
 
 MAX_ROWS = 200
 MAX_CHARACTERS = 1000  # of a text in a cell
-# The columns of a table of such records. Other tables have all fields.
+# The columns of tables of these records. Other tables show all fields.
 COLUMNS: dict[type[Record], Sequence[str]] = {
     JobRecord: ("id", "name", "pool", "state", "next_iteration", "num_iterations", "policy_version", "created_at"),
     IterationRecord: (
@@ -60,7 +60,7 @@ class Records(list[RecordT]):
 
 
 def record_html(record: Record) -> str:
-    """Return the fields that are known, lists of records among them as tables."""
+    """Return the known fields as a table, with lists of records as tables inside."""
     names = [name for name, field in type(record).model_fields.items() if field.repr]
     rows = [
         f'<tr><th style="text-align: left">{escape(name)}</th><td>{cell_html(name, value)}</td></tr>'
@@ -74,7 +74,7 @@ def record_html(record: Record) -> str:
 
 
 def wrap(content: str) -> str:
-    """Keep notebooks from taking dollar signs in a text for formulas."""
+    """Wrap the content so that notebooks do not take dollar signs in a text for formulas."""
     return f'<div class="tex2jax_ignore mathjax_ignore">{content}</div>'
 
 

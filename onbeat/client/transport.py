@@ -1,4 +1,4 @@
-"""HTTP to a broker: retries that are bounded, server-sent events, and errors with a remedy. Knows no route."""
+"""HTTP to a broker: bounded retries, server-sent events, and errors with a remedy. It knows no route."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_URL = "http://127.0.0.1:8800"
 RETRY_DELAYS_S = (0.2, 0.5, 1.0)  # before the second, third and fourth try
 STREAM_SILENCE_S = 45.0  # a broker sends a heartbeat each 15 s
-BUSY_STATUSES = frozenset({429, 502, 503, 504})  # may pass: too hasty, no broker behind a proxy, Redis is away
+BUSY_STATUSES = frozenset({429, 502, 503, 504})  # temporary: too many requests, no broker behind a proxy, Redis is away
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Message:
 
     kind: str
     data: str
-    id: str  # '' where it has none
+    id: str  # '' if the event has none
 
 
 class BrokerUnreachable(OnbeatError):
-    """No answer from the broker, after retries, or only one of BUSY_STATUSES; `status` is that, else None."""
+    """No answer from the broker, after retries, or only one of BUSY_STATUSES; `status` is that status, or None."""
 
     def __init__(self, url: str, reason: str, status: int | None = None) -> None:
         super().__init__(
@@ -44,9 +44,9 @@ class BrokerUnreachable(OnbeatError):
 
 
 class Transport:
-    """Requests to one broker. Without `base_url` the environment names it: ONBEAT_URL, ONBEAT_API_KEY, ONBEAT_CA_FILE.
+    """A connection to one broker, by default that of the environment: ONBEAT_URL, ONBEAT_API_KEY, ONBEAT_CA_FILE.
 
-    A key of the environment goes to no other broker than that. Raises ValueError for what can be no URL, key or CA.
+    The key of the environment is sent to that broker only. An invalid URL, key or CA raises ValueError.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Transport:
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
             timeout=timeout_s,
-            trust_env=not is_here,  # no proxy between us and this machine
+            trust_env=not is_here,  # no proxy between us and a broker on this machine
             verify=trust_in(ca_file) if ca_file else True,
         )
 
@@ -83,15 +83,15 @@ class Transport:
         await self._http.aclose()
 
     async def get(self, path: str, **params: Any) -> Any:
-        """The JSON under a path; parameters that are None are left out."""
+        """Return the JSON under a path; parameters that are None are left out."""
         given = {name: value for name, value in params.items() if value is not None}
         timeout_s = self.timeout_s + float(params.get("wait_s", 0))
         return await self.request("GET", path, params=given, timeout=timeout_s, is_repeatable=True)
 
     async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
-        """Server-sent events after the one with this id, until the broker ends them.
+        """Yield server-sent events after the one with this id, until the broker ends them.
 
-        Raises ApiError for refusals, BrokerUnreachable from a busy broker, without one or when the connection breaks.
+        Raise ApiError for refusals, and BrokerUnreachable if the broker is busy or away or the connection breaks.
         """
         headers = {"Last-Event-ID": after, "Accept": "text/event-stream"}
         timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
@@ -113,14 +113,14 @@ class Transport:
             raise BrokerUnreachable(self.base_url, str(error) or type(error).__name__) from error
 
     async def request(self, method: str, path: str, *, is_repeatable: bool = False, **options: Any) -> Any:
-        """One call with bounded retries; what is not repeatable is only retried when nothing was sent.
+        """Make one call with bounded retries; a call that is not repeatable is only retried when nothing was sent.
 
-        Raises ApiError for refusals, BrokerUnreachable without an answer or while the broker is busy.
+        Raise ApiError for refusals, BrokerUnreachable without an answer or while the broker is busy.
         """
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
                 response = await self._http.request(method, path, **options)
-            except httpx.ReadTimeout as error:  # it has waited long enough, and whoever answers so late is busy
+            except httpx.ReadTimeout as error:  # it has waited long enough: a broker that answers so late is busy
                 raise BrokerUnreachable(self.base_url, f"connected, but silent for {self.timeout_s:g} s") from error
             except httpx.TransportError as error:
                 if delay_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
@@ -142,7 +142,7 @@ class Transport:
 
 
 async def lines_of(chunks: AsyncIterator[str]) -> AsyncGenerator[str]:
-    r"""Those that end with \n or \r\n. To `aiter_lines` of httpx a line also ends at U+2028 and the like."""
+    r"""Yield the lines that end with \n or \r\n. For `aiter_lines` of httpx a line also ends at U+2028 and the like."""
     rest = ""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split("\n")
@@ -151,7 +151,7 @@ async def lines_of(chunks: AsyncIterator[str]) -> AsyncGenerator[str]:
 
 
 def host_of(base_url: str) -> str:
-    """Raises ValueError when this is no URL of a broker."""
+    """Return the host in the URL. Raise ValueError when it is not a URL of a broker."""
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
@@ -162,14 +162,14 @@ def host_of(base_url: str) -> str:
 
 
 def checked_key(api_key: str) -> str:
-    """Raises ValueError without quoting the key."""
+    """Return the key. Raise ValueError, without quoting it, when it cannot be a header."""
     if not all("!" <= character <= "~" for character in api_key):
         raise ValueError("the API key has a blank, a line end or a character beyond ASCII; copy it again")
     return api_key
 
 
 def trust_in(ca_file: str | Path) -> ssl.SSLContext:
-    """Raises ValueError."""
+    """Return a context that trusts the CA in this file. Raise ValueError without a PEM certificate in it."""
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
@@ -177,7 +177,7 @@ def trust_in(ca_file: str | Path) -> ssl.SSLContext:
 
 
 def parse_answer(response: httpx.Response) -> Any:
-    """The JSON of a success, None where it has none; raises ApiError with the problem document of a refusal."""
+    """Return the JSON of a success, or None without content. Raise ApiError with the problem document of a refusal."""
     if response.status_code == 204:
         return None
     try:
@@ -186,7 +186,7 @@ def parse_answer(response: httpx.Response) -> Any:
         body = None
     if response.is_success and body is not None:
         return body
-    if not isinstance(body, dict) or "title" not in body:  # no problem document: of a proxy, or of /v1/chat
+    if not isinstance(body, dict) or "title" not in body:  # no problem document: from a proxy, or /v1/chat
         text = response.text.strip()[:200] or "empty answer"
         raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
     title = str(body["title"] or response.reason_phrase)

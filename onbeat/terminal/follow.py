@@ -1,4 +1,4 @@
-"""`onbeat run` and `onbeat jobs watch`: a job on the terminal until it is over."""
+"""`onbeat run` and `onbeat jobs watch`: they follow a job on the terminal until it is over."""
 
 import asyncio
 import time
@@ -26,8 +26,8 @@ async def follow(
 ) -> JobProgress:
     """Show the job until it is final. `tick` is called about twice a second and may raise.
 
-    Raises BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
-    question refused.
+    Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
+    request is refused.
     """
     progress = await JobProgress.load(client, job_id)
     printer = Printer(console, progress)
@@ -57,7 +57,7 @@ async def follow(
 
 
 class Printer:
-    """Lines that stay on the terminal: notices always; without a live view also what that would show."""
+    """The lines that stay on the terminal: notices always; without a live view also the content of that view."""
 
     def __init__(self, console: Console, progress: JobProgress) -> None:
         self._console, self._progress = console, progress
@@ -69,7 +69,7 @@ class Printer:
         self._console.print(Text(printable(line)), soft_wrap=True)
 
     def show_news(self) -> None:
-        """Print what came since the last time."""
+        """Print what is new since the last call."""
         self._notices.show(self._progress.news)
         self._progress.news.clear()
         if self._is_live:
@@ -91,7 +91,7 @@ class Printer:
 
 
 class Notices:
-    """Events that a person should see, a bounded number of each kind."""
+    """The events that a person should see, a bounded number of each kind."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

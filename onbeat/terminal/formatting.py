@@ -8,7 +8,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """One block per value (means of neighbours when there are too many), from the lowest to the highest value.
+    """Return one block per value (means of neighbours when there are too many), from the lowest to the highest value.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
@@ -24,7 +24,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def duration(seconds: float) -> str:
-    """7 s, 2 min 05 s, 3 h 20 min."""
+    """Format seconds: 7 s, 2 min 05 s, 3 h 20 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -38,6 +38,6 @@ def number(value: float | None, spec: str) -> str:
 
 
 def printable(value: Any) -> str:
-    """Text of a model or a server cannot move the cursor: control characters become visible escapes."""
+    """Escape control characters visibly, so that text from a model or a server cannot move the cursor."""
     text = str(value)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,4 +1,4 @@
-"""What is known of a job that is followed."""
+"""The progress of a job that is followed, as the broker last reported it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from onbeat.types import (
     WorkerRecord,
 )
 
-YOUNG_S = 10.0  # a problem that began later may end by itself: services that start together look for each other
-LONG_WAIT_S = 20.0  # waiting for less, or for less than an iteration takes, is the ordinary course of things
-NUM_RECENT = 5  # iterations of which means are taken
+YOUNG_S = 10.0  # younger problems may end by themselves: services that start together look for each other
+LONG_WAIT_S = 20.0  # waiting for less time, or for less than an iteration takes, is normal
+NUM_RECENT = 5  # iterations that means are taken over
 
 
 class JobProgress:
-    """`load` and `look` ask the broker; everything else is about what they were told."""
+    """The data of a job. `load` and `look` ask the broker; everything else is derived from its answers."""
 
     def __init__(self, job: JobRecord) -> None:
         self.job = job
@@ -34,7 +34,7 @@ class JobProgress:
         self.workers: Sequence[WorkerRecord] = []
         self.diagnosis: Diagnosis | None = None
         self.trainer = "not started"
-        self.news: list[Event] = []  # until somebody shows them
+        self.news: list[Event] = []  # events that have not been shown yet
         self._cursor = "0"  # the newest event that is known
 
     @classmethod
@@ -44,9 +44,9 @@ class JobProgress:
         return progress
 
     async def look(self, client: AsyncClient) -> None:
-        """Ask for whatever may have changed. Raises ApiError when the job was deleted.
+        """Ask for everything that may have changed. Raise ApiError when the job was deleted.
 
-        The job itself comes first: when it is final, so is all that is asked after it.
+        The job itself comes first: when it is final, so is everything requested after it.
         """
         self.job = await client.jobs.get(self.job.id)
         while events := await client.jobs.events(self.job.id, self._cursor):
@@ -80,7 +80,7 @@ class JobProgress:
 
     @property
     def current(self) -> IterationRecord | None:
-        """The oldest one that is being generated, or else trained: several may be open at once."""
+        """The oldest iteration that is being generated, or else trained: several may be open at once."""
         records = [record for record in self.iterations.values() if record.state != IterationState.COMMITTED]
         return min(records, key=lambda one: (one.state != IterationState.OPEN, one.iteration), default=None)
 
@@ -90,7 +90,7 @@ class JobProgress:
 
     @property
     def waits_for(self) -> Finding | None:
-        """The first problem that the doctor has found and that has lasted, or else the first wait that is long."""
+        """The first problem that the doctor has found and that has lasted, or else the first long wait."""
         findings = self.diagnosis.findings if self.diagnosis is not None and not self.job.state.is_final else []
         long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
         problems = [each for each in findings if each.is_problem and (each.since_s is None or each.since_s >= YOUNG_S)]
@@ -113,7 +113,7 @@ class JobProgress:
 
 
 def trainer_activity(event: Event) -> str | None:
-    """What the trainer does after this event, in words; None if the event does not tell."""
+    """Return in words what the trainer does after this event; None if the event says nothing about it."""
     iteration = event.data.get("iteration")
     match event.kind:
         case "job.state" if event.data.get("state") == JobState.RUNNING:
@@ -122,7 +122,7 @@ def trainer_activity(event: Event) -> str | None:
             return str(event.data.get("state", event.message)).lower()
         case "weights.published":
             return f"published policy version {event.data.get('policy_version')}"
-        case "iteration.opened" if event.data.get("policy_version") == iteration:  # else it is opened ahead
+        case "iteration.opened" if event.data.get("policy_version") == iteration:  # otherwise it is opened ahead
             return f"training on groups of iteration {iteration} as they arrive"
         case "iteration.drained":
             return f"last groups and optimizer step of iteration {iteration}"

@@ -1,4 +1,4 @@
-"""How a job looks in a terminal: a live view that fits any size, and plain lines without any control code."""
+"""Views of a job in a terminal: a live view that fits any size, and plain lines without any control code."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from onbeat.terminal.report import num_tokens
 from onbeat.types import SILENT_S, EvaluationRecord, IterationRecord, JobRecord, JobState, WorkerRecord
 
 LABEL_WIDTH = 11
-NEWEST_HEARTBEAT_S = 5.0  # one of the pool's is not older, if any of its rollouts lives
+NEWEST_HEARTBEAT_S = 5.0  # a live pool's newest heartbeat is not older
 MAX_SENTENCE_LINES = 3
 BAR_WIDTH = 40
 
@@ -27,7 +27,7 @@ class Row:
 
 
 class JobView:
-    """The essentials, most important first: a terminal with few lines shows the first ones."""
+    """The essentials, most important first: a small terminal shows the first lines."""
 
     def __init__(self, progress: JobProgress, now: float, is_broker_lost: bool = False) -> None:
         self._progress, self._now, self._is_broker_lost = progress, now, is_broker_lost
@@ -39,7 +39,7 @@ class JobView:
             lines += row_lines(row, console, width)
         now = heartbeat_time(self._progress.workers, self._now)
         rollouts = list(rollout_rows(self._progress.workers, now))
-        if not 0 < len(rollouts) <= room - len(lines):  # not all, so none
+        if not 0 < len(rollouts) <= room - len(lines):  # show all of them, or none
             rollouts = [rollouts_row(self._progress.workers, now)]
         for row in rollouts:
             lines += row_lines(row, console, width)
@@ -49,7 +49,7 @@ class JobView:
 
 
 def row_lines(row: Row, console: Console, width: int) -> list[Text]:
-    """Long text goes on below itself, for `max_lines`."""
+    """Return the row's lines: long text continues below itself, for `max_lines`."""
     indent = LABEL_WIDTH + 2
     text = Text(printable(row.text), style=row.style)
     lines = list(text.wrap(console, max(10, width - indent))) if row.max_lines > 1 else [text]
@@ -107,7 +107,7 @@ def rows(progress: JobProgress, width: int, is_broker_lost: bool) -> Iterator[Ro
 
 
 def measured_rows(progress: JobProgress, spark_width: int) -> Iterator[Row]:
-    """Of committed iterations. What a job has not is left out."""
+    """Yield rows on committed iterations, without values that the job does not have."""
     last = progress.committed[-1]
     rewards = [record.reward_mean for record in progress.committed if record.reward_mean is not None]
     if rewards:
@@ -127,7 +127,7 @@ def measured_rows(progress: JobProgress, spark_width: int) -> Iterator[Row]:
             yield Row(label, text)
 
 
-Part = tuple[str, float | None, str, str]  # what stands before, the value, its format, what stands after
+Part = tuple[str, float | None, str, str]  # text before, the value, its format, text after
 
 
 def join_known(parts: Iterable[Part]) -> str:
@@ -135,7 +135,7 @@ def join_known(parts: Iterable[Part]) -> str:
 
 
 def learning(record: IterationRecord) -> dict[str, list[Part]]:
-    """Whether the update is sound."""
+    """Return the values that show whether the update is sound."""
     metrics = record.metrics
     staleness = float(record.staleness_max) if record.staleness_max else None
     return {
@@ -162,14 +162,14 @@ def rollout_rows(workers: Iterable[WorkerRecord], now: float) -> Iterator[Row]:
 
 
 def rollouts_row(workers: Sequence[WorkerRecord], now: float) -> Row:
-    """All of them in one."""
+    """Return one row for all rollouts."""
     states = Counter("silent" if is_silent(worker, now) else worker.state for worker in workers)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     return Row("rollouts", f"{len(workers)}: {counts}" if workers else "none yet")
 
 
 def heartbeat_time(workers: Iterable[WorkerRecord], now: float) -> float:
-    """Now by the clock of the heartbeats, as far as they tell: this machine's clock may differ by minutes."""
+    """Return now by the clock of the heartbeats, as far as they show it: this machine's clock may differ by minutes."""
     newest = max((worker.last_seen_at for worker in workers), default=now)
     return min(max(now, newest), newest + NEWEST_HEARTBEAT_S)
 
@@ -199,7 +199,7 @@ def state_style(state: JobState) -> str:
 
 
 def plain_line(record: IterationRecord, progress: JobProgress) -> str:
-    """One iteration. What is not known of it is left out, or `-` where every job has it."""
+    """Return a line on one iteration. Unknown values are left out, or `-` where every job has them."""
     parts = [
         f"iteration {record.iteration + 1}/{progress.job.num_iterations}",
         f"version {record.policy_version}",
@@ -218,7 +218,7 @@ def plain_line(record: IterationRecord, progress: JobProgress) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """One evaluation."""
+    """Return a line on one evaluation."""
     parts = [
         f"evaluation {record.evaluation}",
         f"version {record.policy_version}",

@@ -1,4 +1,4 @@
-"""A view of what a broker says, drawn again and again: `onbeat jobs watch` and `onbeat top`.
+"""A live view of a broker's answers: `onbeat jobs watch` and `onbeat top`.
 
 look_until    asks the broker every LOOK_S seconds, and draws in between: neither the screen nor the keys wait for
               an answer. A broker that goes away is waited for.
@@ -18,10 +18,10 @@ from rich.live import Live
 
 from onbeat.client import BrokerUnreachable
 
-LOOK_S = 2.0  # between an answer and the next question
+LOOK_S = 2.0  # between an answer and the next request
 REDRAW_S = 0.5
-LATE_S = 6.0  # an answer is older than this only when the broker does not answer
-UNREACHABLE_DEADLINE_S = 60.0  # a broker that restarts is no reason to stop looking
+LATE_S = 6.0  # an answer can only be older than this when the broker does not answer
+UNREACHABLE_DEADLINE_S = 60.0  # long enough for a restart of the broker
 
 
 async def look_until(
@@ -29,7 +29,7 @@ async def look_until(
 ) -> None:
     """Call `look` every LOOK_S, and `redraw` with the seconds since it last returned, until the event is set.
 
-    Raises BrokerUnreachable when the broker stays away, and whatever else `look` and `redraw` raise.
+    Raise BrokerUnreachable when the broker stays away; errors of `look` and `redraw` are passed on.
     """
 
     async def look_later() -> None:
@@ -63,7 +63,7 @@ def can_redraw(console: Console) -> bool:
 
 @contextmanager
 def live_view(console: Console, is_full_screen: bool = False) -> Iterator[Callable[[RenderableType], None]]:
-    """Yield the function that draws over what it drew before, or nothing in a pipe. Leaves the terminal as it was."""
+    """Yield a function that redraws a view in place, and does nothing in a pipe. Leave the terminal as it was."""
     if not can_redraw(console):
         yield lambda view: None
         return
@@ -72,7 +72,7 @@ def live_view(console: Console, is_full_screen: bool = False) -> Iterator[Callab
 
         def draw(view: RenderableType) -> None:
             nonlocal size
-            if console.size != size:  # what was drawn has other line breaks now
+            if console.size != size:  # the drawn lines break elsewhere now
                 size = console.size
                 console.clear()
             live.update(view, refresh=True)
@@ -82,7 +82,7 @@ def live_view(console: Console, is_full_screen: bool = False) -> Iterator[Callab
 
 @contextmanager
 def press_of_q() -> Iterator[asyncio.Event]:
-    """Yield an event that is set when q is pressed, without a terminal to read from never. Keys are not shown."""
+    """Yield an event that is set when q is pressed; without a terminal it is never set. Keys are not echoed."""
     has_quit = asyncio.Event()
     if not sys.stdin.isatty():
         yield has_quit
@@ -95,7 +95,7 @@ def press_of_q() -> Iterator[asyncio.Event]:
     def read_keys() -> None:
         try:
             keys = os.read(descriptor, 64)
-        except OSError:  # the terminal has gone
+        except OSError:  # the terminal is gone
             keys = b""
         if not keys or b"q" in keys.lower():
             has_quit.set()

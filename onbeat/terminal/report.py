@@ -1,4 +1,4 @@
-"""The report of a job as JSON: what `--report FILE` and `onbeat jobs report` write. Its names stay."""
+"""The report of a job as JSON, which `--report FILE` and `onbeat jobs report` write. Its names are stable."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def make_report(
     evaluations: Sequence[EvaluationRecord] = (),
     weights: Sequence[WeightsRecord] = (),
 ) -> dict[str, Any]:
-    """Only committed iterations and scored evaluations: what is unfinished has no numbers yet."""
+    """Return the report of committed iterations and scored evaluations: unfinished ones have no numbers yet."""
     committed = [record for record in iterations if record.state == IterationState.COMMITTED]
     return {
         "job_id": job.id,
@@ -101,14 +101,14 @@ def make_totals(job: JobRecord, committed: Sequence[IterationRecord]) -> dict[st
 
 
 def weight_totals(weights: Sequence[WeightsRecord]) -> dict[str, Any]:
-    """Over all versions and rollouts, also those with which a rollout joined: these it pulls in full.
+    """Return totals over all versions and rollouts, including the versions that a joining rollout pulls in full.
 
     Two rollouts on three versions of 100 bytes, and 5 bytes of delta: 220 of 600 bytes.
     """
     updates = [(record.full_bytes, update) for record in weights for update in record.rollouts.values()]
     open_s = [update.open_s for _, update in updates if update.open_s is not None]
     return {
-        "weight_bytes_full": sum(size for size, _ in updates if size is not None),  # had all been pulled in full
+        "weight_bytes_full": sum(size for size, _ in updates if size is not None),  # as if all had been pulled in full
         "weight_bytes_received": sum(update.received_bytes for size, update in updates if size is not None),
         "weight_open_s": median(open_s) if open_s else None,
     }
@@ -120,8 +120,10 @@ def mean_reward(records: Sequence[IterationRecord]) -> float | None:
 
 
 def total_tpspd(records: Sequence[IterationRecord]) -> float | None:
-    """All tokens over all device-seconds. The number of devices may change between iterations:
-    an iteration's device-seconds are its tokens / its tpspd."""
+    """Return all tokens over all device-seconds.
+
+    The number of devices may change between iterations: an iteration's device-seconds are its tokens / its tpspd.
+    """
     tokens, device_s = 0, 0.0
     for record in records:
         if record.tpspd:
@@ -136,13 +138,13 @@ def num_tokens(record: IterationRecord) -> int:
 
 
 def check_report_path(path: Path) -> None:
-    """Before the run rather than after it. Raises OnbeatError."""
+    """Check the path before the run rather than after it. Raise OnbeatError."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise OnbeatError(f"--report {path}: cannot be written; name a file in an existing, writable folder")
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """All or nothing: a reader never sees half a report."""
+    """Write the report atomically: a reader never sees half of it."""
     draft = path.with_name(f".{path.name}.new")
     draft.write_text(json.dumps(report, indent=2) + "\n")
     draft.replace(path)

@@ -1,4 +1,4 @@
-"""What a finished run prints: a table of totals, and example responses of the first and the last iteration."""
+"""The summary of a finished run: a table of totals, and example responses of the first and the last iteration."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
     try:
         before = await examples(client, job.id, first)
         after = await examples(client, job.id, last) if last != first else []
-    except OnbeatError as error:  # the run is over and well reported without them
+    except OnbeatError as error:  # the report of the run is complete without them
         console.print(f"no example responses: {error}", soft_wrap=True)
         return
     num_examples = min(len(before), len(after)) or max(len(before), len(after))
@@ -72,7 +72,7 @@ def total_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 async def audit_text(client: AsyncClient, job_id: str) -> str:
-    """'' when the broker does not say."""
+    """Return the result of the audit in words; '' when the broker gives none."""
     try:
         audit = await client.jobs.audit(job_id)
     except OnbeatError:
@@ -90,7 +90,7 @@ def weights_text(totals: dict[str, Any]) -> str:
 
 
 async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sample]:
-    """One response of each of the first few groups: different prompts say more than one prompt thrice."""
+    """Return one response of each of the first few groups: different prompts show more than one prompt three times."""
     by_group: dict[str, Sample] = {}
     for sample in await client.jobs.samples(job_id, iteration=iteration, limit=100):
         by_group.setdefault(sample.group_id, sample)
@@ -108,6 +108,6 @@ def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> N
 
 
 def clip(text: str, max_characters: int = 400) -> str:
-    """Printable, line breaks kept, the end of long text left out."""
+    """Make a text printable, with its line breaks, and cut its end if it is long."""
     lines = "\n".join(printable(line) for line in text.strip().splitlines())
     return lines if len(lines) <= max_characters else lines[:max_characters] + " ..."

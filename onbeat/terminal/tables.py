@@ -1,4 +1,4 @@
-"""Tables of text in plain columns, which `grep` and `awk` can read as well as people."""
+"""Tables of text in plain columns, for people as well as for `grep` and `awk`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from onbeat.terminal.formatting import printable
 @dataclass(frozen=True)
 class Column:
     title: str
-    rank: int = 0  # those with the highest go first where the width is short; 0: never
+    rank: int = 0  # the highest rank is dropped first where the width is short; 0: never
     is_number: bool = False
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
-    """The title line and one line a row; columns are left out and texts cut until that fits."""
+    """Yield the title line and one line per row; columns are left out and texts cut until they fit."""
     cells = [[column.title.upper() for column in columns], *([printable(text) for text in row] for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     shown = list(range(len(columns)))

@@ -1,4 +1,4 @@
-"""`onbeat top`: the jobs and rollouts of a broker as they are now, in tables that fit a terminal."""
+"""`onbeat top`: the current jobs and rollouts of a broker, in tables that fit a terminal."""
 
 import asyncio
 import time
@@ -19,9 +19,9 @@ from onbeat.terminal.tables import Column, table_lines
 from onbeat.types import IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
 
 DEFAULT_POOL = "default"
-NUM_NEWEST = 200  # jobs of any state that are asked for at once
-MAX_PER_STATE = 1000  # as many as a broker lists
-MAX_MEASURED_JOBS = 20  # that are asked for their newest iteration
+NUM_NEWEST = 200  # jobs of any state in the first request
+MAX_PER_STATE = 1000  # the most that a broker lists
+MAX_MEASURED_JOBS = 20  # jobs whose newest iteration is requested
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class PoolView:
     workers: Sequence[WorkerRecord]
 
     def now(self, clock: float) -> float:
-        """By the clock of the heartbeats, unless all of them have ended."""
+        """Return the time by the clock of the heartbeats, unless all of them have ended."""
         return heartbeat_time(self.workers, clock) if self.status.num_rollouts else clock
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    jobs: Sequence[JobRecord]  # that are not over
-    newest: dict[str, IterationRecord]  # by job: the last one that was committed
+    jobs: Sequence[JobRecord]  # those that are not over
+    newest: dict[str, IterationRecord]  # by job id: the last committed one
     pools: Sequence[PoolView]
 
     def as_json(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Snapshot:
 
 
 async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Snapshot:
-    """Of one pool, or of the default pool and those of all jobs that are not over."""
+    """Return the state of one pool, or of the default pool and those of all jobs that are not over."""
     jobs = [job for job in await find_active(client) if only_pool in (None, job.pool)]
     pools = sorted({job.pool for job in jobs} | {only_pool or DEFAULT_POOL})
     measured = [job for job in jobs if job.next_iteration][:MAX_MEASURED_JOBS]
@@ -66,13 +66,13 @@ async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Sn
 
 
 async def find_active(client: AsyncClient) -> list[JobRecord]:
-    """Jobs that are not over, at most MAX_PER_STATE of a state."""
+    """Return jobs that are not over, at most MAX_PER_STATE of each state."""
     newest = await client.jobs.list(limit=NUM_NEWEST)
     lists = [newest]
     if len(newest) == NUM_NEWEST:  # there are more
         states = [state for state in JobState if not state.is_final]
         lists += await asyncio.gather(*(client.jobs.list(state, MAX_PER_STATE) for state in states))
-    known = {job.id: job for found in lists for job in found}  # as it was seen last: it may be in two lists
+    known = {job.id: job for found in lists for job in found}  # as last seen: a job may be in two lists
     return [job for job in known.values() if not job.state.is_final]
 
 
@@ -93,7 +93,7 @@ async def look_at_pool(client: AsyncClient, pool: str) -> PoolView:
 
 
 async def show_top(client: AsyncClient, pool: str | None, console: Console) -> None:
-    """Show it until q is pressed. Raises BrokerUnreachable when the broker stays away."""
+    """Show the tables until q is pressed. Raise BrokerUnreachable when the broker stays away."""
     snapshot = await take_snapshot(client, pool)
 
     async def look() -> None:
@@ -109,7 +109,7 @@ async def show_top(client: AsyncClient, pool: str | None, console: Console) -> N
 
 
 def silence(unanswered_s: float) -> str:
-    """What to say when the last answer is so old; '' when the next one is not late."""
+    """Return a warning when the last answer is this old; '' while the next one is not late."""
     if unanswered_s < LATE_S:
         return ""
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - unanswered_s))
@@ -161,7 +161,7 @@ def job_rows(snapshot: Snapshot) -> list[list[str]]:
 
 
 def worker_rows(pool: PoolView, clock: float) -> list[list[str]]:
-    """The silent ones first."""
+    """Return a row per rollout, the silent ones first."""
     now = pool.now(clock)
     workers = sorted(pool.workers, key=lambda worker: (not is_silent(worker, now), natural(worker.id)))
     return [
@@ -178,7 +178,7 @@ def worker_rows(pool: PoolView, clock: float) -> list[list[str]]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """rollout-2 before rollout-10."""
+    """Return a sort key that puts rollout-2 before rollout-10."""
     parts = "".join(c if c.isdigit() else f"\0{c}\0" for c in name).split("\0")
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts if part]
 
@@ -195,7 +195,7 @@ def count(how_many: int, noun: str) -> str:
 
 
 def plain_lines(snapshot: Snapshot, clock: float) -> Iterator[str]:
-    """All of it, as wide as it is: as good for `grep` and `awk` as for people."""
+    """Yield all tables at full width, for people as well as for `grep` and `awk`."""
     yield from table_lines(JOB_COLUMNS, job_rows(snapshot))
     rows = [row for pool in snapshot.pools for row in worker_rows(pool, clock)]
     yield ""
@@ -206,7 +206,7 @@ def plain_lines(snapshot: Snapshot, clock: float) -> Iterator[str]:
 
 
 class TopView:
-    """As much as fits; what does not is counted."""
+    """The tables, as far as they fit; rows that do not are counted."""
 
     def __init__(self, snapshot: Snapshot, clock: float, title: str, warning: str = "") -> None:
         self._snapshot, self._clock, self._title, self._warning = snapshot, clock, title, warning
@@ -229,7 +229,7 @@ class TopView:
 def cut_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], what: str, width: int, room: int
 ) -> Iterator[Text]:
-    """At most `room` lines."""
+    """Yield the table in at most `room` lines."""
     num_shown = len(rows) if len(rows) < room else max(0, room - 2)
     title, *lines = table_lines(columns, rows[:num_shown], width)
     yield Text(title, style="dim")
