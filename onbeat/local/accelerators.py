@@ -1,6 +1,6 @@
-"""Which accelerators serve the rollouts and which the trainer, by variables and device files: asks no driver.
+"""The split of accelerators between rollouts and trainer, by variables and device files: no driver is asked.
 
-The first is the trainer's, which is one process; the rollouts share out the rest. With a single one all share it.
+The first device is the trainer's, which is one process; the rollouts share the rest. A single device is shared by all.
 """
 
 import re
@@ -14,7 +14,7 @@ KINDS = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", re.compile(r"davinci\d+")),
 }
 MEMORY = "ONBEAT_GPU_MEMORY_UTILIZATION"
-# Of a device, for all its rollouts together: without the trainer as much as one rollout takes by default.
+# Shares of a device's memory for all its rollouts together: without the trainer, one rollout's default.
 ROLLOUTS_MEMORY, BESIDE_TRAINER_MEMORY = 0.85, 0.4
 
 
@@ -24,7 +24,7 @@ class DevicePlan:
     rollouts: list[list[str]]  # one list per replica; replicas share when there are too few
 
     def memory_share(self, rollout: int) -> float:
-        """Of each of its devices' memory."""
+        """Return the share of each of its devices' memory that a rollout may take."""
         own = self.rollouts[rollout]
         num_sharing = max(sum(device in devices for devices in self.rollouts) for device in own)
         is_beside_trainer = any(device in self.trainer for device in own)
@@ -32,7 +32,7 @@ class DevicePlan:
 
 
 def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")) -> tuple[str, list[str]]:
-    """The variable that chooses among the visible devices, and their names in it; without devices: "" and none.
+    """Return the variable that chooses among the visible devices, and their names in it; "" and none without devices.
 
     Files are counted, because drivers count: a container's only device is number 0, whatever its file is called.
     """
@@ -51,7 +51,7 @@ def available_devices(environment: Mapping[str, str], files: Path = Path("/dev")
 
 
 def parse_devices(text: str) -> list[str]:
-    """`2,GPU-8932f937` -> ["2", "GPU-8932f937"]. Nothing counts from the first that is no device on: `-1` is none."""
+    """Parse devices: `2,GPU-8932f937` -> ["2", "GPU-8932f937"]. The first invalid name ends the list: `-1` is none."""
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         if not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
@@ -61,7 +61,7 @@ def parse_devices(text: str) -> list[str]:
 
 
 def plan_devices(devices: Sequence[str], num_rollouts: int, per_rollout: int = 1) -> DevicePlan:
-    """So many devices for each rollout, in turn when there are too few; further ones stay idle.
+    """Assign `per_rollout` devices to each rollout, in turn when there are too few; surplus devices stay idle.
 
     >>> plan_devices(["0", "1", "2"], num_rollouts=3)
     DevicePlan(trainer=['0'], rollouts=[['1'], ['2'], ['1']])
@@ -75,11 +75,11 @@ def plan_devices(devices: Sequence[str], num_rollouts: int, per_rollout: int = 1
 def device_environments(
     environment: Mapping[str, str], num_rollouts: int, files: Path = Path("/dev")
 ) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """What to add to the environment of the trainer and of each rollout. Without devices: nothing."""
+    """Return the additions to the environment of the trainer and of each rollout; empty without devices."""
     variable, devices = available_devices(environment, files)
     if not devices:
         return {}, [{} for _ in range(num_rollouts)]
-    size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # a wrong one: the rollouts say so, and end
+    size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # for a wrong one the rollouts report it, and end
     plan = plan_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
     rollouts = [{variable: ",".join(own)} for own in plan.rollouts]
     for index, added in enumerate(rollouts):

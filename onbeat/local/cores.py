@@ -1,7 +1,7 @@
-"""Which CPU cores serve rollouts and which the trainer.
+"""The split of CPU cores between rollouts and trainer.
 
-Disjoint halves, because two thread pools on one core fight. With fewer than four cores both get all: a half idles while
-the other stage works alone, which costs more than the fight.
+The halves are disjoint, because two thread pools on one core fight. With fewer than four cores both get all of them: a
+half would idle while the other stage works alone, which costs more than the fight.
 """
 
 import math
@@ -30,25 +30,25 @@ def available_cores() -> list[int]:
 
 
 def physical_cores(cores: Sequence[int], topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """One of the hardware threads of each core: two that compute on one core gain nothing."""
+    """Return one hardware thread per core: a second computing thread on the same core gains nothing."""
     first: dict[str, int] = {}
     for core in cores:
         try:
             siblings = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
-        except OSError:  # not told: every one counts
+        except OSError:  # the system does not say: every one counts
             siblings = str(core)
         first.setdefault(siblings, core)
     return list(first.values())
 
 
 def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """CPUs that a container's limit gives this process, whatever cores it may run on. No limit: infinity."""
+    """Return the CPUs that a container's limit gives this process, whatever cores it may run on; infinity without."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
         else:
             quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-    except OSError:  # no control groups here
+    except OSError:  # there are no control groups here
         return math.inf
     return int(quota) / int(period) if quota.strip() not in ("max", "-1") else math.inf
 
@@ -59,7 +59,7 @@ def plan_cores(
     rollout_cores: Sequence[int] | None = None,
     trainer_cores: Sequence[int] | None = None,
 ) -> CorePlan:
-    """The first half generates, the rest trains (or few cores do both); what the user gave is taken as it is.
+    """Plan the cores: the first half generates, the rest trains (few cores do both); cores from the user are kept.
 
     >>> plan_cores([0, 1, 2, 3, 4, 5], num_rollouts=2)
     CorePlan(rollouts=[[0, 1], [2]], trainer=[3, 4, 5])
@@ -81,7 +81,7 @@ def plan_cores(
 
 
 def divide(cores: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Contiguous shares whose sizes differ by at most one; single cores in turn when there are too few."""
+    """Divide cores into contiguous shares whose sizes differ by at most one; too few are dealt one by one in turn."""
     if len(cores) < num_shares:
         return [[cores[share % len(cores)]] for share in range(num_shares)]
     size, rest = divmod(len(cores), num_shares)
@@ -90,7 +90,7 @@ def divide(cores: Sequence[int], num_shares: int) -> list[list[int]]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """`0-3,6` -> [0, 1, 2, 3, 6]. Raises ValueError."""
+    """Parse cores: `0-3,6` -> [0, 1, 2, 3, 6]. Raise ValueError."""
     cores: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -101,7 +101,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def format_cores(cores: Sequence[int]) -> str:
-    """[0, 1, 2, 3, 6] -> `0-3,6`."""
+    """Format cores: [0, 1, 2, 3, 6] -> `0-3,6`."""
     parts: list[str] = []
     start = 0
     for index in range(1, len(cores) + 1):

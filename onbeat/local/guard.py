@@ -1,11 +1,11 @@
-"""`python -m onbeat.local.guard`: run one command so that nothing of it can outlive the parent of this process.
+"""`python -m onbeat.local.guard`: run one command so that none of its processes outlives the parent of this process.
 
     parent (onbeat run) --> guard --> service --> engine process, scoring processes, ...
 
 - the parent dies, even by SIGKILL: the guard notices within a second and stops the service
-- SIGTERM: the service alone gets it and may drain; after `--grace-s` everything is killed
-- the service dies: what it left behind is killed, whatever session or process group it moved to, and its shared memory
-  is removed
+- SIGTERM: only the service gets it and may drain; after `--grace-s` everything is killed
+- the service dies: the processes that it leaves are killed, whatever session or process group they moved to, and their
+  shared memory is removed
 - the guard itself is killed: the kernel kills the service (Linux), and the parent kills the process group
 """
 
@@ -25,8 +25,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 IS_LINUX = sys.platform == "linux"
-SEGMENT = "/dev/shm/psm_"  # begins the paths of multiprocessing.shared_memory
-ORPHAN_GRACE_S = 5.0  # everybody is stopping at once, nobody waits for a drained queue
+SEGMENT = "/dev/shm/psm_"  # the paths of multiprocessing.shared_memory begin with this
+ORPHAN_GRACE_S = 5.0  # all services stop at once, and none waits for a drained queue
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,18 +39,18 @@ def main(argv: list[str] | None = None) -> int:
         os.setpgid(0, 0)
     stop = StopSignal()
     prctl = load_prctl()
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a dying service leaves behind becomes our child
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the processes that a dying service leaves become our children
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     child = subprocess.Popen(command, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
     exit_code = supervise(child.pid, options.parent, options.grace_s, stop)
     kill_descendants()
     if os.getppid() != options.parent:
-        os.killpg(0, signal.SIGKILL)  # nobody else will, and nobody wants our exit code
+        os.killpg(0, signal.SIGKILL)  # no other process will, and none reads our exit code
     return exit_code
 
 
 class StopSignal:
-    """SIGTERM and SIGINT set `is_set`; they and SIGCHLD end a wait early."""
+    """A flag that SIGTERM and SIGINT set; they and SIGCHLD end a wait early."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -72,7 +72,7 @@ class StopSignal:
 
 
 def supervise(child: int, parent: int, grace_s: float, stop: StopSignal) -> int:
-    """Wait until the child is gone or has to go; its exit code as a shell would give it."""
+    """Wait until the child is gone or has to go; return its exit code as a shell would give it."""
     deadline: float | None = None
     while (exit_code := reap(child)) is None:
         is_orphan = os.getppid() != parent
@@ -86,7 +86,7 @@ def supervise(child: int, parent: int, grace_s: float, stop: StopSignal) -> int:
 
 
 def reap(child: int) -> int | None:
-    """Collect every child that has exited; the service's exit code once it is among them."""
+    """Collect every child that has exited; return the service's exit code once it is among them."""
     exit_code = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -118,11 +118,13 @@ def kill_descendants(deadline_s: float = 5.0) -> None:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Segments that Python gave a name and the process has mapped, such as an engine's queues. The process of Python's
-    that would remove them is killed, too."""
+    """Return the named shared-memory segments that the process has mapped, such as an engine's queues.
+
+    Python's own process that would remove them is killed, too.
+    """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return set()
     paths = [line.partition(SEGMENT)[2] for line in maps if SEGMENT in line]
     return {Path(SEGMENT + name) for name in paths if not name.endswith(" (deleted)")}

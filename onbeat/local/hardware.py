@@ -1,4 +1,4 @@
-"""What a device multiplies in, as far as a job's dtype depends on it. Reads /proc/cpuinfo and imports no torch.
+"""The bfloat16 support of a device, on which a job's dtype depends. This reads /proc/cpuinfo and imports no torch.
 
 native     the device has instructions for bfloat16 products
 emulated   it computes them by other means, many times slower than in float32
@@ -16,7 +16,7 @@ Bfloat16 = Literal["native", "emulated", "missing"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
-# What PyTorch and oneDNN are told to stay below. They imitate an older processor: see ISA in the Makefile.
+# The variables limit PyTorch and oneDNN to the instructions of an older processor: see ISA in the Makefile.
 ATEN_LIMIT, ONEDNN_LIMIT = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"
 NO_AVX512 = {ATEN_LIMIT: {"default", "avx2"}, ONEDNN_LIMIT: {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"}}
 NO_BFLOAT16 = {ONEDNN_LIMIT: {"AVX512_CORE", "AVX512_CORE_VNNI"}}
@@ -35,7 +35,7 @@ class Hardware:
 
 
 def read_processor(environment: Mapping[str, str] = os.environ, cpuinfo: Path = CPUINFO) -> Hardware:
-    """Return this machine's processor, without the instructions that PyTorch is told not to use."""
+    """Return this machine's processor, without the instructions that PyTorch may not use."""
     fields = read_fields(cpuinfo)
     flags = allowed_flags(set(fields.get("flags", fields.get("Features", "")).split()), environment)
     name = fields.get("model name") or f"{platform.machine()} processor"
@@ -68,7 +68,8 @@ def is_limited(environment: Mapping[str, str], limits: Mapping[str, set[str]]) -
 
 
 def name_instructions(flags: set[str]) -> str:
-    """
+    """Name the vector instructions among the flags.
+
     >>> name_instructions({"avx2", "avx512f", "avx512_bf16"})
     'AVX-512 with bfloat16'
     """

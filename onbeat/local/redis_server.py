@@ -13,7 +13,7 @@ HOST = "127.0.0.1"
 
 
 def redis_service(data_dir: Path) -> tuple[ServiceSpec, str]:
-    """What to start, and the URL that it will answer at."""
+    """Return the service to start, and the URL of its Redis."""
     folder = data_dir / "redis"
     folder.mkdir(parents=True, exist_ok=True)
     port, password = free_port(), secrets.token_urlsafe(24)
@@ -35,7 +35,7 @@ def redis_config(folder: Path, port: int, password: str) -> str:
         "daemonize no",
         "appendonly yes",
         "appendfsync everysec",
-        'save ""',  # the append-only file is the one record
+        'save ""',  # the append-only file is the only record
         "maxmemory-policy noeviction",
     ]
     return "\n".join(lines) + "\n"
@@ -80,7 +80,7 @@ def redis_probe(url: str) -> Callable[[], str]:
 
 
 def free_port(preferred: int | None = None) -> int:
-    """`preferred` if nobody listens there, else one that the system picks."""
+    """Return `preferred` if that port is free, else one that the system picks."""
     for port in [preferred, 0] if preferred else [0]:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Where services have their temporary files: in a private folder of the stack, which has a folder of each."""
+"""Temporary directories: one private directory per stack, with a subdirectory for each service."""
 
 import os
 import tempfile
@@ -9,12 +9,12 @@ from onbeat.errors import OnbeatError
 from onbeat.temporary import PrivateFolder
 
 PREFIX = "onbeat-"
-MAX_SOCKET_PATH_BYTES = 103  # of a UNIX socket on macOS; Linux has four more
+MAX_SOCKET_PATH_BYTES = 103  # for a UNIX socket on macOS; Linux has four more
 LONGEST_INSIDE = "/onbeat-12345678/rollout-999/71c596d2-5304-430f-a62c-53895bd8e4a1"  # a socket of vLLM
 
 
 def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
-    """In TMPDIR; in /tmp where paths of sockets would get too long. Raises OnbeatError where none can be made."""
+    """Make the directory in TMPDIR, or in /tmp where paths of sockets would get too long. Raise OnbeatError."""
     parent = Path(tempfile.gettempdir())
     if len(os.fsencode(parent)) + len(LONGEST_INSIDE) > MAX_SOCKET_PATH_BYTES:
         report(f"temporary files go to /tmp: TMPDIR={parent} is too long for the paths of sockets inside")

@@ -32,12 +32,12 @@ class StackState:
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
-    """The option, else ONBEAT_DATA_DIR, else `.onbeat` in the current folder."""
+    """Return the option, else ONBEAT_DATA_DIR, else `.onbeat` in the current folder."""
     return Path(data_dir or os.environ.get("ONBEAT_DATA_DIR") or DEFAULT_DATA_DIR).expanduser().resolve()
 
 
 def create_data_dir(data_dir: Path) -> None:
-    """Raises OnbeatError when that is impossible."""
+    """Create the folder, its logs and its .gitignore. Raise OnbeatError when that is impossible."""
     try:
         (data_dir / "logs").mkdir(parents=True, exist_ok=True)
         if not (data_dir / ".gitignore").exists():
@@ -49,28 +49,28 @@ def create_data_dir(data_dir: Path) -> None:
 
 
 class StackLock:
-    """Held for as long as a stack runs in the data folder. Raises OnbeatError when another one does."""
+    """The lock of a running stack on its data folder. Making it raises OnbeatError when another stack runs there."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
-        self._owner = take_lock(data_dir / OWNER_LOCK, OWNER_DEADLINE_S)  # someone may just be looking
+        self._owner = take_lock(data_dir / OWNER_LOCK, OWNER_DEADLINE_S)  # another process may just be looking
         try:
-            # The children of an owner that was killed are on their way out, and Redis may be writing still.
+            # The children of an owner that was killed are on their way out, and Redis may still be writing.
             self._children = take_lock(data_dir / CHILDREN_LOCK, LEFTOVERS_DEADLINE_S)
         except OnbeatError:
             self._owner.close()
             raise
-        state_path(data_dir).unlink(missing_ok=True)  # of an owner that was killed
+        state_path(data_dir).unlink(missing_ok=True)  # it belongs to an owner that was killed
 
     @property
     def children_fd(self) -> int:
-        """To be inherited by the guards."""
+        """The file descriptor that the guards inherit."""
         return self._children.fileno()
 
     def write(self, state: StackState) -> None:
         path = state_path(self._data_dir)
         draft = path.with_suffix(".new")
-        draft.touch(mode=0o600)  # it holds the password of Redis
+        draft.touch(mode=0o600)  # it contains the password of Redis
         draft.write_text(json.dumps(asdict(state)))
         draft.replace(path)
 
@@ -82,7 +82,7 @@ class StackLock:
 
 
 def running_stack(data_dir: Path) -> StackState | None:
-    """The stack that runs in the data folder; None if there is none or it is still starting."""
+    """Return the stack that runs in the data folder; None if there is none or it is still starting."""
     if not is_locked(data_dir / OWNER_LOCK):
         return None
     try:
@@ -92,7 +92,7 @@ def running_stack(data_dir: Path) -> StackState | None:
 
 
 def has_processes(data_dir: Path) -> bool:
-    """Whether a stack is starting, running or ending here, or was killed and has children left."""
+    """Return whether a stack is starting, running or ending here, or was killed and has children left."""
     return is_locked(data_dir / OWNER_LOCK) or is_locked(data_dir / CHILDREN_LOCK)
 
 
