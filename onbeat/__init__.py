@@ -1,6 +1,7 @@
 """Onbeat: reinforcement learning for language models as microservices.
 
-The client side and the contracts that services share. Importing it never imports torch, vllm or a web framework.
+This package is the client side and the contracts that services share. Importing it never imports torch, vllm or a web
+framework.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
-"""Which side of a job should have more or fewer devices: a prediction from measured idle shares, not a measurement.
+"""Advice on which side of a job should have more or fewer devices: a prediction from idle shares, not a measurement.
 
     W_r = n_r (1 - rollout idle) wall        generating, in device-seconds
     W_t = n_t (1 - trainer idle) wall        training
-    H   = wall - f(W_r / n_r, W_t / n_t)     what overlaps with nothing
+    H   = wall - f(W_r / n_r, W_t / n_t)     the part that overlaps with nothing
     wall(n_r', n_t') = f(W_r / n_r', W_t / n_t') + H
 
 f is the larger of the two, in `sync` their sum. docs/performance.md says what this leaves out.
@@ -15,14 +15,14 @@ from statistics import median
 
 from onbeat.types import IterationRecord
 
-NUM_RECENT, MIN_RECENT = 10, 3  # iterations it is taken from; the first one of a job is left out
-WORTH = 0.1  # share of the time that one more device must save
-FREE = 0.03  # share of the time that a device less may cost
+NUM_RECENT, MIN_RECENT = 10, 3  # iterations that it is based on; the first one of a job is left out
+WORTH = 0.1  # share of the time that one additional device must save
+FREE = 0.03  # share of the time that removing devices may cost
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one iteration, and who does it. Durations in seconds; those of work are of one device."""
+    """The work of one iteration, and the devices that do it. generate_s and train_s are in device-seconds."""
 
     num_rollouts: int
     num_trainers: int
@@ -37,13 +37,13 @@ class Work:
 
 
 def advice_for(committed: Sequence[IterationRecord], num_trainers: int, mode: str | None) -> str | None:
-    """None as long as there is too little to go by."""
+    """Return advice in words; None while there are too few measurements."""
     work = measure_work(committed, num_trainers, mode or "periodic")
     return advise(work) if work is not None else None
 
 
 def measure_work(committed: Sequence[IterationRecord], num_trainers: int, mode: str) -> Work | None:
-    """By the newest iterations that had as many devices as the last one; None as long as they are too few."""
+    """Measure the newest iterations that had as many devices as the last one; None while there are too few."""
     known = [each for each in committed[1:] if each.tpspd and each.wall_s and each.rollout_idle_frac is not None]
     last = num_devices(known[-1]) if known else 0
     recent = list(takewhile(lambda each: num_devices(each) == last, reversed(known[-NUM_RECENT:])))
@@ -63,7 +63,8 @@ def num_devices(record: IterationRecord) -> int:
 
 
 def advise(work: Work) -> str:
-    """For as many devices as are worth it: `add 1 trainer device: about 6.4 s an iteration instead of 10.4`."""
+    """Return advice on the devices that are worth it: `add 1 trainer device: about 6.4 s an iteration instead of
+    10.4`."""
     now = (work.num_rollouts, work.num_trainers)
     best = shrunk(work, grown(work, now), now)
     words = ("rollout", "trainer device")
@@ -76,7 +77,7 @@ def advise(work: Work) -> str:
 
 
 def grown(work: Work, split: tuple[int, int]) -> tuple[int, int]:
-    """With one device more as long as it saves WORTH; at most twice as many as now."""
+    """Return the split with devices added while each saves WORTH; at most twice as many as now."""
     for _ in range(sum(split)):
         rollouts, trainers = split
         better = min((rollouts + 1, trainers), (rollouts, trainers + 1), key=lambda each: work.wall_s(*each))
@@ -87,7 +88,7 @@ def grown(work: Work, split: tuple[int, int]) -> tuple[int, int]:
 
 
 def shrunk(work: Work, split: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
-    """Without what costs nearly nothing, on a side that has not grown."""
+    """Return the split without devices that save nearly nothing, on sides that have not grown."""
     longest_s = (1 + FREE) * work.wall_s(*split)
     for side in (0, 1):
         while split[side] > 1 and split[side] <= now[side]:

@@ -1,7 +1,7 @@
 """API keys of the broker and the file that holds their hashes: written by `onbeat keys`, read by brokers.
 
 A key is `onbeat_ID_SECRET`: the id finds its entry and may be logged; the secret is 256 random bits, so its plain
-SHA-256 cannot be searched, and a slow password hash would only slow down every request.
+SHA-256 cannot be reversed by search, and a slow password hash would only slow down every request.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 
 class Role(StrEnum):
-    """Each one may do what those before it may."""
+    """The roles in ascending order: each one includes those before it."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -56,7 +56,7 @@ class KeysFile(BaseModel):
 
 
 def new_key(name: str, role: Role, lifetime: timedelta | None = None) -> tuple[str, ApiKey]:
-    """The key itself, which is nowhere else, and its entry."""
+    """Return the key itself, which is stored nowhere, and its entry."""
     key_id = secrets.token_hex(6)
     key = f"onbeat_{key_id}_{secrets.token_urlsafe(32)}"
     expires_at = datetime.now(UTC).replace(microsecond=0) + lifetime if lifetime else None
@@ -68,13 +68,13 @@ def digest_of(key: str) -> str:
 
 
 def id_of(key: str) -> str:
-    """Of whatever a client sent: '' if it has not even the form of a key."""
+    """Return the id in a key; '' for text that does not have the form of a key."""
     parts = key.split("_", 2)
     return parts[1] if len(parts) == 3 and parts[0] == "onbeat" else ""
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """Raises ValueError with the file and what is wrong with it."""
+    """Return the keys of a file. Raise ValueError with the file and its problem."""
     try:
         return KeysFile.model_validate_json(path.read_bytes()).keys
     except OSError as error:
@@ -89,12 +89,13 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 @contextlib.contextmanager
 def keys_to_edit(path: Path) -> Iterator[list[ApiKey]]:
-    """The keys of a file, or none yet; written back at the end if they changed. Editors wait for each other.
+    """Yield the keys of a file, if there is one; write them back at the end if they changed. Editors wait for each
+    other.
 
-    Readers see the file of before or of after, never a part; it keeps its owner.
-    Raises ValueError when it is broken or cannot be written.
+    Readers see the file of before or of after, never a part; it keeps its owner. Raise ValueError when it is broken or
+    cannot be written.
     """
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a link stays a link
     with locked(path.parent):
         before = read_keys(path) if path.exists() else []
         keys = list(before)
@@ -117,7 +118,7 @@ def write_keys(path: Path, keys: list[ApiKey]) -> None:
 
 
 def keep_owner(file: int, path: Path) -> None:
-    """Otherwise a broker that runs as that user could not read what another one has edited."""
+    """Keep the file's owner: otherwise a broker of that user could not read a file that another user edited."""
     owner = path.stat()
     try:
         os.fchown(file, owner.st_uid, owner.st_gid)

@@ -1,8 +1,8 @@
-"""The errors a caller can handle. HTTP and gRPC map them once, at their own edge."""
+"""The errors that a caller can handle. HTTP and gRPC map them once, at their own edge."""
 
 
 class OnbeatError(Exception):
-    """Base of all errors that Onbeat raises on purpose."""
+    """The base of all errors that Onbeat raises on purpose."""
 
 
 class JobNotFound(OnbeatError):
@@ -33,7 +33,7 @@ class JobDeleted(OnbeatError):
 
 
 class LeaseLost(OnbeatError):
-    """Another process owns the job now, or the job is over; whoever sees this must stop touching it."""
+    """Another process owns the job now, or the job is over; a process that sees this must stop touching it."""
 
 
 class JobFailed(OnbeatError):
@@ -41,7 +41,7 @@ class JobFailed(OnbeatError):
 
 
 class StreamLost(JobFailed):
-    """A stream of a job that is there is not."""
+    """A stream of an existing job is missing."""
 
     def __init__(self, job_id: str, name: str) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class StreamLost(JobFailed):
 
 
 class GroupsTrimmed(JobFailed):
-    """The groups of an old iteration are no longer kept. Ends the job of a trainer that cannot do without them."""
+    """The groups of an old iteration are no longer kept. This ends the job if its trainer cannot do without them."""
 
     def __init__(self, job_id: str, iteration: int, first_kept: int) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class GroupsTrimmed(JobFailed):
 
 
 class WeightsError(OnbeatError):
-    """A weights transfer was incomplete, corrupt or for a version that nobody holds. Nothing was applied."""
+    """A weights transfer was incomplete, corrupt or for a version that no source holds. Nothing was applied."""
 
 
 class ApiError(OnbeatError):

@@ -1,4 +1,4 @@
-"""Probes and Prometheus metrics of a service that has no REST API of its own: /livez, /readyz and /metrics."""
+"""The probes and Prometheus metrics of a service without a REST API of its own: /livez, /readyz and /metrics."""
 
 import asyncio
 import threading
@@ -15,19 +15,19 @@ from redis.exceptions import RedisError
 
 TURN_S = 1.0
 PING_S = 2.0
-LIVE_S = 120.0  # loading an engine's libraries may hold up the event loop for so long
+LIVE_S = 120.0  # loading an engine's libraries may hold up the event loop for this long
 READY_S = 10.0
 
 
 class Health:
-    """Alive: the event loop turns. Ready: Redis has answered a moment ago."""
+    """The health of a service. Alive: the event loop turns. Ready: Redis has answered within READY_S."""
 
     def __init__(self) -> None:
         self._turned_at = time.monotonic()
         self._answered_at = self._turned_at - READY_S
 
     async def watch(self, redis: Redis) -> None:
-        """To run until it is cancelled, on the loop that does the work."""
+        """Watch event loop and Redis until cancelled. This runs on the loop that does the work."""
         while True:
             self._turned_at = time.monotonic()
             try:
@@ -35,7 +35,7 @@ class Health:
                     await redis.ping()
                 self._answered_at = time.monotonic()
             except (RedisError, TimeoutError):
-                pass  # the probe tells
+                pass  # the probe reports it
             await asyncio.sleep(TURN_S)
 
     def why_not_live(self) -> str:
@@ -47,7 +47,7 @@ class Health:
         return self.why_not_live() or (f"Redis has not answered for {READY_S:.0f} s" if silence_s > READY_S else "")
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer a request, as WSGI wants it."""
+        """Answer a request as a WSGI application."""
         match environ["PATH_INFO"]:
             case "/livez":
                 problem = self.why_not_live()
@@ -64,7 +64,7 @@ class Health:
 
 
 class HealthSettings(BaseModel):
-    """The part of a service's settings that says where it answers: `class Settings(HealthSettings, BaseSettings)`."""
+    """The part of a service's settings with its health port: `class Settings(HealthSettings, BaseSettings)`."""
 
     metrics_port: int = Field(
         0, ge=0, lt=65536, description="/livez, /readyz and /metrics (Prometheus) over HTTP; 0: off"
@@ -72,7 +72,7 @@ class HealthSettings(BaseModel):
     metrics_host: str = Field("127.0.0.1", description="interface of the metrics port")
 
     def serve_health(self) -> Health:
-        """Answer in a thread of its own until the process ends. Raises ValueError when the port cannot be had."""
+        """Answer in a separate thread until the process ends. Raise ValueError when the port cannot be bound."""
         health = Health()
         if self.metrics_port:
             host, port = self.metrics_host, self.metrics_port
@@ -86,7 +86,7 @@ class HealthSettings(BaseModel):
 
 
 class SilentHandler(WSGIRequestHandler):
-    timeout = 10.0  # a connection that says nothing
+    timeout = 10.0  # for a connection that sends nothing
 
     def log_message(self, format: str, *args: object) -> None:
-        """A probe a second is no news."""
+        """Log nothing: probes come every second."""

@@ -1,4 +1,4 @@
-"""Logging of every service: text for a terminal, one JSON object per line for containers. Called in `__main__` only."""
+"""Logging of every service: text for a terminal, one JSON object per line for containers. `__main__` configures it."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger, message, then whatever was given as `extra`, then the traceback.
+    """The time, level, logger and message of a record, then its `extra` fields, then the traceback, as JSON.
 
     >>> line = JsonFormatter().format(logging.makeLogRecord({"msg": "hello", "job_id": "j1"}))
     >>> json.loads(line)["message"], json.loads(line)["job_id"]

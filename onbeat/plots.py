@@ -1,4 +1,4 @@
-"""Figures of runs, for notebooks and files. Needs matplotlib."""
+"""Figures of runs, for notebooks and files. They need matplotlib."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ except ImportError as error:
 from onbeat.client import Series
 from onbeat.types import Timeline
 
-# The title of a metric, where it has one.
+# The titles of metrics; others are shown by name.
 TITLES = {
     "iteration/reward_mean": "reward",
     "eval/reward_mean": "held-out reward",
@@ -53,11 +53,11 @@ class Plot(Figure):
 
 
 def plot_metrics(*runs: Series, names: Sequence[str] | None = None, labels: Sequence[str] = ()) -> Plot:
-    """One chart per metric, one curve per run: what `client.jobs.metrics` gives, several of them to compare.
+    """Plot one chart per metric with one curve per run, from the results of `client.jobs.metrics`.
 
-    `names`: which metrics; by default the essential ones that any of the runs has. `labels`: of the runs, in order.
-    A name that ends with `_mean` gets a band of one standard deviation, where the run has its `_std`. Raises
-    ValueError when none of the runs has any of the metrics.
+    `names`: the metrics; by default the essential ones that any of the runs has. `labels`: names of the runs, in order.
+    A name that ends with `_mean` gets a band of one standard deviation, where the run has its `_std`. Raise ValueError
+    when none of the runs has any of the metrics.
     """
     wanted = names if names is not None else list(TITLES)
     present = [name for name in wanted if any(run.get(name) for run in runs)]
@@ -89,9 +89,9 @@ def draw_curve(axes: Axes, run: Series, name: str, label: str | None) -> None:
 
 
 def plot_timeline(timeline: Timeline) -> Plot:
-    """Who did what, a lane each, the trainer on top: what `client.jobs.timeline` gives.
+    """Plot the result of `client.jobs.timeline`: one lane per process, the trainer on top.
 
-    Raises ValueError when nothing is in it.
+    Raise ValueError when it is empty.
     """
     if not timeline.spans:
         raise ValueError("the timeline is empty: has an iteration been committed?")
@@ -120,5 +120,5 @@ def lane_names(timeline: Timeline) -> Iterator[str]:
 
 
 def escape_formula(text: str) -> str:
-    """To matplotlib dollar signs begin a formula."""
+    """Escape dollar signs: in matplotlib they begin a formula."""
     return text.replace("$", r"\$")

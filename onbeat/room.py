@@ -1,4 +1,4 @@
-"""Is there room on a disk? Also a program, before anything is installed: `python -I onbeat/room.py FOLDER GB WHAT`."""
+"""Free disk space. It is also a program that needs no installation: `python -I onbeat/room.py FOLDER GB WHAT`."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ GB = 10**9
 
 
 def free_bytes(folder: Path) -> int:
-    """For this user, on the file system that the folder is on, or will be on once it is made."""
+    """Return this user's free bytes on the file system of a folder, which need not exist yet."""
     folder = folder.absolute()
     while not os.path.exists(folder):
         folder = folder.parent
@@ -17,7 +17,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def shortage(folder: Path, needed_bytes: float, what: str) -> str:
-    """What to tell the user; '' where there is room. `what`: who needs it, in the plural."""
+    """Return a message for the user, or '' if the disk space suffices. `what`: what needs it, in the plural."""
     free = free_bytes(folder)
     if free >= needed_bytes:
         return ""

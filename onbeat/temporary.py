@@ -1,10 +1,11 @@
-"""Private temporary folders that are gone when their owner is, however it ended.
+"""Private temporary folders that are removed when their owner is gone, however it ended.
 
-    TMPDIR/onbeat-k3v9x2_a/     locked (flock) by the owner and whoever inherits `lock_fd`; free: they are all dead
+    TMPDIR/onbeat-k3v9x2_a/     locked (flock) by the owner and all that inherit `lock_fd`; free: they are all dead
       .private                  only folders that have it are ever removed here
 
-The owner removes its folder. One that was killed cannot, so whoever makes the next folder of the same prefix removes
-those whose lock is free: the kernel frees it, whatever ended its holders. systemd-tmpfiles spares what is locked, too.
+The owner removes its folder. A killed owner cannot, so the process that makes the next folder of the same prefix
+removes those whose lock is free: the kernel frees it, whatever ended its holders. systemd-tmpfiles spares locked
+folders, too.
 """
 
 import fcntl
@@ -20,14 +21,14 @@ MARK = ".private"
 
 
 class PrivateFolder:
-    """`path` is there, for this user alone, until `remove`. Raises OSError where none can be made."""
+    """A folder at `path` for this user alone, which exists until `remove`. Making it raises OSError when that fails."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """`parent`: where it is made, and where dead ones of the prefix are removed; default: the system's place."""
+        """Make the folder in `parent` (default: the system's place), and remove dead ones of the prefix there."""
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         remove_dead(prefix, parent)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self.lock_fd = os.open(self.path, os.O_RDONLY)  # to be inherited by those who may outlive this process
+        self.lock_fd = os.open(self.path, os.O_RDONLY)  # inherited by processes that may outlive this one
         self._is_open = True
         try:
             fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
@@ -38,14 +39,14 @@ class PrivateFolder:
             raise
 
     def remove(self) -> None:
-        """With everything inside; what cannot be removed now stays for the next sweep. Safe to call twice."""
+        """Remove the folder with its content; the next sweep removes what cannot be removed now. Safe to call twice."""
         if self._is_open:
             with suppress(OSError):
                 remove_folder(self.path)
             self.leave()
 
     def leave(self) -> None:
-        """What is inside stays until the next folder of the prefix is made."""
+        """Release the lock; the content stays until the next folder of the prefix is made."""
         if self._is_open:
             os.close(self.lock_fd)
             self._is_open = False
@@ -62,7 +63,7 @@ def private_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
-    """Inside, `tempfile` and child processes make temporary files there."""
+    """Make `tempfile` and child processes use this folder for temporary files inside the block."""
     before, cached = os.environ.get("TMPDIR"), tempfile.tempdir
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
@@ -76,11 +77,11 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def remove_dead(prefix: str, parent: Path) -> None:
-    """Folders of this prefix whose lock is free, if they are this user's and have the mark."""
+    """Remove folders of this prefix whose lock is free, if they are this user's and have the mark."""
     name = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}")  # as mkdtemp makes them
     for path in parent.glob(f"{prefix}*"):
         if name.fullmatch(path.name) and not path.is_symlink():
-            with suppress(OSError):  # another user's, or somebody else removes it just now
+            with suppress(OSError):  # another user's, or another process is just removing it
                 remove_if_dead(path)
 
 
@@ -89,14 +90,14 @@ def remove_if_dead(path: Path) -> None:
         return
     lock_fd = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner is alive
         remove_folder(path)
     finally:
         os.close(lock_fd)
 
 
 def remove_folder(folder: Path) -> None:
-    """The mark goes last: without it nobody would find what is left when this is interrupted."""
+    """Remove a folder, its mark last: without it no sweep would find the rest of an interrupted removal."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# A trainer or rollout sends a heartbeat every 2 s. One that is silent for so long is taken for dead or cut off.
+# A trainer or rollout sends a heartbeat every 2 s. After this much silence it is taken for dead or cut off.
 SILENT_S = 10.0
 
 
@@ -65,12 +65,12 @@ class EvaluationState(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What the submission script says of a group."""
+    """The submission script's verdict on a group."""
 
     ACCEPTED = "accepted"
     STALE = "stale"  # wrong version or iteration: generate it again
     DUPLICATE = "duplicate"  # another worker's group was accepted first
-    LOST = "lost"  # the worker does not hold the group's lease: another one has it
+    LOST = "lost"  # the worker does not hold the group's lease: another one does
     CLOSED = "closed"  # the job is not running
 
 
@@ -78,7 +78,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What is known, without what fills pages."""
+        """Yield the known fields that are short enough to show."""
         for name, value in super().__repr_args__():
             if value is not None and value != {}:
                 yield name, value.value if isinstance(value, StrEnum) else value
@@ -99,7 +99,7 @@ class JobRecord(Record):
     num_opened: int = 0  # iterations whose prompts are or were out
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
-    dtype: str | None = None  # that trainer and rollouts compute in; None until a trainer has resolved `model.dtype`
+    dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`
     checkpoint: str | None = None  # newest checkpoint, a path on the trainer's machine
     num_training_devices: int = 1
     queue_position: int | None = None  # 1: the pool's next free trainer takes it; None: it does not wait for one
@@ -143,26 +143,26 @@ class IterationRecord(Record):
 
 
 class PublishedWeights(Record):
-    """What a trainer tells of a policy version when it publishes it."""
+    """A trainer's numbers on a policy version that it publishes."""
 
     full_bytes: int
-    delta_bytes: int | None = None  # from the version published before; None: it can be had in full only
-    encode_s: float  # of the thread that makes digests and delta, beside the optimizer
-    publish_s: float  # from the optimizer step's begin to the announcement
+    delta_bytes: int | None = None  # from the version published before; None: only the full copy is served
+    encode_s: float  # time of the thread that makes digests and delta, beside the optimizer
+    publish_s: float  # from the start of the optimizer step to the announcement
 
 
 class WeightUpdate(Record):
     """What a rollout tells of its move to a policy version. The three durations of its parts overlap."""
 
-    received_bytes: int  # over the network, by tries that failed as well; 0 when read from this machine's memory
+    received_bytes: int  # over the network, failed tries included; 0 when read from this machine's memory
     sources: list[str] = []  # addresses of the trainer and of other rollouts
-    pull_s: float  # of the last try: from the manifest to the last verified tensor
-    apply_s: float  # decoding and verifying; shards add up
-    load_s: float  # the engine, waiting for tensors included
-    # From the optimizer step's begin to the engine open; None: it joined with this version, or had served a newer one.
+    pull_s: float  # last try: from the manifest to the last verified tensor
+    apply_s: float  # decoding and verifying, summed over shards
+    load_s: float  # loading into the engine, including waits for tensors
+    # From the start of the optimizer step to the engine open; None: it joined with this version, or served a newer one.
     open_s: float | None = None
-    held_s: float | None = None  # from the last verified tensor to the engine open; None: not told
-    num_faults: int = 0  # what went wrong on the way and was cured
+    held_s: float | None = None  # from the last verified tensor to the engine open; None: not reported
+    num_faults: int = 0  # problems on the way that were overcome
 
 
 class WeightsRecord(Record):
@@ -179,7 +179,7 @@ class WeightsRecord(Record):
 class EvaluationRecord(Record):
     """A held-out set on one policy version. Scores are over all responses; None until it is DONE."""
 
-    evaluation: int  # due after so many iterations
+    evaluation: int  # due after this many iterations
     state: EvaluationState
     policy_version: int | None = None  # None: it could not be opened
     num_groups: int = 0
@@ -205,7 +205,7 @@ class AuditReport(Record):
     num_commits: int
     num_contents: int  # groups whose stored content has the digest of the log
     num_contents_gone: int  # groups whose content is no longer kept: their iteration is durable
-    head: str  # the newest link: whoever has kept it can tell later whether the log up to here is still the same
+    head: str  # the newest link: a kept copy shows later whether the log up to here is still the same
 
 
 class Sample(Record):
@@ -219,7 +219,7 @@ class Sample(Record):
     response: str
     reward: float
     reward_parts: dict[str, float] = {}
-    advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not told
+    advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not reported
     num_tokens: int
     finish_reason: str
 
@@ -228,7 +228,7 @@ class Token(Record):
     """A sampled token."""
 
     id: int
-    text: str | None  # its part of the response, "" where it ends within a character; None: not known
+    text: str | None  # its part of the response, "" where it ends within a character; None: unknown
     logprob: float  # rollout's, of the tempered distribution
 
 
@@ -245,7 +245,7 @@ class GroupDetail(Record):
     score_s: float
     failure: str = ""  # why there are no responses
     responses: list[Sample]  # [G]
-    tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses where that would be too many
+    tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses where there would be too many
 
 
 class GroupSummary(Record):
@@ -279,7 +279,7 @@ class WorkerRecord(Record):
     last_seen_at: float
     num_devices: int = 1
     tokens_per_s: float | None = None
-    lease_s: float | None = None  # others take over its prompts when it is silent for so long; None: not told
+    lease_s: float | None = None  # others take over its prompts when it is silent for this long; None: not reported
     hardware: str = ""  # what it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
 
@@ -302,15 +302,15 @@ class Finding(Record):
     who: str = ""  # id of the trainer, rollout or job that it is about, or "redis", "broker"
     waits_for: str = ""
     since_s: float | None = None
-    next: str = ""  # what happens then
-    deadline_s: float | None = None  # until it does
+    next: str = ""  # what happens after the wait
+    deadline_s: float | None = None  # until it happens
 
 
 class IterationUpdate(Record):
-    """An iteration that has changed, as a stream tells of it."""
+    """An iteration that has changed, as streams report it."""
 
     record: IterationRecord
-    point: dict[str, float] = {}  # once it is committed: what it adds to each series of the metrics
+    point: dict[str, float] = {}  # its values in the series of metrics, once it is committed
 
 
 class Span(Record):
@@ -328,7 +328,7 @@ class Lane(Record):
     """One rollout, or the trainer, over the time of a timeline."""
 
     id: str
-    # Share of the time in which a rollout generates nothing, or the trainer waits; None: not known.
+    # Share of the time in which a rollout generates nothing, or the trainer waits; None: unknown.
     idle_frac: float | None = None
 
 
@@ -349,7 +349,7 @@ class PoolStatus(Record):
     pool: str
     num_jobs: int = 0  # pending, running, paused or being cancelled
     num_prompts: int = 0  # of running jobs: prompts whose groups are not accepted yet
-    num_unclaimed_prompts: int = 0  # of them: with no rollout
+    num_unclaimed_prompts: int = 0  # those without a rollout
     num_trainers: int  # seen within the last 10 s
     num_rollouts: int
 
