@@ -63,8 +63,7 @@ def num_devices(record: IterationRecord) -> int:
 
 
 def advise(work: Work) -> str:
-    """Return advice on the devices that are worth it: `add 1 trainer device: about 6.4 s an iteration instead of
-    10.4`."""
+    """Return advice on worthwhile changes: `add 1 trainer device: about 6.4 s an iteration instead of 10.4`."""
     now = (work.num_rollouts, work.num_trainers)
     best = shrunk(work, grown(work, now), now)
     words = ("rollout", "trainer device")

@@ -89,8 +89,7 @@ def read_keys(path: Path) -> list[ApiKey]:
 
 @contextlib.contextmanager
 def keys_to_edit(path: Path) -> Iterator[list[ApiKey]]:
-    """Yield the keys of a file, if there is one; write them back at the end if they changed. Editors wait for each
-    other.
+    """Yield the keys of a file, if there is one; write them back at the end if they changed. Editors take turns.
 
     Readers see the file of before or of after, never a part; it keeps its owner. Raise ValueError when it is broken or
     cannot be written.

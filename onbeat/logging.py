@@ -1,4 +1,4 @@
-"""Logging of every service: text for a terminal, one JSON object per line for containers. `__main__` configures it."""
+"""Logging of all services: text for a terminal, one JSON object per line for containers. Only `__main__` sets it up."""
 
 import json
 import logging

@@ -119,7 +119,7 @@ class IterationRecord(Record):
     num_duplicate: int = 0
     num_lost: int = 0  # submissions without the lease
     opened_at: float
-    engine_ready_at: float | None = None  # first rollout serves this version
+    engine_ready_at: float | None = None  # when the first rollout served this version
     first_accepted_at: float | None = None
     drained_at: float | None = None
     committed_at: float | None = None
@@ -159,7 +159,7 @@ class WeightUpdate(Record):
     pull_s: float  # last try: from the manifest to the last verified tensor
     apply_s: float  # decoding and verifying, summed over shards
     load_s: float  # loading into the engine, including waits for tensors
-    # From the start of the optimizer step to the engine open; None: it joined with this version, or served a newer one.
+    # From the optimizer step's start to the engine open; None: it joined with this version, or had served a newer one.
     open_s: float | None = None
     held_s: float | None = None  # from the last verified tensor to the engine open; None: not reported
     num_faults: int = 0  # problems on the way that were overcome
@@ -187,7 +187,7 @@ class EvaluationRecord(Record):
     num_failed_groups: int = 0  # not scored
     opened_at: float | None = None
     ended_at: float | None = None
-    message: str = ""  # the score in words, or why it FAILED
+    message: str = ""  # the score in words, or the reason why it FAILED
     reward_mean: float | None = None
     reward_std: float | None = None
     pass_at_k: float | None = None  # share of prompts with a reward above 0 among k > 1 responses
@@ -229,7 +229,7 @@ class Token(Record):
 
     id: int
     text: str | None  # its part of the response, "" where it ends within a character; None: unknown
-    logprob: float  # rollout's, of the tempered distribution
+    logprob: float  # the rollout's, under the tempered distribution
 
 
 class GroupDetail(Record):
@@ -243,9 +243,9 @@ class GroupDetail(Record):
     num_prompt_tokens: int
     generate_s: float
     score_s: float
-    failure: str = ""  # why there are no responses
+    failure: str = ""  # reason why there are no responses
     responses: list[Sample]  # [G]
-    tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses where there would be too many
+    tokens: list[list[Token]] = Field(repr=False)  # [G][T]; [] for the last responses if there were too many
 
 
 class GroupSummary(Record):
@@ -280,7 +280,7 @@ class WorkerRecord(Record):
     num_devices: int = 1
     tokens_per_s: float | None = None
     lease_s: float | None = None  # others take over its prompts when it is silent for this long; None: not reported
-    hardware: str = ""  # what it computes on
+    hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
 
 
@@ -335,12 +335,12 @@ class Lane(Record):
 class Timeline(Record):
     """Who did what while some iterations were made. Unix seconds by the Redis clock."""
 
-    start: float  # the first of the iterations was opened
-    end: float  # the last of them was committed, or now
+    start: float  # when the first of the iterations was opened
+    end: float  # when the last of them was committed, or now
     iterations: list[int]
     lanes: list[Lane]  # the trainer first
     spans: list[Span] = Field(repr=False)  # by start
-    advice: str | None = None  # which side should have more or fewer devices; None: too little to go by
+    advice: str | None = None  # on which side should have more or fewer devices; None: too few measurements
 
 
 class PoolStatus(Record):

@@ -14,7 +14,7 @@ KINDS = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", re.compile(r"davinci\d+")),
 }
 MEMORY = "ONBEAT_GPU_MEMORY_UTILIZATION"
-# Shares of a device's memory for all its rollouts together: without the trainer, one rollout's default.
+# Shares of a device's memory for all its rollouts together: without the trainer, what one rollout takes by default.
 ROLLOUTS_MEMORY, BESIDE_TRAINER_MEMORY = 0.85, 0.4
 
 
@@ -79,7 +79,7 @@ def device_environments(
     variable, devices = available_devices(environment, files)
     if not devices:
         return {}, [{} for _ in range(num_rollouts)]
-    size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # for a wrong one the rollouts report it, and end
+    size = environment.get("ONBEAT_TENSOR_PARALLEL_SIZE", "1")  # the rollouts report a wrong value, and end
     plan = plan_devices(devices, num_rollouts, per_rollout=max(1, int(size)) if size.isdecimal() else 1)
     rollouts = [{variable: ",".join(own)} for own in plan.rollouts]
     for index, added in enumerate(rollouts):

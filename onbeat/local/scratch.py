@@ -10,7 +10,7 @@ from onbeat.temporary import PrivateFolder
 
 PREFIX = "onbeat-"
 MAX_SOCKET_PATH_BYTES = 103  # for a UNIX socket on macOS; Linux has four more
-LONGEST_INSIDE = "/onbeat-12345678/rollout-999/71c596d2-5304-430f-a62c-53895bd8e4a1"  # a socket of vLLM
+LONGEST_INSIDE = "/onbeat-12345678/rollout-999/71c596d2-5304-430f-a62c-53895bd8e4a1"  # the path of a vLLM socket
 
 
 def make_scratch(report: Callable[[str], None]) -> PrivateFolder:

@@ -43,7 +43,7 @@ class BatchedScript:
         try:
             outcomes = await self._try(batch)
             unknown = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoScriptError)]
-            if unknown:  # Redis has just been restarted
+            if unknown:  # Redis has just been started
                 await self._redis.script_load(self._script.script)
                 again = await self._try([batch[index] for index in unknown])
                 for index, outcome in zip(unknown, again, strict=True):

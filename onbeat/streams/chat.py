@@ -31,7 +31,7 @@ class ChatRequest(Record):
     id: str
     messages: list[ChatMessage]
     max_tokens: int | None = None  # of each choice; None: the job's limit for a response
-    temperature: float = 1.0  # 0: always the likeliest token
+    temperature: float = 1.0  # 0: always the most likely token
     top_p: float = 1.0
     seed: int  # of the first choice; the others have the seeds after it
     stop: tuple[str, ...] = ()
@@ -123,8 +123,7 @@ class Chats:
     # ---- the rollout's side --------------------------------------------------------------------------------------
 
     async def take(self, job_id: str, timeout_s: float) -> ChatRequest | None:
-        """Take the oldest request whose answer is still wanted; None without one, or when another rollout was
-        faster."""
+        """Take the oldest request whose answer is still wanted; None if there is none or another rollout has it."""
         job = JobKeys(job_id)
         found = await self._redis.xread({job.chats: "0"}, count=1, block=max(1, int(timeout_s * 1000)))
         if not found:

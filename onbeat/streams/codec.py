@@ -1,8 +1,8 @@
 """The messages of the streams: protobuf, checked on arrival. No other module uses the generated ones.
 
 A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
-version spans that cover every response exactly, and the length of each token's text or none. Finite logprobs are
-checked where they are made and used; sums of lengths and durations are checked where a group is submitted.
+version spans that cover every response exactly, and the length of each token's text or none. Logprobs are
+checked to be finite where they are made and used, durations and the sum of the lengths where a group is submitted.
 """
 
 import math
@@ -79,7 +79,7 @@ def payload_digest(payload: bytes) -> str:
 
 
 def group_digest(group: RolloutGroup) -> str:
-    """Return the BLAKE3, hex, of the whole group: tokens, logprobs, spans, rewards. The audit log has it."""
+    """Return the BLAKE3, hex, of the whole group (tokens, logprobs, spans, rewards, worker): the audit log has it."""
     return payload_digest(encode_group(group))
 
 
@@ -135,7 +135,7 @@ def problem_of(response: Response) -> str:
 
 
 def check_logprobs(group: RolloutGroup) -> None:
-    """Raise ValueError when a logprob is not finite. Apart from `check_group` because it looks at every token."""
+    """Raise ValueError when a logprob is not finite. This is not in `check_group` because it looks at every token."""
     for index, response in enumerate(group.responses):
         if not math.isfinite(sum(response.rollout_logprobs)):
             raise ValueError(f"group {group.group_id}, response {index}: a logprob is not finite")

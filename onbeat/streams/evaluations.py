@@ -1,4 +1,4 @@
-"""The ledger of evaluations: held-out prompts that take the same way as training's, and end as a score. They leave
+"""The ledger of evaluations: held-out prompts that travel like training prompts, and end as a score. They leave
 nothing in the streams that a trainer reads.
 
     due --> OPEN (prompts are out) --> DRAINED (all groups accepted) --> DONE (scored; what was generated is dropped)

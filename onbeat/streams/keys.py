@@ -85,12 +85,12 @@ class JobKeys:
         return self._key(f"groups:{iteration}")
 
     def busy(self, iteration: int) -> str:
-        """Return the key of busy times. Hash: worker id -> seconds with at least one response in flight."""
+        """Return the key of an iteration's busy times. Hash: worker id -> seconds with a response in flight."""
         return self._key(f"busy:{iteration}")
 
     @property
     def lengths(self) -> str:
-        """Hash: row of the data -> mean tokens of its last responses; only for data whose rows come again."""
+        """Hash: row of the data -> mean tokens per response, when last generated; for data whose rows come again."""
         return self._key("lengths")
 
     def evaluation(self, evaluation: int) -> str:
@@ -132,7 +132,7 @@ class JobKeys:
 
     @property
     def traces(self) -> str:
-        """Hash: the broker that exports the job's traces, until when it may, and the first iteration left."""
+        """Hash: broker that exports the job's traces, until when it may, and the first iteration left to export."""
         return self._key("traces")
 
     @property
@@ -150,7 +150,7 @@ class JobKeys:
 
     @property
     def of_job(self) -> list[str]:
-        """Every unnumbered key of the job, except its record."""
+        """Every key of the job that has no number, except its record."""
         streams = [self.prompts, self.rollouts, self.events, self.audit, self.chats]
         return [*streams, self.lengths, self.versions, self.open_evaluations, self.traces]
 

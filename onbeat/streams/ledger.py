@@ -101,8 +101,9 @@ class Ledger:
         """Store a PENDING job; return False if the id exists. It is listed before it is created: a crash hides no job.
 
         max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
-        submitter: id of the API key of the request. Raise JobDeleted for the id of a job that was deleted within a day:
-        a late repetition does not bring it back.
+        submitter: id of the API key of the request.
+
+        Raise JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
         """
         job = JobKeys(job_id)
         time_s = await self.now()  # whole seconds would sort the jobs of one second by name

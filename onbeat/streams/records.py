@@ -107,7 +107,7 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
     first = max(0, wanted[0] - 1 - int(job["max_staleness"]))  # its commit may have published the version of `wanted`
     hashes = await iteration_hashes(ledger, job_id, range(first, wanted[-1] + 1))
     if not all(each.fields for each in hashes):
-        raise JobNotFound(job_id)  # deleted meanwhile
+        raise JobNotFound(job_id)  # the job was deleted meanwhile
     iterations = {number: each.fields for number, each in enumerate(hashes, start=first)}
     records = []
     for own in hashes[wanted[0] - first :]:

@@ -80,7 +80,7 @@ async def newest_iteration(client: AsyncClient, job: JobRecord) -> IterationReco
     try:
         records = await client.jobs.iterations(job.id, after=job.next_iteration - 2)
     except ApiError as error:
-        if error.status == 404:  # deleted just now
+        if error.status == 404:  # the job was just deleted
             return None
         raise
     committed = [record for record in records if record.state is IterationState.COMMITTED]

@@ -137,7 +137,7 @@ def _changes(base: Bytes, new: Bytes, dtype: np.dtype[Any]) -> tuple[npt.NDArray
     changed = np.flatnonzero(base_words != new_words)
     base_items, new_items = base_words[changed].view(dtype), new_words[changed].view(dtype)
     inside = np.flatnonzero(base_items != new_items)
-    shift = (word.itemsize // dtype.itemsize).bit_length() - 1  # items a word, as a power of two
+    shift = (word.itemsize // dtype.itemsize).bit_length() - 1  # items per word, as a power of two
     positions = (changed[inside >> shift] << shift) + (inside & ((1 << shift) - 1))
     return positions, new_items[inside] - base_items[inside]
 
@@ -146,7 +146,7 @@ def _gap_bytes(positions: npt.NDArray[np.int64], previous: int) -> Bytes:
     """Return the gaps as bytes: the items skipped before each position, the first counted from `previous`."""
     gaps = np.diff(positions, prepend=previous) - 1
     hops = gaps // HOP
-    ends = np.cumsum(hops + 1) - 1  # where each gap's last byte goes
+    ends = np.cumsum(hops + 1) - 1  # position of each gap's last byte
     stream = np.full(ends[-1] + 1, HOP, np.uint8)
     stream[ends] = gaps - HOP * hops
     return stream

@@ -73,7 +73,7 @@ class Payload:
         self._starts = tuple(accumulate((len(segment) for segment in segments), initial=0))
         assert self._starts[-1] == plan.size_bytes, "segments and plan disagree"
         self.available = plan.size_bytes if available is None else available
-        self._reason = ""  # why it was given up
+        self._reason = ""  # the reason why it was given up; '' if it was not
         self._grown = asyncio.Event()
 
     @property

@@ -89,7 +89,7 @@ class WireSecurity:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if self.tls_cert is not None:
             try:
-                context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # else it prompts
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # it never prompts
             except ssl.SSLError as error:
                 files = f"{TLS_CERT}={self.tls_cert} and {TLS_KEY}={self.tls_key}"
                 raise ValueError(f"{files} are not a PEM certificate and its unencrypted key: {error}") from error
@@ -323,5 +323,5 @@ def _is_loopback(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # the host is a name
         return host == "localhost"

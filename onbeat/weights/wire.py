@@ -19,7 +19,7 @@ from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
 
 SERVICE = "onbeat.weights.v1.WeightsService"
-MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12; reading a plan takes time and memory before it can be checked
+MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12 bytes; a plan takes time and memory before it can be checked
 MAX_SHARDS = 4096  # ranks of a trainer; each shard is pulled by its own task
 DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
 
