@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(fmt: str = "text", level: str = "INFO") -> None:
-    """Send all logging of this process to standard error. Raises ValueError for an unknown format or level."""
+    """Send all logging of this process to standard error. Raise ValueError for an unknown format or level."""
     if fmt not in ("text", "json"):
         raise ValueError(f"log format {fmt!r} is not known; set ONBEAT_LOG_FORMAT to text or json")
     handler = logging.StreamHandler(sys.stderr)

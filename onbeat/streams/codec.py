@@ -118,7 +118,7 @@ def check_content(group: RolloutGroup) -> None:
 
 
 def problem_of(response: Response) -> str:
-    """Return what is wrong with a response, or ''."""
+    """Return the problem with a response, or ''."""
     num_tokens, num_logprobs = len(response.token_ids), len(response.rollout_logprobs)
     if num_tokens == 0 or num_tokens != num_logprobs:
         return f"{num_tokens} tokens with {num_logprobs} logprobs"

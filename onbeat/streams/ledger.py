@@ -302,7 +302,7 @@ class Ledger:
         return int(version) if version else None
 
     async def evaluation_state(self, job_id: str, evaluation: int) -> EvaluationState | None:
-        """Return None when it was not opened yet. The job may end when its last evaluation `is_over`."""
+        """Return its state; None when it was not opened yet. The job may end when its last one `is_over`."""
         return await self.evaluations.state(job_id, evaluation)
 
     async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
@@ -562,7 +562,7 @@ class Ledger:
         return groups
 
     async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
-        """Return group id -> the advantage of each response; empty before the commit, and where none were recorded."""
+        """Return group id -> each response's advantage as trained; empty before the commit, and if none were recorded."""
         told = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
         return {group_id.decode(): json.loads(own) for group_id, own in told.items()}
 

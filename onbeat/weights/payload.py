@@ -63,7 +63,7 @@ class PayloadGivenUp(WeightsError):
 
 
 class Payload:
-    """`segments` are buffers that together have the plan's size; the first `available` bytes of them are valid."""
+    """A payload on this host. `segments` together have the plan's size; their first `available` bytes are valid."""
 
     def __init__(
         self, key: PayloadKey, plan: Plan, segments: Sequence[memoryview], available: int | None = None

@@ -231,7 +231,7 @@ class _Gate(grpc.aio.ServerInterceptor):
         self._num_calls -= 1
 
     def _what_is_wrong(self, sent: str | bytes | None) -> str:
-        """Return what is wrong with the key, or ''. Hashes are compared: equally long, in constant time."""
+        """Return the problem with the key, or ''. Hashes are compared: equally long, in constant time."""
         if sent is None:
             return "the call has no API key"
         given = hashlib.sha256(sent.encode() if isinstance(sent, str) else sent).digest()
