@@ -562,7 +562,7 @@ class Ledger:
         return groups
 
     async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
-        """Return group id -> each response's advantage as trained; empty before the commit, and if none were recorded."""
+        """Return group id -> each response's advantage as trained; empty before the commit, or if none are recorded."""
         told = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
         return {group_id.decode(): json.loads(own) for group_id, own in told.items()}
 
