@@ -1,4 +1,4 @@
-"""Reads for people: the processes and the streams behind a job, with heartbeats, leases and lengths.
+"""Views for people of the processes and the streams behind a job: heartbeats, leases, lengths.
 
 Nothing here decides anything, and it only reads, except for the heartbeat of trainers and the lists of processes.
 """

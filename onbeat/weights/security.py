@@ -54,7 +54,7 @@ SERVER_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class WireSecurity:
-    """How one side proves who it is and whom it trusts. It raises ValueError for a combination that cannot work."""
+    """One side's identity, and whom it trusts. It raises ValueError for a combination that cannot work."""
 
     api_key: str = field(default="", repr=False)  # sent with every call and required of every call; empty: neither
     tls_cert: Path | None = None  # PEM of this side; with tls_key
