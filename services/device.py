@@ -1,4 +1,6 @@
-"""The accelerator of trainer and rollout behind one interface: cpu, cuda, npu. Says what is missing, and the remedy."""
+"""The accelerator of trainer and rollout behind one interface: cpu, cuda, npu. Errors name what is missing, and the
+remedy.
+"""
 
 import logging
 from typing import Any
@@ -15,7 +17,7 @@ except RuntimeError as error:  # while it is imported, torch loads the back ends
 logger = logging.getLogger(__name__)
 
 DEVICES = ("cpu", "cuda", "npu")
-BFLOAT16_CAPABILITY = 8  # of CUDA devices: Ampere
+BFLOAT16_CAPABILITY = 8  # major compute capability of CUDA devices: Ampere
 
 
 class NotInstalled(ValueError):
@@ -27,9 +29,9 @@ class NotUsable(ValueError):
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes the best that is there, and warns of one that is set up but not usable.
+    """Return the named device. `auto` takes the best that is there, and warns of one that is set up but not usable.
 
-    Raises ValueError when the asked one is not usable.
+    Raises ValueError when the named one is not usable.
     """
     if name not in ("auto", *DEVICES):
         raise ValueError(f"ONBEAT_DEVICE={name}: expected auto, cpu, cuda or npu")
@@ -54,7 +56,7 @@ def is_usable(device: str) -> bool:
 
 
 def check_device(device: str) -> None:
-    """Raises NotInstalled or NotUsable, with the remedy."""
+    """Check that the device is usable. Raises NotInstalled or NotUsable, with the remedy."""
     if device == "cuda":
         check_cuda()
     elif device == "npu":
@@ -94,7 +96,7 @@ def describe_device(device: torch.device) -> Hardware:
 
 
 def load_torch_npu() -> Any:
-    """Importing it registers `torch.npu` and the hccl backend. Raises NotInstalled or NotUsable."""
+    """Import torch_npu, which registers `torch.npu` and the hccl backend. Raises NotInstalled or NotUsable."""
     try:
         import torch_npu
     except (ImportError, OSError, RuntimeError) as error:

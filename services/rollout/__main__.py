@@ -1,4 +1,4 @@
-"""`python -m services.rollout`: serve the pool's jobs until SIGTERM. Exit code 1 asks for a new process."""
+"""`python -m services.rollout` serves the pool's jobs until SIGTERM. Exit code 1 asks for a new process."""
 
 import asyncio
 import faulthandler
@@ -29,7 +29,7 @@ EXIT_DEADLINE_S = 30.0
 def main() -> int:
     settings = Settings()
     configure(settings.log_format)
-    if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb whoever has the other cores
+    if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb those on other cores
         os.sched_setaffinity(0, parse_cores(settings.cpu_cores))
     return asyncio.run(serve(settings))
 
@@ -43,7 +43,7 @@ async def serve(settings: Settings) -> int:
 
 
 async def supervise(settings: Settings) -> int:
-    """Run the worker. Whatever breaks it is reported once, where the user looks, and ends the process."""
+    """Run the worker. An error that breaks it is reported once, where the user looks, and ends the process."""
     try:
         device = check_engine(settings.engine, settings.device, settings.tensor_parallel_size)
         ledger, security = Ledger(settings.connect_redis()), settings.wire_security()
@@ -81,7 +81,7 @@ async def supervise(settings: Settings) -> int:
         asyncio.get_running_loop().add_signal_handler(name, worker.stop)
     try:
         await ledger.redis.ping()
-        prepare_engine(settings.engine, **place)  # goes on while this one registers, waits for a job, gets its model
+        prepare_engine(settings.engine, **place)  # goes on while the worker registers, waits for a job and a model
         await worker.run()
         return 0
     except Exception as error:  # the supervisor: an unknown defect ends the process, loudly
@@ -98,14 +98,14 @@ async def supervise(settings: Settings) -> int:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What a task group wraps."""
+    """Unwrap the first error of a task group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseException) -> None:
-    """Tell the job that it lost a rollout, and why."""
+    """Report to the job that it lost a rollout, and why."""
     if worker.job_id is None:
         return
     message = f"{worker_id} ends: {type(cause).__name__}: {cause}"

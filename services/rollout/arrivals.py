@@ -1,5 +1,5 @@
-"""The names of tensors that arrive during one load, gathered for an engine: what arrives while it works on others is
-handed over in one piece. Checks that the load as a whole may be served; no weight is touched here.
+"""The names of tensors that arrive during one load, gathered for an engine: names that arrive while it works on others
+are handed over as one batch. The load as a whole is checked before it may be served; no weight is touched here.
 """
 
 import asyncio
@@ -10,13 +10,14 @@ from services.rollout.weight_file import whole_modules
 
 
 class Arrivals:
-    """`expected` are the names that may arrive; `must_be_all`: and all of them must, as nothing is served to build on.
+    """The arrivals of one load. `expected`: the names that may arrive. `must_be_all`: all of them must, because no
+    version is served to build on.
 
     async with gathered(...) as arrived:
-        while names := await arrived.take():   # ends early when the iterator raises
+        while names := await arrived.take():   # the loop ends early when the iterator raises
             ...                                # load them
         ...                                    # close the load, whatever came of it
-        arrived.check()                        # raises what went wrong: serve nothing
+        arrived.check()                        # serve nothing if this raises
     """
 
     def __init__(self, arrivals: AsyncIterator[Sequence[str]], expected: Collection[str], *, must_be_all: bool) -> None:
@@ -40,7 +41,7 @@ class Arrivals:
             self._changed.set()
 
     async def take(self) -> list[str]:
-        """Names that have arrived since the last call, once there are any; none at the end or after an error."""
+        """Wait for names and return all since the last call; an empty list at the end or after an error."""
         while not self._waiting and not self.gathering.done():
             self._changed.clear()
             await self._changed.wait()
@@ -48,7 +49,7 @@ class Arrivals:
         return names
 
     def check(self) -> None:
-        """After the end. Raises the error of the iterator, or ValueError if tensors are missing."""
+        """Check the load after its end. Raises the error of the iterator, or ValueError if tensors are missing."""
         self.gathering.result()
         needed = self._expected if self._must_be_all else whole_modules(self._named, self._expected)
         if missing := sorted(needed - self._named):

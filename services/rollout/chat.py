@@ -1,9 +1,9 @@
-"""Answers chats with whatever policy version is served, beside the groups of training and never in their way.
+"""The chats: they are answered with the served policy version, beside the groups of training and never in their way.
 
 taken --> inside the gate: pieces of text, of one version --> done
   |             |
   |             +--> another version is to be loaded: begun again on that, unless text was shown already
-  +--> refused; nobody wants the answer any more; this rollout leaves the job
+  +--> refused; the client has gone; this rollout leaves the job
 """
 
 import asyncio
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # the end of the job is noticed this late
 ALIVE_S = 1.0  # a client that has hung up is noticed this late
-RETRY_S = 5.0  # after an error of Redis
+RETRY_S = 5.0  # pause after an error of Redis
 FAREWELL_DEADLINE_S = 2.0
-MAX_STARTS = 5  # of a chat whose versions pass too quickly
+MAX_STARTS = 5  # tries of a chat whose versions pass too quickly
 MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
 
 
@@ -47,8 +47,8 @@ class ChatFailed(Exception):
 
 
 class ChatServer:
-    """`num_slots`: chats at a time, and responses that they have in the engine. `max_tokens`: of a request that names
-    none. `ending`: take no more."""
+    """A server of a job's chats. `num_slots`: chats at a time, and responses that they have in the engine.
+    `max_tokens`: of a request that names none. `ending`: once it is set, no more chats are taken."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ChatServer:
         self._ending = ending
 
     async def serve(self) -> None:
-        """Until `ending` is set and all that were taken are answered. What goes wrong in a chat ends that chat only."""
+        """Serve until `ending` is set and all chats that were taken are answered. An error ends its own chat only."""
         async with asyncio.TaskGroup() as tasks:
             while not self._ending.is_set():
                 await self._slots.acquire()
@@ -110,7 +110,7 @@ class ChatServer:
     async def _settle(
         self, request: ChatRequest, generating: asyncio.Task[None], following: asyncio.Task[None]
     ) -> None:
-        """Tell what went wrong, if anything did."""
+        """Report to the client what went wrong, if anything did."""
         error = None if generating.cancelled() else generating.exception()
         if not following.cancelled() and (lost := following.exception()) is not None:
             error = error or lost
@@ -134,7 +134,8 @@ class ChatServer:
     # ---- one chat ------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: ChatRequest) -> None:
-        """Raises ChatFailed, PolicyMoved, what the gate raises and what engines raise."""
+        """Generate all choices, again if the policy moves before text is shown. Raises ChatFailed, PolicyMoved, what
+        the gate raises and what engines raise."""
         prompt_token_ids = self._encode(request)
         max_tokens = self._room(request, len(prompt_token_ids))
         for _ in range(MAX_STARTS):
@@ -167,7 +168,7 @@ class ChatServer:
             raise ChatFailed(400, "invalid_messages", str(failure), "messages") from failure
 
     def _room(self, request: ChatRequest, num_prompt_tokens: int) -> int:
-        """Tokens of each choice."""
+        """Return the most tokens that each choice may have. Raises ChatFailed when the context is too short."""
         limit = self._encoder.max_context_tokens
         room = limit - num_prompt_tokens if limit is not None else self._max_tokens
         if request.max_tokens is None and room > 0:
@@ -192,7 +193,7 @@ class ChatServer:
     async def _generate_choice(
         self, answer: "Answer", prompt_token_ids: list[int], max_tokens: int, version: int, index: int
     ) -> int:
-        """Its number of tokens: all that were generated until a stop string was complete."""
+        """Return the choice's number of tokens: all that were generated until a stop string was complete."""
         request = answer.request
         sampling = ChatSampling(max_tokens, request.temperature, request.seed + index, request.top_p)
         stops = StopFilter(request.stop)
@@ -215,7 +216,7 @@ class ChatServer:
 
 
 class Answer:
-    """What is told of one try to answer: at once when it streams, else when it is complete."""
+    """The pieces of one try to answer, sent at once when the request streams, else when the answer is complete."""
 
     def __init__(self, chats: Chats, job_id: str, request: ChatRequest) -> None:
         self._chats, self._job_id = chats, job_id
@@ -232,14 +233,14 @@ class Answer:
             self._kept.append(piece)
 
     async def finish(self, done: Done) -> None:
-        self.is_shown = True  # this may be cancelled after it is said
+        self.is_shown = True  # this may be cancelled after the answer is sent
         await self._chats.say(self._job_id, self.request.id, *self._kept, done)
 
 
 async def stream_text(
     engine: Engine, prompt_token_ids: list[int], sampling: ChatSampling, version: int
 ) -> AsyncGenerator[TextPiece]:
-    """From any engine. Raises ChatFailed for what it refuses."""
+    """Yield text from any engine. Raises ChatFailed for what the engine refuses."""
     try:
         if isinstance(engine, StreamingEngine):
             async with aclosing(engine.stream(prompt_token_ids, sampling, version)) as pieces:
@@ -262,7 +263,7 @@ def too_long(what: str, limit: int) -> ChatFailed:
 
 
 def explain(error: BaseException | None, worker_id: str) -> Failed:
-    """`error` None: it was cancelled."""
+    """Return the error as the client sees it; None means that the chat was cancelled."""
     if isinstance(error, ChatFailed):
         return error.reply
     if error is None:

@@ -1,7 +1,8 @@
-"""Which job of its pool a rollout serves. A pure rule on heartbeats, the same for all: nobody hands out places.
+"""The rule by which a rollout chooses a job of its pool. It is a pure function of heartbeats and the same for every
+rollout, so there is no central scheduler.
 
-A rollout that is free goes where rollouts are fewest for what an iteration needs. It stays until the job ends, and
-moves only where a job has none: a move costs an engine's start, so evenness alone is not worth one.
+A free rollout joins the job with the fewest rollouts for what an iteration needs. It stays until the job ends, and
+moves only to a job that has none: a move costs an engine start, so evenness alone is not worth one.
 """
 
 from collections import Counter
@@ -22,20 +23,20 @@ class Candidate:
 
     @property
     def num_responses(self) -> int:
-        """Of an iteration."""
+        """The number of responses in an iteration."""
         return self.config.rollout.num_prompts_per_iteration * self.config.rollout.num_samples_per_prompt
 
 
 def choose_job(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker_id: str) -> Candidate:
-    """For a rollout without a job. `jobs`: running, the oldest first, at least one; `workers`: alive.
+    """Return the job for a rollout that has none. `jobs`: running, oldest first, at least one; `workers`: alive.
 
-    Others without a job are placed by the same rule, in the order of their ids: so those that look at the same moment
-    do not all go to the same place.
+    Other rollouts without a job are placed by the same rule, in the order of their ids, so that rollouts that look at
+    the same moment do not all choose the same job.
     """
     num_served = Counter(worker.job_id for worker in workers if worker.state != "draining")
     free = {worker.id for worker in workers if worker.job_id is None} | {worker_id}
     for free_id in sorted(free):
-        chosen = min(jobs, key=lambda job: num_served[job.job_id] / job.num_responses)  # of equals the oldest
+        chosen = min(jobs, key=lambda job: num_served[job.job_id] / job.num_responses)  # ties go to the oldest
         if free_id == worker_id:
             break
         num_served[chosen.job_id] += 1
@@ -43,10 +44,11 @@ def choose_job(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worke
 
 
 def find_move(jobs: Sequence[Candidate], workers: Sequence[WorkerRecord], worker_id: str) -> Candidate | None:
-    """The job that this rollout is to leave its own for; None for all but one of the pool's rollouts.
+    """Return the job that this rollout should move to, or None.
 
-    Somebody moves to a running job that has no rollout, from the job that has most for its needs and keeps one (none
-    while it is paused). Not while anybody is on the way: who that is helps, or changes the picture.
+    One rollout moves at a time, to a running job that has none: the first (by id) of the job with the most for its
+    needs, which keeps one unless it is paused; paused jobs give first. No rollout moves while another is unassigned or
+    draining, because that one may help or change the picture.
     """
     if any(worker.job_id is None or worker.state == "draining" for worker in workers):
         return None

@@ -1,4 +1,4 @@
-"""Claims groups of one job up to the free capacity, runs each as a task, and settles what becomes of them.
+"""The claim loop: it claims groups of one job up to the free capacity, runs each as a task, and settles the outcome.
 
 claimed --> produced --> submitted: accepted | duplicate, closed (dropped) | stale (handed back)
    |           |
@@ -30,11 +30,11 @@ from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-CLAIM_AT_ONCE = 4  # the longest prompts come first: nobody takes all of them
+CLAIM_AT_ONCE = 4  # the longest prompts come first: no rollout takes all of them
 POLL_S = 1.0  # leases that others lost or handed back are noticed this late
-RETRY_PAUSE_S = 1.0  # no claims for so long after an error
-MISSING_SERVICE_S = 10.0  # no claims for so long when a reward service is not among the settings
-MISSING_VERSION_S = 60.0  # no claims for so long after a version was not to be had, unless it is announced before
+RETRY_PAUSE_S = 1.0  # no claims for this long after an error
+MISSING_SERVICE_S = 10.0  # no claims for this long when a reward service is not among the settings
+MISSING_VERSION_S = 60.0  # no claims for this long after a version could not be had, unless it is announced before
 MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
 RELEASE_DEADLINE_S = 5.0
 
@@ -43,10 +43,10 @@ class StaleGroup(Exception):
     """The engine stamped a group with another version than the one it was asked for."""
 
 
-# Not the engine's fault.
+# These are not the engine's fault.
 PASSING_ERRORS = (WeightsError, DeadlineExceeded, RewardUnavailable)
 
-# Not the group's fault: they do not count as attempts.
+# These are not the group's fault: they do not count as attempts.
 BLAMELESS_ERRORS = (WeightsError, VersionMismatch, StaleGroup, EngineBroken, RedisError, ServiceMissing)
 
 
@@ -66,18 +66,18 @@ class ClaimLoop:
         self._settings, self._ledger, self._job_id, self._config = settings, ledger, job_id, config
         self._engine, self._producer, self._puller = engine, producer, puller
         self._ending = ending  # claim no more
-        self._hurry = hurry  # do not even finish
+        self._hurry = hurry  # do not even finish what is in flight
         self._arrival: asyncio.Task[str] | None = None
         self._last_seen = "0"
         self._resume_at = 0.0
-        self._missing_version: int | None = None  # could not be pulled
+        self._missing_version: int | None = None  # one that could not be pulled
         self._missing_until = 0.0
         self._num_engine_errors = 0
         self.flights = FlightTable()
-        self.num_workers = 1  # that share this job, this one included
+        self.num_workers = 1  # workers that share this job, this one included
 
     async def serve(self) -> None:
-        """Until `ending` is set. Raises EngineBroken and redis' errors."""
+        """Claim and run groups until `ending` is set. Raises EngineBroken and Redis errors."""
         ending = asyncio.create_task(self._ending.wait())
         try:
             while not self._ending.is_set():
@@ -91,7 +91,7 @@ class ClaimLoop:
                 self._arrival.cancel()
 
     async def drain(self) -> None:
-        """Finish what is generating within the drain time; what has not begun goes back at once."""
+        """Finish what is generating within the drain time; hand back at once what has not begun."""
         if len(self.flights):
             logger.info("draining %d groups, for at most %.0f s", len(self.flights), self._settings.drain_s)
         for flight in self.flights:
@@ -106,7 +106,7 @@ class ClaimLoop:
         hurry.cancel()
 
     async def keep_leases(self) -> None:
-        """Renew what is in flight, for ever; cancel what somebody else has taken over."""
+        """Renew the leases of what is in flight, for ever; cancel what another worker has taken over."""
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
             entry_ids = self.flights.entry_ids()
@@ -147,7 +147,7 @@ class ClaimLoop:
         return num_claimable(self.flights, self._engine.capacity(), *loads_of(self._config), self.num_workers)
 
     def _is_version_missing(self) -> bool:
-        """Groups wait for a version that a restarted trainer does not have yet: claiming them would be in vain."""
+        """Return whether groups wait for a version that a restarted trainer lacks: claiming them would be in vain."""
         wanted = self._missing_version
         if wanted is not None and (self._puller.is_announced(wanted) or time.monotonic() >= self._missing_until):
             self._missing_version = None
@@ -163,7 +163,7 @@ class ClaimLoop:
         meters.IN_FLIGHT.set(len(self.flights))
 
     async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
-        """A group is done, prompts arrived (if there is room for them), the end, or a second has passed."""
+        """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
         changes: set[asyncio.Task] = {*self.flights.tasks(), ending}
         if self._arrival is not None and self._arrival.done():
             self._last_seen = self._arrival.result()
@@ -202,7 +202,7 @@ class ClaimLoop:
         meters.IN_FLIGHT.set(len(self.flights))
 
     async def _settle_error(self, flight: Flight, error: BaseException) -> None:
-        """Hand the lease back and say why. Raises what ends this process."""
+        """Hand the lease back and report why. Raises what ends this process."""
         task, reason = flight.claim.task, f"{type(error).__name__}: {error}"
         if isinstance(error, RedisError):
             raise error
@@ -225,7 +225,7 @@ class ClaimLoop:
             raise EngineBroken(f"{self._num_engine_errors} errors in a row, the last: {reason}") from error
 
     async def _hand_back(self, flights: Sequence[Flight]) -> None:
-        """Give up the leases that are ours, of flights that are over."""
+        """Release our leases of flights that are over."""
         ours = [flight for flight in flights if not flight.is_lost]
         for is_attempt in (True, False):
             entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
@@ -234,7 +234,7 @@ class ClaimLoop:
 
 
 def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
-    """Of training and of evaluation."""
+    """Return the loads of training and of evaluation."""
     rollout, evaluation = config.rollout, config.evaluation
     training = Load(rollout.num_prompts_per_iteration, rollout.num_samples_per_prompt)
     if evaluation is None:
@@ -243,7 +243,7 @@ def loads_of(config: JobConfig) -> tuple[Load, Load | None]:
 
 
 def is_groups_fault(flight: Flight) -> bool:
-    """Whether a flight that is over failed for a reason that may lie in its group: only that counts as an attempt."""
+    """Return whether a flight that is over failed for a reason that may lie in its group: only that is an attempt."""
     if flight.task.cancelled() or (error := flight.task.exception()) is None:
         return False
     if isinstance(error, DeadlineExceeded):

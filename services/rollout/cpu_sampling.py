@@ -1,7 +1,7 @@
-"""Sampling on a CPU in a few vectorised passes over the probabilities. vLLM's own kernel takes a scalar exponential of
-every logit.
+"""A sampler for the CPU in a few vectorised passes over the probabilities. vLLM's own kernel takes a scalar exponential
+of every logit.
 
-By inverting the distribution function: a token is drawn where the sum of the probabilities before it first exceeds a
+It inverts the distribution function: it draws the token at which the running sum of the probabilities first exceeds a
 uniform number. Sums of blocks say in which block that is, so only one block of each row is added up token by token.
 
 Legend: B rows, V vocabulary, N blocks.
@@ -14,10 +14,10 @@ NUM_SEEDS = 1 << 31  # vLLM draws a row's seed from [0, 2^31)
 
 
 def sample(logits_BV: torch.Tensor, seeds_B: torch.Tensor) -> torch.Tensor:
-    """[B] int64: a token of softmax(logits) for each row, a function of the row and its seed alone.
+    """Draw [B] int64: a token of softmax(logits) for each row, a function of the row and its seed alone.
 
     logits_BV: float32, minus infinity for what must not be drawn. seeds_B: int64, uniform in [0, 2^31). A row without a
-    distribution (a NaN, or nothing allowed) draws token 0, whose log-probability tells.
+    distribution (a NaN, or nothing allowed) draws token 0, whose log-probability shows it.
     """
     probabilities = logits_BV.softmax(-1)  # all NaN where there is no distribution
     if padding := -probabilities.shape[1] % BLOCK:
@@ -32,6 +32,6 @@ def sample(logits_BV: torch.Tensor, seeds_B: torch.Tensor) -> torch.Tensor:
 
 
 def first_above(sums: torch.Tensor, wanted_B1: torch.Tensor) -> torch.Tensor:
-    """Where ascending sums first exceed what is wanted, [B, 1]; at most the last place that adds anything."""
+    """Return where ascending sums first exceed what is wanted, [B, 1]; at most the last place that adds anything."""
     last_B1 = torch.searchsorted(sums, sums[:, -1:].contiguous())
     return torch.searchsorted(sums, wanted_B1, right=True).minimum(last_B1)

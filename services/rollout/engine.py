@@ -1,4 +1,4 @@
-"""The narrow interface between the rollout loop and whatever generates tokens.
+"""The narrow interface between the rollout loop and the engine that generates tokens.
 
 An engine holds exactly one policy version at a time and refuses requests that are pinned to another one.
 """
@@ -22,7 +22,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw responses. `rollout_logprobs` are always those of the tempered distribution that was sampled."""
+    """The parameters of sampling. `rollout_logprobs` are always those of the tempered distribution that was sampled."""
 
     max_response_tokens: int
     temperature: float
@@ -31,16 +31,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ChatSampling(Sampling):
-    """For people who talk to the policy. `temperature` 0 takes the likeliest token."""
+    """The parameters of a chat with the policy. `temperature` 0 takes the likeliest token."""
 
     top_p: float = 1.0  # draw from the likeliest tokens that together have this probability
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    text: str  # what is new
+    text: str  # the new text
     num_tokens: int
-    finish_reason: FinishReason | None  # of the last piece
+    finish_reason: FinishReason | None  # set on the last piece
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class VersionMismatch(Exception):
 
 
 class Engine(Protocol):
-    """Life cycle: start -> (generate* -> drain -> load)* -> stop. `load` is only legal while nothing is generating."""
+    """The life cycle is start -> (generate* -> drain -> load)* -> stop. `load` is only legal with nothing in flight."""
 
     async def start(self, model_dir: Path, policy_version: int) -> None:
         """Serve the HF-layout model in `model_dir` (config, tokenizer, safetensors) as `policy_version`."""
@@ -84,18 +84,18 @@ class Engine(Protocol):
             until `load` returns; one that is never named is the same as in the version served before. Over the whole
             load, not in each batch, names come in whole modules (`whole_modules`), each once.
 
-        Raises BadWeightFile if the file is of another model; what `arrivals` raises; ValueError if tensors did not
-        arrive that had to. After any error the engine serves no version until a later load names every tensor.
+        Raises BadWeightFile if the file is of another model; what `arrivals` raises; ValueError if required tensors
+        did not arrive. After any error the engine serves no version until a later load names every tensor.
         """
 
     def version(self) -> int | None:
-        """The served policy version; None before start and after a failed load."""
+        """Return the served policy version; None before start and after a failed load."""
 
     def capacity(self) -> int:
-        """How many responses can be generated concurrently without queueing."""
+        """Return how many responses can be generated concurrently without queueing."""
 
     def num_in_flight(self) -> int:
-        """Responses being generated now."""
+        """Return how many responses are being generated now."""
 
     async def stop(self) -> None:
         """Release processes and memory. Safe to call twice."""
@@ -103,12 +103,12 @@ class Engine(Protocol):
 
 @runtime_checkable
 class StreamingEngine(Protocol):
-    """What an engine may have besides, for chats. Those of one that has not come in one piece, from `generate`."""
+    """An optional interface of an engine, for chats. Without it, a chat's answer comes in one piece, by `generate`."""
 
     def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
     ) -> AsyncGenerator[TextPiece]:
-        """One response as it is generated, all of it by `expected_version`; raises as `generate` does.
+        """Yield one response as it is generated, all of it by `expected_version`; raises as `generate` does.
 
-        The last piece has the finish reason. Closing the generator before frees the response's place at once.
+        The last piece has the finish reason. Closing the generator before that frees the response's place at once.
         """

@@ -1,4 +1,4 @@
-"""Engines by name: entry points of the group `onbeat.engines`."""
+"""The engines by name, from the entry points of the group `onbeat.engines`."""
 
 import asyncio
 import inspect
@@ -24,7 +24,7 @@ class EngineBroken(Exception):
 
 
 def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
-    """The device that the engine will run on (auto, cpu, cuda, npu -> cpu, cuda, npu), as far as it knows devices.
+    """Return the device that the engine will run on (auto, cpu, cuda, npu -> cpu, cuda, npu), if it knows devices.
 
     Raises ValueError, with the remedy, where the engine, the device or its driver is missing.
     """
@@ -41,9 +41,10 @@ def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
 
 
 def find_device(device: str) -> str:
-    """auto, cpu, cuda, npu -> cpu, cuda, npu. Raises ValueError where it cannot be used, ImportError for torch."""
+    """Resolve auto, cpu, cuda, npu -> cpu, cuda, npu. Raises ValueError where it cannot be used, ImportError where
+    torch cannot be imported."""
     if device in ("auto", "cpu") and not knows_accelerators():
-        return "cpu"  # without torch: importing it takes more than a second
+        return "cpu"  # torch is not imported: that takes more than a second
     from services.device import choose_device
 
     return choose_device(device).type
@@ -61,13 +62,13 @@ def find_hardware(device: str) -> Hardware:
 
 
 def knows_accelerators() -> bool:
-    """Whether the installed PyTorch is made for more than the CPU, as far as the names of the packages tell."""
+    """Return whether the installed PyTorch is built for more than the CPU, judged by its packages alone."""
     return not version("torch").endswith("+cpu") or find_spec("torch_npu") is not None
 
 
 def prepare_engine(name: str, **options: Any) -> None:
-    """Let the engine begin with what it can do before it has a model. Its static method `prepare`, which it may have,
-    gets those options that it knows, and returns at once.
+    """Let the engine begin the work that needs no model. Its static method `prepare`, if it has one, gets the options
+    that it knows, and returns at once.
     """
     if (prepare := getattr(load_engine(name), "prepare", None)) is not None:
         known = inspect.signature(prepare).parameters
@@ -75,7 +76,7 @@ def prepare_engine(name: str, **options: Any) -> None:
 
 
 def create_engine(name: str, **options: Any) -> Engine:
-    """Build the engine with those options that its constructor knows. Raises ValueError for an unknown name."""
+    """Build the engine with the options that its constructor knows. Raises ValueError for an unknown name."""
     factory = load_engine(name)
     known = inspect.signature(factory).parameters
     engine: Engine = factory(**{option: value for option, value in options.items() if option in known})
@@ -99,7 +100,7 @@ def load_engine(name: str) -> Callable[..., Engine]:
 
 
 async def wait_for_engine(work: asyncio.Task[None], deadline_s: float, what: str, setting: str) -> None:
-    """Until it is done, whatever came of it. Raises EngineBroken, naming the setting, after the deadline."""
+    """Wait until it is done, successful or not. Raises EngineBroken, naming the setting, after the deadline."""
     try:
         await asyncio.wait({work}, timeout=deadline_s)
         if not work.done():
@@ -109,7 +110,7 @@ async def wait_for_engine(work: asyncio.Task[None], deadline_s: float, what: str
 
 
 async def give_up(work: asyncio.Task[None]) -> None:
-    """Cancel what is not done. An engine that does not heed it is left behind."""
+    """Cancel the work unless it is done. An engine that ignores the cancellation is left behind."""
     if not work.done():
         work.cancel()
         await asyncio.wait({work}, timeout=CANCEL_DEADLINE_S)
@@ -118,8 +119,8 @@ async def give_up(work: asyncio.Task[None]) -> None:
 async def stop_engine(
     engine: Engine, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
 ) -> None:
-    """The last arguments as of `__aexit__`. Raises EngineBroken, unless there is an error already, when it does not
-    end: nobody knows what it still holds."""
+    """Stop the engine; the last arguments are those of `__aexit__`. Raises EngineBroken, unless there is an error
+    already, when it does not end: what it still holds is unknown."""
     try:
         async with asyncio.timeout(STOP_DEADLINE_S):
             await engine.stop()

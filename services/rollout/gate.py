@@ -2,13 +2,13 @@
 
     group pinned to the served version   -> enters at once
     group pinned to another version      -> holds the entrance: wait until nothing is in flight, load while it is pulled
-    everybody behind it                  -> waits in line; whoever wants the same version finds it loaded
+    any group behind it                  -> waits in line; one that wants the same version finds it loaded
 
 The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
-of the new: a dead worker's group may ask for a version that everybody else has left.
+of the new: a dead worker's group may ask for a version that all others have left.
 
-Visitors (chats) do not stand in the line: they generate on whatever is served, beside the groups. When another version
-is to be loaded they have a short grace, and are cancelled then; until it is loaded no new ones come in.
+Visitors (chats) do not stand in the line: they generate with the served version, beside the groups. When another
+version is to be loaded they have a short grace, and are cancelled then; until it is loaded no new ones come in.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADS = 2  # tries of one version
 CLOSE_DEADLINE_S = 10.0
-LEAVE_DEADLINE_S = 10.0  # for a visitor that is cancelled
+LEAVE_DEADLINE_S = 10.0  # a cancelled visitor has this long to leave
 
 T = TypeVar("T")
 
-# Called after each load with the pull and the seconds that the load took.
+# It is called after each load with the pull and the seconds that the load took.
 LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 
 
@@ -56,8 +56,8 @@ class VersionGate:
         load_s: float,
         grace_s: float = 0.0,
     ) -> None:
-        """`held`: what the engine was started on. `load_s`: for a load, once all of its weights are here. `grace_s`:
-        for visitors, from when a load could begin but for what is in flight."""
+        """Take an engine that was started on `held`. `load_s`: deadline of a load, once all of its weights are here.
+        `grace_s`: of visitors, from the moment when a load could begin but for what is in flight."""
         self._engine = engine
         self._load_s, self._grace_s = load_s, grace_s
         self._held = held
@@ -77,8 +77,8 @@ class VersionGate:
 
     @asynccontextmanager
     async def pinned(self, version: int) -> AsyncIterator[None]:
-        """Inside, the engine serves `version`. Raises WeightsError (it cannot be had; VersionGone: not for
-        a long time) or EngineBroken."""
+        """Make the engine serve `version` inside this context. Raises WeightsError if it cannot be had (VersionGone:
+        not for a long time), or EngineBroken."""
         await self._enter(version, time.monotonic())
         try:
             yield
@@ -95,16 +95,16 @@ class VersionGate:
             self._is_empty.clear()
 
     async def advance(self, version: int) -> None:
-        """Load a newer version although nobody has asked for it yet; nothing happens if it is not newer."""
+        """Load a newer version before a group asks for it; nothing happens if it is not newer."""
         async with self._entrance:
             served = self._engine.version()
             if served is None or served < version:
                 await self._reach(version)
 
     async def visit(self, work: Callable[[int], Coroutine[Any, Any, T]]) -> T:
-        """The result of the work, which gets the version that is served until it ends.
+        """Return the result of the work, which gets the version that is served until it ends.
 
-        Raises PolicyMoved when it was cancelled for a load, WeightsError when no version is served.
+        Raises PolicyMoved when the work was cancelled for a load, WeightsError when no version is served.
         """
         version = await self._open_version()
         visit = asyncio.create_task(work(version), name=f"visit version {version}")
@@ -122,7 +122,7 @@ class VersionGate:
     async def _open_version(self) -> int:
         while True:
             await self._is_open.wait()
-            if self._load is not None and not self._load.done():  # whoever wanted it may have left
+            if self._load is not None and not self._load.done():  # the group that wanted it may have left
                 await asyncio.wait({self._load})
                 continue
             version = self._engine.version()
@@ -131,7 +131,7 @@ class VersionGate:
             return version
 
     async def _empty(self) -> None:
-        """Wait for what is pinned; send visitors away after their grace. Raises EngineBroken when they do not leave."""
+        """Wait for pinned groups; send visitors away after their grace. Raises EngineBroken when they do not leave."""
         leave_at = time.monotonic() + self._grace_s
         await self._is_empty.wait()
         if self._visits:
@@ -144,7 +144,7 @@ class VersionGate:
             raise EngineBroken(f"{len(stuck)} chats did not end {LEAVE_DEADLINE_S:.0f} s after they were cancelled")
 
     def _repeat_failure(self, version: int, arrived_at: float) -> None:
-        """One failed pull answers everybody who was already waiting for it."""
+        """Raise the error of a failed pull for every group that was already waiting for it."""
         if self._failure is not None:
             failed_version, failed_at, error = self._failure
             if failed_version == version and failed_at > arrived_at:
@@ -174,12 +174,13 @@ class VersionGate:
             self._is_open.set()
 
     def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
-        """Whoever waited for it may have left before it failed."""
+        """Raise EngineBroken if the load failed so: the group that waited for it may have left before."""
         if not load.cancelled() and isinstance(error := load.exception(), EngineBroken):
             raise error
 
     async def _replace(self, pull: Pull) -> None:
-        """Raises WeightsError, and the engine serves nothing, when the version does not arrive; or EngineBroken."""
+        """Load the pulled version. Raises WeightsError, and the engine serves nothing, when the version does not
+        arrive; or EngineBroken."""
         host, manifest = self._puller.mover.host, await pull.known()
         assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
@@ -195,7 +196,7 @@ class VersionGate:
         raise EngineBroken(f"policy version {pull.version} could not be loaded: {error}") from error
 
     async def _load_once(self, pull: Pull, path: Path, manifest: Manifest) -> BaseException | None:
-        """What went wrong. The version is here, wholly, when nothing did: the arrivals end with the pull.
+        """Try once and return what went wrong, or None: then the whole version is here, as arrivals end with the pull.
 
         While it is pulled, the pull's own deadlines hold. Raises EngineBroken when the engine takes too long after it.
         """
@@ -217,6 +218,6 @@ class VersionGate:
     async def close(self) -> None:
         """Let a running load come to its end, so that the engine can be stopped."""
         if self._load is not None and not self._load.done():
-            await self._puller.cancel()  # it may be waiting for that
+            await self._puller.cancel()  # the load may be waiting for the pull
             await asyncio.wait({self._load}, timeout=CLOSE_DEADLINE_S)
             self._load.cancel()

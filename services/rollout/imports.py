@@ -1,4 +1,4 @@
-"""One thread at a time imports the large libraries: in two, their circular imports meet half-made modules and fail."""
+"""The lock for imports of large libraries: in two threads, their circular imports meet half-made modules and fail."""
 
 import threading
 

@@ -10,7 +10,7 @@ from onbeat.streams.ledger import Claim
 
 
 class Stage(StrEnum):
-    """WAITING (for its policy version) -> GENERATING -> SCORING -> SUBMITTING."""
+    """The stages are WAITING (for its policy version) -> GENERATING -> SCORING -> SUBMITTING."""
 
     WAITING = "WAITING"
     GENERATING = "GENERATING"
@@ -29,7 +29,7 @@ class Flight:
 
 
 class FlightTable:
-    """Flights by stream entry."""
+    """The flights, by the id of their stream entry."""
 
     def __init__(self) -> None:
         self._flights: dict[str, Flight] = {}
@@ -51,7 +51,7 @@ class FlightTable:
         del self._flights[flight.claim.entry_id]
 
     def before_scoring(self) -> list[Flight]:
-        """Groups that use the engine or are about to, in the order of their claims."""
+        """Return the groups that use the engine or are about to, in the order of their claims."""
         return [flight for flight in self if flight.stage in (Stage.WAITING, Stage.GENERATING)]
 
     def tasks(self) -> set[asyncio.Task[None]]:
@@ -66,23 +66,23 @@ class FlightTable:
 
 @dataclass(frozen=True)
 class Load:
-    """How a kind of prompts comes: an iteration's, or an evaluation's."""
+    """The size of an iteration, or of an evaluation."""
 
-    num_prompts: int  # that are put out together
+    num_prompts: int  # prompts that are published together
     num_samples: int  # responses of one prompt (G)
 
 
 def num_claimable(
     flights: FlightTable, capacity: int, training: Load, evaluation: Load | None, num_workers: int
 ) -> int:
-    """How many more groups to claim now. What comes next is not known: each claim is as careful as the larger group and
-    the smaller share demand, and the next one corrects it.
+    """Return how many more groups to claim now. Which kind comes next is not known: each claim is as careful as the
+    larger group and the smaller share demand, and the next one corrects it.
 
     `capacity` responses fit into the engine, and one group more waits inside it: a place is refilled when its response
     ends, not when its whole group does. Of an iteration's groups a worker generates at most its share at a time, or the
-    first one to ask would leave nothing to the others: 8 prompts and 2 workers are 4 at a time each, and who is faster
-    comes back sooner. What is left of the iteration before does not count: the engine stays full. Groups that are being
-    scored hold no place in the engine, but no more than twice its capacity may pile up.
+    first one to ask would leave nothing to the others: 8 prompts and 2 workers are 4 at a time each, and the faster
+    one comes back sooner. Groups left of the previous iteration do not count: the engine stays full. Groups that are
+    being scored hold no place in the engine, but no more than twice its capacity may pile up.
     """
     loads = {False: training, True: evaluation or training}
     largest = max(load.num_samples for load in loads.values())
@@ -103,5 +103,5 @@ def num_responses(flights: Iterable[Flight]) -> int:
 
 
 def is_together(one: PromptTask, other: PromptTask) -> bool:
-    """Of the same iteration, or of the same evaluation."""
+    """Return whether both are of the same iteration, or of the same evaluation."""
     return (one.is_evaluation, one.iteration) == (other.is_evaluation, other.iteration)

@@ -1,7 +1,7 @@
-"""`python -m services.rollout.memory_plan REQUEST.json`: what a rollout of a job holds in memory, before there is one.
+"""`python -m services.rollout.memory_plan REQUEST.json` plans what a rollout of a job holds in memory, before it runs.
 
-A rollout is two processes: the service, which holds the weights that it has pulled, and vLLM's engine core. The figures
-that are no bytes of the model were measured on a CPU.
+A rollout is two processes: the service, which holds the weights that it has pulled, and vLLM's engine core. Figures
+other than the model's bytes were measured on a CPU.
 """
 
 import json
@@ -41,7 +41,7 @@ def plan_rollout(
 
 
 def main() -> None:
-    """Print JSON."""
+    """Print the plan as JSON."""
     request = json.loads(Path(sys.argv[1]).read_text())
     sys.stdout.write(json.dumps(plan_rollout(**request)) + "\n")
 

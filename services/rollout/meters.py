@@ -1,4 +1,4 @@
-"""What this rollout measures of itself: busy time per iteration, tokens per second, Prometheus counters."""
+"""The rollout's own measurements: busy time per iteration, tokens per second, Prometheus counters."""
 
 import time
 from collections import deque
@@ -33,11 +33,11 @@ WEIGHT_FULL_BYTES = Counter("onbeat_rollout_weight_full_bytes", "Sizes of these 
 WEIGHT_FAULTS = Counter("onbeat_rollout_weight_faults", "What went wrong in pulls of these versions and was cured")
 
 RATE_WINDOW_S = 10.0
-MAX_ITERATIONS = 16  # newest ones whose busy time is kept
+MAX_ITERATIONS = 16  # busy time is kept for this many of the newest iterations
 
 
 def record_update(version: int, full_bytes: int, update: WeightUpdate) -> None:
-    """This rollout serves the version now."""
+    """Record that this rollout now serves `version`, whose full size is `full_bytes`."""
     POLICY_VERSION.set(version)
     WEIGHT_PULL_S.observe(update.pull_s)
     WEIGHT_APPLY_S.observe(update.apply_s)
@@ -50,10 +50,10 @@ def record_update(version: int, full_bytes: int, update: WeightUpdate) -> None:
 
 
 class BusyMeter:
-    """Seconds with at least one response in flight, per iteration. Overlapping groups count once, and for the oldest
-    iteration among them: over all iterations no second counts twice.
+    """A meter of the seconds with at least one response in flight, per iteration. Overlapping groups count once, for
+    the oldest iteration among them, so no second is counted for two iterations.
 
-    A group of iteration 0 from second 0 to 4 and one of iteration 1 from 3 to 5: 4 seconds and 1.
+    A group of iteration 0 from second 0 to 4 and one of iteration 1 from 3 to 5 give 4 seconds and 1.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,7 +90,7 @@ class BusyMeter:
 
 
 class TokenRate:
-    """Tokens per second of the responses that were finished in the last seconds."""
+    """The tokens per second of responses that were finished in the last RATE_WINDOW_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

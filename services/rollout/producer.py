@@ -1,4 +1,4 @@
-"""Makes one group: prompt -> generate, pinned to its policy version -> score -> RolloutGroup."""
+"""The steps of one group: prompt -> generate, pinned to its policy version -> score -> RolloutGroup."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from services.rollout.puller import VersionGone
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
 from services.rollout.rewards.scorer import Scorer
 
-LONGEST_S = 3600.0  # of a task that names no deadline: nothing is waited for without end
+LONGEST_S = 3600.0  # the deadline of a task that names none: no wait is endless
 
 
 class DeadlineExceeded(Exception):
@@ -55,7 +55,7 @@ class GroupProducer:
         self.token_rate = TokenRate()
 
     async def produce(self, flight: Flight) -> RolloutGroup:
-        """A group with responses, or with the reason why there are none.
+        """Return a group with responses, or with the reason why there are none.
 
         Raises what another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable, and
         what engines raise.
@@ -98,7 +98,7 @@ class GroupProducer:
         return group
 
     def remember_error(self, task: PromptTask, reason: str) -> None:
-        """Named in the failure, should this group run out of attempts here."""
+        """Keep the reason, which the failure names if this group runs out of attempts here."""
         self._last_errors[task.group_id] = reason
 
     def _check_attempts(self, flight: Flight) -> None:
@@ -144,7 +144,7 @@ class GroupProducer:
         return responses
 
     def _reward_request(self, task: PromptTask) -> RewardRequest:
-        """With no responses yet."""
+        """Build the request, with no responses yet."""
         return RewardRequest(
             name=task.reward.name,
             options=json.loads(task.reward.options_json or "{}"),
@@ -156,7 +156,7 @@ class GroupProducer:
         )
 
     async def _token_lengths(self, responses: list[GeneratedResponse]) -> list[list[int]]:
-        """Of each response; between them, it is the turn of others."""
+        """Return the lengths of each response's tokens; other tasks get a turn between responses."""
         lengths = []
         for response in responses:
             lengths.append(self._encoder.token_lengths(response.token_ids, response.text))
@@ -192,7 +192,8 @@ def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[
 
 
 def refuse_broken(group: RolloutGroup) -> None:
-    """An empty response, a logprob that is not finite or a gap in the versions would be refused at the door."""
+    """Raise GroupFailed for an empty response, a logprob that is not finite or a gap in the versions: they would be
+    refused at the door."""
     try:
         check_group(group)
         check_logprobs(group)

@@ -1,4 +1,4 @@
-"""From a prompt task to token ids, and from tokens to their text, with the tokenizer that came with the model."""
+"""The conversion of prompt tasks to token ids, and of tokens to text, with the tokenizer that came with the model."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from services.rollout.token_text import TokenText
 
 
 class GroupFailed(Exception):
-    """This group holds no training data, and trying again would not help. `kind` as in rollout.proto."""
+    """This group holds no training data, and trying again would not help. `kind` is as in rollout.proto."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class GroupFailed(Exception):
 
 
 class PromptEncoder:
-    """`max_context_tokens`: longest prompt plus response; None where the model names no limit."""
+    """An encoder of prompts. `max_context_tokens`: longest prompt plus response; None where the model has no limit."""
 
     def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
         self._tokenizer = tokenizer
@@ -28,16 +28,16 @@ class PromptEncoder:
 
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
-        """Takes seconds (it imports transformers): not for the event loop."""
+        """Load the model's tokenizer. Takes seconds (it imports transformers): not for the event loop."""
         with IMPORTING:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)  # imports more
+            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)  # this imports more
         limits = [limit for limit in (max_context_tokens, read_context_tokens(model_dir)) if limit is not None]
         return cls(tokenizer, min(limits, default=None))
 
     def encode(self, task: PromptTask) -> list[int]:
-        """Raises GroupFailed when the prompt has no tokens, does not fit, or the chat template refuses it."""
+        """Tokenise the prompt. Raises GroupFailed when it has no tokens, does not fit, or the template refuses it."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -56,7 +56,7 @@ class PromptEncoder:
         return token_ids
 
     def token_lengths(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """How many characters of a response's text each of its tokens gave; empty where that is not known."""
+        """Return how many characters of a response's text each of its tokens gave; empty where that is not known."""
         return self._token_text.lengths(token_ids, text)
 
     def _tokenise(self, task: PromptTask) -> list[int]:
@@ -68,14 +68,14 @@ class PromptEncoder:
 
 
 def read_context_tokens(model_dir: Path) -> int | None:
-    """The longest context that the model was made for; of the text part, when it has several."""
+    """Return the longest context that the model was made for, of its text part when it has several; None if unnamed."""
     config = json.loads((model_dir / "config.json").read_text())
     limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     return int(limit) if limit else None
 
 
 def prompt_text(task: PromptTask) -> str:
-    """The prompt as people read it; what the model saw is in `prompt_token_ids`."""
+    """Return the prompt as people read it; `prompt_token_ids` holds what the model saw."""
     if not task.messages:
         return task.text
     if len(task.messages) == 1:

@@ -1,4 +1,5 @@
-"""Follows a job's weights: hears of new versions and pulls them at once, survives a trainer that moves.
+"""The follower of a job's weights: it pulls new versions as soon as they are announced, and survives a trainer that
+moves.
 
 There is one copy of the weights here, so there is one pull at a time, and the copy stays at a version until the engine
 has read it. The trainer's address is in the job; it is read again before every try: a restarted trainer has another.
@@ -19,11 +20,11 @@ logger = logging.getLogger(__name__)
 FIRST_ANSWER_S = 10.0  # a server that accepts a watch answers at once with its current version
 ADDRESS_CHECK_S = 2.0
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
-PULL_DEADLINE_S = 20.0  # no new try after that
+PULL_DEADLINE_S = 20.0  # no new try begins after that
 
 
 class VersionGone(WeightsError):
-    """The server that is followed has told of a newer version, and cannot give this one: it may never again."""
+    """The followed server has announced a newer version and cannot give this one, perhaps never again."""
 
 
 class WeightsPuller:
@@ -32,14 +33,14 @@ class WeightsPuller:
     def __init__(self, mover: WeightsMover) -> None:
         self.mover = mover
         self._current: Pull | None = None  # what the copy holds, or moves to
-        self._read: Pull | None = None  # the one whose result the engine has read
+        self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
         self._is_following: bool | None = None
         self._announced: int | None = None
         self._news = asyncio.Event()
 
     async def obtain(self, version: int, deadline_s: float = PULL_DEADLINE_S) -> Pull:
-        """The pull of this version, running or done: this one's or a new one, when the running one is over."""
+        """Return the pull of this version, running or done; if there is none, start it after the running one."""
         while True:
             current = self._current
             if current is not None and current.version == version and current.error is None:
@@ -51,7 +52,7 @@ class WeightsPuller:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, somebody reads the copy, and it stays as it is."""
+        """Keep the copy as it is while it is read inside this context."""
         self._is_being_read = True
         try:
             yield
@@ -60,20 +61,20 @@ class WeightsPuller:
             self._prefetch()
 
     def is_announced(self, version: int) -> bool:
-        """Whether the weights server that is followed now has told of this version or a later one.
+        """Return whether the weights server that is followed now has announced this version or a later one.
 
         A restarted trainer begins again at its checkpoint and announces lower versions than the one before.
         """
         return self._announced is not None and self._announced >= version
 
     async def wait_for_news(self) -> int | None:
-        """The newest version that was told of, when it is another one than at the last call."""
+        """Wait for an announcement since the last call. Returns the newest version, or None if its server is lost."""
         await self._news.wait()
         self._news.clear()
         return self._announced
 
     async def follow(self) -> None:
-        """Watch for versions and pull each newer one, for ever; every change of the link is one line in the log."""
+        """Watch for versions and pull each newer one, for ever; a change of the connection is logged in one line."""
         delay_s = FIRST_RETRY_S
         while True:
             address = await self.mover.find_trainer()
@@ -91,12 +92,12 @@ class WeightsPuller:
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
     def mark_read(self, pull: Pull) -> None:
-        """Its version is where it was wanted: the copy may move on."""
+        """Note that the pulled version has been read: the copy may move on."""
         self._read = pull
         self._prefetch()
 
     async def cancel(self) -> None:
-        """End the pull that is running; whoever waits for it gets WeightsError."""
+        """Cancel the running pull; those that wait for it get WeightsError."""
         if self._current is not None:
             await self._current.cancel()
 
@@ -105,7 +106,7 @@ class WeightsPuller:
         await self.mover.close()
 
     async def _watch(self, address: str) -> None:
-        """Until the server is silent at first or gone (WeightsError), or the job names another address."""
+        """Watch until the job names another address. Raises WeightsError when the server is silent at first or gone."""
         source = self.mover.connections.connect(address)
         versions = source.watch()
         upcoming: asyncio.Future[int | None] | None = None
@@ -139,12 +140,12 @@ class WeightsPuller:
         self._prefetch()
 
     def _prefetch(self) -> None:
-        """Pull what was told of before anybody asks for it, unless the copy is still wanted as it is."""
+        """Pull the announced version before it is asked for, unless the copy is still wanted as it is."""
         current, announced = self._current, self._announced
         is_newer = announced is not None and (self._read is None or announced > self._read.version)
         is_unread = current is not None and (not current.is_over or (not current.error and current is not self._read))
         if announced is not None and is_newer and not is_unread and not self._is_being_read:
-            self._start(announced, deadline_s=0.0)  # one try, unless somebody asks for it
+            self._start(announced, deadline_s=0.0)  # one try, unless `obtain` extends it
 
     def _start(self, version: int, deadline_s: float) -> Pull:
         self._current = self.mover.start(version, deadline_s, lambda: self.is_announced(version + 1))

@@ -1,4 +1,4 @@
-"""One job on this rollout: attach -> serve -> drain -> detach. Nothing of it is left afterwards."""
+"""A job's session on this rollout: attach -> serve -> drain -> detach. Nothing of it is left afterwards."""
 
 import asyncio
 import functools
@@ -61,7 +61,7 @@ class Session:
         self._settings, self._ledger, self._config = settings, ledger, config
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to leave it
-        self._hurry = asyncio.Event()  # do not even finish
+        self._hurry = asyncio.Event()  # do not even finish what is in flight
         self._has_model = asyncio.Event()
         self._is_stopping = False
         self._newest_served: int | None = None
@@ -72,7 +72,7 @@ class Session:
         self._chats: ChatServer | None = None
 
     async def run(self) -> None:
-        """Until the job is over or `stop` is called. Raises EngineBroken and what Redis or the engine's start raise."""
+        """Serve until the job is over or `stop` is called. Raises EngineBroken, and what Redis or the engine raise."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
             puller = await self._create_puller(cleanup, staging_dir)
@@ -91,7 +91,7 @@ class Session:
                     task.cancel()
 
     def stop(self) -> None:
-        """Drain and leave; called again, leave at once."""
+        """Drain and leave; when called again, leave at once."""
         if self._is_stopping:
             self._hurry.set()
         self._is_stopping = True
@@ -106,7 +106,7 @@ class Session:
         """The dtype that the job computes in."""
         return self._config.model.dtype
 
-    # ---- what heartbeats say -------------------------------------------------------------------------------------
+    # ---- reported in heartbeats ----------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
@@ -131,7 +131,7 @@ class Session:
         return self._producer.token_rate.per_second() if self._producer is not None else None
 
     async def _create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
-        """And the server that passes on what it pulls."""
+        """Create the puller and the server that passes on what it pulls."""
         settings, security = self._settings, self._settings.wire_security()
         peer = Peer(settings.worker_id, "", host_id(), settings.zone)
         mover = WeightsMover(self._connect, self._find_address, peer, staging_dir)
@@ -189,7 +189,7 @@ class Session:
         )
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
-        """Wait for the trainer as long as the job is active: whoever calls this gives up when it is not."""
+        """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""
         last_reason = ""
         while True:
             try:
@@ -246,7 +246,7 @@ class Session:
     # ---- in the background ---------------------------------------------------------------------------------------
 
     async def _follow_job(self) -> None:
-        """Notice the end of the job, and how many workers share it."""
+        """Watch for the end of the job, and count the workers that share it."""
         while True:
             if not await self._is_served():
                 logger.info("job %s needs no more rollouts", self.job_id)
@@ -257,7 +257,7 @@ class Session:
             await asyncio.sleep(FOLLOW_S)
 
     async def _follow_weights(self, puller: WeightsPuller) -> None:
-        """Also while the engine starts: when it has read its first version, the newest is pulled at once."""
+        """Follow the weights also while the engine starts: once it has read its first version, the newest is pulled."""
         await self._has_model.wait()
         await puller.follow()
 
@@ -276,7 +276,7 @@ class Session:
         )
 
     async def _load_when_idle(self, puller: WeightsPuller) -> None:
-        """A new version is loaded when it is there, not when the first prompt asks for it."""
+        """Load a new version when it is announced, if no group is in flight, not when the first prompt asks for it."""
         assert self._gate is not None
         assert self._loop is not None
         while True:
@@ -288,7 +288,7 @@ class Session:
                     logger.warning("policy version %d is not loaded before it is asked for: %s", version, error)
 
     async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of the work, or None if the end came first: the work is cancelled then."""
+        """Return the result of the work, or None if the end came first: the work is cancelled then."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -312,7 +312,7 @@ class Session:
 
 @contextmanager
 def staging_folder(parent: Path | None) -> Iterator[Path]:
-    """A private folder for one session, removed with everything inside, and with what a killed process left there."""
+    """Make a private folder for one session, removed with everything inside, and remove what a killed process left."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     with private_folder("onbeat-rollout-", parent) as folder:
@@ -320,7 +320,7 @@ def staging_folder(parent: Path | None) -> Iterator[Path]:
 
 
 def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:
-    """Configuration and tokenizer: plain data only. Raises ValueError for a name that would leave the folder."""
+    """Write configuration and tokenizer, plain data only. Raises ValueError for a name that would leave the folder."""
     model_dir.mkdir()
     for name, content in files.items():
         if Path(name).name != name:

@@ -1,4 +1,4 @@
-"""Where this rollout runs: read from the environment, prefix ONBEAT_. What is generated is in the job."""
+"""The settings of a rollout, read from the environment, prefix ONBEAT_. The job says what is generated."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ from onbeat.weights.security import WireSettings
 
 
 class RewardServiceSettings(BaseModel):
-    """Where the reward `http` finds a service, and how it shows who it is."""
+    """The address of a service for the reward `http`, and the token that the rollout presents there."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,7 +1,7 @@
-"""`python -m services.rollout.stock_server JOB`: a stock vLLM server that the user started follows a job's weights.
+"""`python -m services.rollout.stock_server JOB` makes a stock vLLM server, which the user started, follow a job.
 
 Every version is pulled and verified here. Then the server loads it: the plug-in `weight_transfer` in its workers reads
-the memory file of this process, told so over the HTTP endpoints of vLLM's development mode. See docs/vllm-serve.md.
+this process's memory file, named in a call to the HTTP endpoints of vLLM's development mode. See docs/vllm-serve.md.
 
     pause (wait for responses in flight) -> start -> update -> finish -> resume
 """
@@ -41,14 +41,14 @@ from services.rollout.weight_file import BadWeightFile, check_weight_file, names
 logger = logging.getLogger(__name__)
 
 ANSWER_DEADLINE_S = 30.0
-PAUSE_DEADLINE_S = 600.0  # for responses in flight, while requests behind them wait
+PAUSE_DEADLINE_S = 600.0  # for responses in flight to end, while others wait
 LOAD_DEADLINE_S = 300.0  # for each step of a load
 
 START_WITH = "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config.backend onbeat_safetensors"
 
 
 class Settings(WireSettings, RedisSettings, BaseSettings):
-    """Read from the environment, prefix ONBEAT_."""
+    """The settings, read from the environment with the prefix ONBEAT_."""
 
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
@@ -60,14 +60,14 @@ class ServerFailed(OnbeatError):
 
 
 class StockServer:
-    """The endpoints of a vLLM server on this machine that replace its weights. One caller at a time."""
+    """The endpoints of a vLLM server on this machine that replace its weights. They take one caller at a time."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for a server elsewhere: it could not read the file."""
+        """Prepare the HTTP client. Raises ValueError for a server on another machine, which could not read the file."""
         if httpx.URL(url).host not in ("127.0.0.1", "localhost", "::1"):
             raise ValueError(f"--server is {url}; it must be on this machine, such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
-        # No proxy between us and this machine; no connection used twice, because vLLM closes it after an error.
+        # Requests to this machine take no proxy. No connection is used twice, because vLLM closes it after an error.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, limits=limits)
 
@@ -75,7 +75,7 @@ class StockServer:
         await self._http.aclose()
 
     async def check(self) -> None:
-        """Raises ServerFailed when it cannot take weights."""
+        """Check that the server can take weights. Raises ServerFailed if it cannot."""
         await self._call("GET", "/weight_info")
         try:
             await self._call("POST", "/init_weight_transfer_engine", init_info={})  # the plug-in has nothing to do
@@ -83,21 +83,21 @@ class StockServer:
             raise ServerFailed(f"the server cannot take weights from a file; {START_WITH}: {error}") from error
 
     async def model_dir(self) -> Path:
-        """Of the checkpoint that it was started on, as it was named there."""
+        """Return the folder of the checkpoint that the server was started on, as it was named there."""
         answer = await self._call("GET", "/v1/models")
         return Path(answer.json()["data"][0]["root"])
 
     async def load(self, version: int, weights_file: Path, names: set[str], all_names: set[str]) -> None:
-        """Serve `version`, of whose tensors `names` differ from what is served; cancelled, it ends whole nevertheless.
+        """Serve `version`, whose tensors `names` differ from the served ones. A cancelled load is still completed.
 
         Raises ServerFailed.
         """
-        was_paused = (await self._call("GET", "/is_paused")).json()["is_paused"]  # by a program that broke half way
+        was_paused = (await self._call("GET", "/is_paused")).json()["is_paused"]  # a program may have broken half way
         try:
             await self._call("POST", "/pause?mode=wait", PAUSE_DEADLINE_S)
         except BaseException:
             if not was_paused:
-                await self._call("POST", "/resume")  # nothing is touched
+                await self._call("POST", "/resume")  # no weight has been touched
             raise
         replacing = asyncio.create_task(self._replace(version, weights_file, names, all_names))
         try:
@@ -110,7 +110,7 @@ class StockServer:
             await self._update(version, weights_file, names)
         except ServerFailed as error:
             logger.warning("policy version %d was not loaded, now all of its tensors are: %s", version, error)
-            with contextlib.suppress(ServerFailed):  # refused unless an update is open, such as a killed process leaves
+            with contextlib.suppress(ServerFailed):  # refused unless a killed process has left an update open
                 await self._call("POST", "/finish_weight_update", LOAD_DEADLINE_S)
             try:
                 await self._update(version, weights_file, all_names)
@@ -140,7 +140,7 @@ class StockServer:
 
 
 async def keep_up(server: StockServer, puller: WeightsPuller, model_dir: Path) -> None:
-    """Load what the puller hears of, for ever; also an older version, where a restarted trainer begins again.
+    """Load announced versions, for ever; also an older one, where a restarted trainer begins again.
 
     Raises ServerFailed, and BadWeightFile before the server is touched.
     """
@@ -177,7 +177,7 @@ async def keep_up(server: StockServer, puller: WeightsPuller, model_dir: Path) -
 
 
 async def follow(options: argparse.Namespace, settings: Settings) -> None:
-    """Until SIGTERM or SIGINT; the server goes on serving what it has. Raises what main reports."""
+    """Follow the job until SIGTERM or SIGINT; the server goes on serving what it has. Raises what `main` reports."""
     stopping, security = asyncio.Event(), settings.wire_security()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
@@ -188,7 +188,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
         model_dir = options.model or await server.model_dir()
         if not (model_dir / "config.json").is_file():
             raise ValueError(f"the server's model is {model_dir}, no folder here; name its checkpoint with --model")
-        ledger = Ledger(settings.connect_redis())  # connects when it is asked
+        ledger = Ledger(settings.connect_redis())  # it connects on first use
         cleanup.push_async_callback(ledger.redis.aclose)
         folder = cleanup.enter_context(private_folder("onbeat-weights-"))
 
@@ -198,7 +198,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
         async def find_address() -> str:
             return options.weights or await address_in_job(ledger, options.job)
 
-        peer = Peer(f"stock-server-{socket.gethostname()}-{os.getpid()}", host_id=host_id())  # it serves nobody
+        peer = Peer(f"stock-server-{socket.gethostname()}-{os.getpid()}", host_id=host_id())  # it serves no others
         mover = WeightsMover(connect_weights, find_address, peer, folder)
         puller = WeightsPuller(mover)
         cleanup.push_async_callback(puller.close)
@@ -207,7 +207,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
 
 
 async def first_of(*work: Awaitable[Any]) -> None:
-    """Until one ends; the others are cancelled, and waited for. Raises what the first did."""
+    """Wait until one ends, then cancel the others and wait for them. Raises what the first raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -218,7 +218,7 @@ async def first_of(*work: Awaitable[Any]) -> None:
 
 
 async def address_in_job(ledger: Ledger, job_id: str) -> str:
-    """Where the weights are now: a trainer that was started again has another address."""
+    """Return the address of the weights as it is now: a restarted trainer has another one."""
     fields = await ledger.job_fields(job_id)
     if "weights_address" not in fields:
         raise WeightsError(f"job {job_id} has no weights yet; try again when its trainer has published the first")

@@ -1,10 +1,10 @@
-"""Text that comes in pieces and ends before the first of some strings, wherever the borders of the pieces are."""
+"""A filter of text that comes in pieces: the text ends before the first stop string, wherever the borders are."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """What is shown does not depend on the borders: the string that is complete first counts, the longest of several.
+    """A filter that does not depend on the borders: the string that is complete first counts, the longest of several.
 
     >>> text = StopFilter(["END"])
     >>> [text.push("one E"), text.push("N"), text.push("D two"), text.rest()]
@@ -12,13 +12,13 @@ class StopFilter:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: none of them empty."""
+        """Filter by `stops`, none of them empty."""
         self._stops = stops
         self._held = ""  # may be the beginning of a stop
         self.is_hit = False
 
     def push(self, text: str) -> str:
-        """What of the text so far is safe to show now."""
+        """Add text, and return what is safe to show now."""
         if self.is_hit:
             return ""
         self._held += text
@@ -29,11 +29,11 @@ class StopFilter:
         return self._release(len(self._held) - self._num_suspicious())
 
     def rest(self) -> str:
-        """The text has ended: what was held back after all."""
+        """Return what was held back, once the text has ended."""
         return self._release(len(self._held))
 
     def _num_suspicious(self) -> int:
-        """Length of the longest end of the text that begins a stop."""
+        """Return the length of the longest end of the text that begins a stop."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

@@ -1,8 +1,8 @@
-"""How many characters of a response's text each of its tokens gave, for pages that show the text token by token.
+"""The number of characters that each token gave to a response's text, for pages that show the text token by token.
 
 Most tokens decode to a piece of their own, and the pieces join to the text. They do not where a character is spread
 over several tokens, or where the decoder looks at neighbours (a space at the beginning, clean-up): there a run of
-tokens is decoded together, until what it gives is a piece of the text. The text may end before its tokens do.
+tokens is decoded together, until it gives a piece of the text. The text may end before its tokens do.
 
     tokens   "Hi"  0xF0 0x9F   0x98 0x80   "!"   end of sequence      text "Hi😀!"
     lengths    2       0           1        1           0
@@ -13,13 +13,13 @@ from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import Any
 
-BROKEN = "\ufffd"  # what bytes decode to that are no character, or not yet
+BROKEN = "\ufffd"  # bytes that are no character, or not yet, decode to this
 MAX_RUN = 32  # tokens that are decoded together
-MAX_REMEMBERED = 100_000  # tokens and runs, with what they gave
+MAX_REMEMBERED = 100_000  # tokens and runs whose text is cached
 
 
 class TokenText:
-    """`tokenizer` is one of transformers; like that one, for one thread at a time."""
+    """The text of tokens, by a tokenizer of transformers; like that, for one thread at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -28,13 +28,13 @@ class TokenText:
         self._after_others = lru_cache(MAX_REMEMBERED)(self._decode_after_others)
 
     def lengths(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """[T], len(text) together; empty where they cannot be told. Characters are Unicode code points."""
+        """Return [T]: characters (Unicode code points) by token, len(text) together; empty where they are unknown."""
         try:
             pieces = [self._after_others((token_id,)) for token_id in token_ids]
             if "".join(pieces) == text:
                 return list(map(len, pieces))
             return self._fit(token_ids, pieces, text)
-        except (TypeError, ValueError, LookupError, OverflowError):  # tokenizers differ in what they say of odd ids
+        except (TypeError, ValueError, LookupError, OverflowError):  # tokenizers raise different errors for odd ids
             return []
 
     def _fit(self, token_ids: Sequence[int], pieces: Sequence[str], text: str) -> list[int]:
@@ -51,7 +51,7 @@ class TokenText:
         return [end - start for start, end in pairwise(ends)] if ends[-1] == len(text) else []
 
     def _run_ends(self, token_ids: Sequence[int], text: str, start: int) -> list[int]:
-        """Where the parts of the first tokens end, as many as it takes for a piece of the text; empty if none do.
+        """Return where the parts of the first tokens end, as many as make a piece of the text; empty if none do.
 
         A replacement character may still become another one: no piece ends with it, unless it has to.
         """
@@ -66,7 +66,7 @@ class TokenText:
         return ends if ends[-1] == len(text) else []  # cut off
 
     def _given(self, token_ids: Sequence[int], text: str, start: int) -> str:
-        """What the tokens give there. Some decoders, and not all engines, leave out a space where a text begins."""
+        """Return the tokens' text at `start`. Some decoders, and not all engines, omit a space where a text begins."""
         given = self._after_others(tuple(token_ids))
         if start > 0:
             return given
@@ -81,6 +81,6 @@ class TokenText:
 
 
 def num_common(given: str, text: str, start: int) -> int:
-    """How many characters `given` and `text`, from `start` on, begin with together."""
+    """Return how many leading characters `given` and `text[start:]` have in common."""
     pairs = zip(given, text[start : start + len(given)], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

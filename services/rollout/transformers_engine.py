@@ -1,6 +1,6 @@
 """The reference rollout engine: a plain Hugging Face model, one request at a time.
 
-Slow and simple on purpose. Tests compare vLLM with it, and it serves where vLLM does not exist.
+It is slow and simple on purpose. Tests compare vLLM with it, and it serves where vLLM does not exist.
 """
 
 import asyncio
@@ -27,24 +27,25 @@ from services.rollout.engine import (
 )
 from services.rollout.weight_file import LM_HEAD_WEIGHT, TensorShapes, check_weight_file, read_checkpoint_shapes
 
-GREEDY_BELOW = 1e-5  # a temperature; the likeliest token of a chat is taken
+GREEDY_BELOW = 1e-5  # below this temperature a chat takes the likeliest token
 
 
 @dataclass
 class Draft:
-    """A response of a chat, between two of its tokens."""
+    """A chat response between two of its tokens."""
 
     sampling: ChatSampling
     policy_version: int
     generator: torch.Generator
-    next_input: list[int]  # the prompt, then the token before
+    next_input: list[int]  # the prompt, then the previous token
     cache: Any = None
 
 
 class TransformersEngine:
-    """See `Engine` for the contract. `dtype` is "float32" or "bfloat16", `device` any torch device.
+    """An engine over Transformers; see `Engine` for the contract.
 
-    `max_num_seqs` is what `capacity` reports; requests beyond the running one wait for it.
+    `dtype` is "float32" or "bfloat16", `device` any torch device. `max_num_seqs` is what `capacity` reports; requests
+    beyond the running one wait for it.
     """
 
     def __init__(self, *, dtype: str = "float32", max_num_seqs: int = 16, device: str = "cpu") -> None:
@@ -72,9 +73,8 @@ class TransformersEngine:
         eos_token_ids = set(eos if isinstance(eos, list) else [eos]) | {self._tokenizer.eos_token_id}
         self._eos_token_ids = sorted(eos_token_ids - {None})
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = (
-                tensor.data.clone()
-            )  # else it may be the file itself, which moves to the next version under us
+            # Otherwise it may map the file itself, which changes to the next version under us.
+            tensor.data = tensor.data.clone()
         self._model = model.to(self._device).eval()
 
     async def generate(
@@ -96,7 +96,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _sample(self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Token ids and their float32 logprobs, [G, T] both, T the longest response. The prompt is read once."""
+        """Return token ids and their float32 logprobs, both [G, T], T the longest response. The prompt is read once."""
         with self._lock:
             generator = torch.Generator(self._device).manual_seed(sampling.seed)
             is_finished_G = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
@@ -121,7 +121,8 @@ class TransformersEngine:
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
     ) -> AsyncGenerator[TextPiece]:
-        """See `StreamingEngine`. The model is taken for one token at a time: a group waits no longer for a chat."""
+        """Yield pieces of text; see `StreamingEngine`. A chat locks the model for one token at a time, so that a group
+        waits no longer than that."""
         if self._model is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         generator = torch.Generator(self._device).manual_seed(sampling.seed)
@@ -139,7 +140,7 @@ class TransformersEngine:
                     finish_reason = "length"
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 if finish_reason is None:
-                    text = text.rstrip("\ufffd")  # bytes of a character that is not complete
+                    text = text.rstrip("\ufffd")  # the character is not complete yet
                 yield TextPiece(text[len(shown) :], 1, finish_reason)
                 shown = text
         finally:
@@ -147,7 +148,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _draw_next(self, draft: Draft) -> int:
-        """Raises VersionMismatch when the weights were replaced meanwhile."""
+        """Draw the next token. Raises VersionMismatch when the weights were replaced meanwhile."""
         with self._lock:
             if self._model is None or self._version != draft.policy_version:
                 raise VersionMismatch(draft.policy_version, self._version)
@@ -158,7 +159,7 @@ class TransformersEngine:
         return token_id
 
     def _to_response(self, token_ids: list[int], logprobs: list[float], version: int) -> GeneratedResponse:
-        """Cut after the first end-of-sequence token: the batch went on until its longest response."""
+        """Cut the response after its first end-of-sequence token: the batch went on until its longest response."""
         stops = [index for index, token_id in enumerate(token_ids) if token_id in self._eos_token_ids]
         num_tokens = stops[0] + 1 if stops else len(token_ids)
         finish_reason: FinishReason = "stop" if stops else "length"
@@ -171,7 +172,6 @@ class TransformersEngine:
         )
 
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
-        """See `Engine`."""
         assert self._model is not None, "load before start"
         assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
         served, self._version = self._version, None
@@ -209,6 +209,6 @@ def choose_token(logits_V: Tensor, sampling: ChatSampling, generator: torch.Gene
     probs_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         sorted_V, order_V = probs_V.sort(descending=True)
-        is_beyond_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p  # never of the likeliest one
+        is_beyond_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p  # never true of the likeliest token
         probs_V[order_V[is_beyond_V]] = 0
     return int(torch.multinomial(probs_V, 1, generator=generator))

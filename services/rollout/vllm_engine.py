@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long `stop` waits for an engine that is being built; after that it is shut down when it is there.
+# `stop` waits this long (seconds) for an engine that is being built; after that it is shut down once it is there.
 BUILD_DEADLINE_S = 120.0
 
 # Below this vLLM samples at another temperature than the one asked for.
@@ -86,7 +86,7 @@ class VllmEngine:
             self._device, os.environ, cpu_cores=cpu_cores, tensor_parallel_size=tensor_parallel_size
         )
         self._llm: AsyncLLM | None = None
-        self._building: asyncio.Task[None] | None = None  # goes on when `start` is cancelled: threads cannot be
+        self._building: asyncio.Task[None] | None = None  # it goes on when `start` is cancelled, as threads do
         self._shapes: TensorShapes = {}
         self._is_tied = False
         self._version: int | None = None
@@ -95,7 +95,7 @@ class VllmEngine:
 
     @staticmethod
     def check_device(device: str, tensor_parallel_size: int = 1) -> None:
-        """Raises ValueError, with the remedy, where vLLM cannot run on this kind of device."""
+        """Check that vLLM can run on devices of this kind. Raises ValueError, with the remedy, if not."""
         check_vllm(device)
         if device == "cpu":
             return
@@ -108,8 +108,8 @@ class VllmEngine:
 
     @staticmethod
     def prepare(device: str, cpu_cores: str | None, tensor_parallel_size: int) -> None:
-        """Begin to import vLLM, for an engine with the same arguments that this process starts later: it need not wait
-        for that any more. What goes wrong, `start` raises.
+        """Begin to import vLLM, so that an engine with the same arguments, started later in this process, need not wait
+        for it. An error of the import is raised by `start`.
         """
         set_environment(
             engine_environment(device, os.environ, cpu_cores=cpu_cores, tensor_parallel_size=tensor_parallel_size)
@@ -126,7 +126,7 @@ class VllmEngine:
             sizes = (self._engine_args[name] for name in ("dtype", "max_model_len", "max_num_seqs"))
             self._engine_args["kv_cache_memory_bytes"] = kv_cache_bytes(limit, model_config, *sizes)
         set_environment(self._environment)
-        # In a thread, because it takes many seconds in which heartbeats and leases have to go on.
+        # This runs in a thread, because it takes many seconds in which heartbeats and leases have to go on.
         self._building = asyncio.create_task(asyncio.to_thread(self._build, model_dir), name="build vLLM")
         await asyncio.shield(self._building)
         self._building = None
@@ -150,7 +150,7 @@ class VllmEngine:
 
         engine_args = AsyncEngineArgs(
             model=str(model_dir),
-            # The logprobs of what was sampled from, that is after temperature.
+            # These are the logprobs of the sampled distribution, that is after temperature.
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             **self._engine_args,
@@ -178,7 +178,7 @@ class VllmEngine:
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
     ) -> AsyncGenerator[TextPiece]:
-        """See `StreamingEngine`. What vLLM generates before it is asked again comes as one piece."""
+        """Yield text; see `StreamingEngine`. What vLLM generates before it is asked again comes as one piece."""
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         params = _chat_params(sampling)
@@ -193,8 +193,8 @@ class VllmEngine:
             self._num_in_flight -= 1
 
     async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
-        """See `Engine`. When vLLM itself fails, a load of all tensors repairs it if it can; if that fails too, or if
-        this is cancelled, stop and start the engine.
+        """Load a version; see `Engine`. When vLLM itself fails, a load of all tensors may repair it; if that fails too,
+        or if this is cancelled, stop and start the engine.
         """
         assert self._llm is not None, "load before start"
         assert self._num_in_flight == 0, f"load with {self._num_in_flight} responses in flight"
@@ -227,7 +227,8 @@ class VllmEngine:
         await asyncio.to_thread(llm.shutdown)
 
     async def _end_building(self, building: "asyncio.Task[None]") -> None:
-        """After a cancelled or failed start. A thread cannot be stopped: wait for what it builds, within bounds."""
+        """Clean up after a cancelled or failed start. A thread cannot be stopped: wait for what it builds, within
+        bounds."""
         self._building = None
         await asyncio.wait({building}, timeout=BUILD_DEADLINE_S)
         if not building.done():
@@ -252,21 +253,21 @@ def set_environment(environment: Mapping[str, str | None]) -> None:
 
 @functools.cache
 def importing() -> Future[None]:
-    """The one import of vLLM in this process, begun by the first call. A second try after a failure would not tell the
-    same: what vLLM has registered by then stays.
+    """Return the one import of vLLM in this process, begun by the first call. A second try after a failure would not
+    raise the same error: what vLLM has registered by then stays.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="import-vllm").submit(import_vllm)
 
 
 def import_vllm() -> None:
-    """Takes seconds. It may raise whatever the libraries raise that are imported."""
+    """Import vLLM and its plug-in, which takes seconds. Any error of the imported libraries may be raised."""
     started, process_s, thread_s = time.monotonic(), time.process_time(), time.thread_time()
     with IMPORTING:
         import vllm.v1.engine.async_llm  # noqa: F401
 
         import services.rollout.weight_transfer  # noqa: F401
 
-    # Who wants to know how long the import alone takes can tell it from this, also where there is but one core.
+    # The CPU time of other threads is logged, too, so that the import's own cost can be read even on a single core.
     others_s = (time.process_time() - process_s) - (time.thread_time() - thread_s)
     logger.info(
         "imported vLLM in %.2f s, other threads of this process used a core for %.2f s of them",
@@ -281,11 +282,11 @@ async def _replace_weights(llm: "AsyncLLM", weights_file: Path, arrived: Arrival
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    # Not pause_generation, which sleeps 20 ms besides: for outputs of requests, of which there are none.
+    # pause_generation would also sleep 20 ms, for outputs of requests, of which there are none.
     await llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=True)
     await llm.start_weight_update()
     while names := await arrived.take():
-        # Not resolved: a file without a name in any folder is reached through a link of /proc that only looks like one.
+        # The path is not resolved: a file without a name is reached through a link in /proc that only looks like one.
         update_info = {"weights_file": str(weights_file.absolute()), "names": names}  # noqa: ASYNC240, no disk involved
         await llm.update_weights(WeightTransferUpdateRequest(update_info))
     await llm.finish_weight_update()
@@ -317,7 +318,7 @@ def _sampling_params(sampling: Sampling, num_samples: int) -> "SamplingParams":
 
 
 def _chat_params(sampling: ChatSampling) -> "SamplingParams":
-    """vLLM itself takes a temperature of 0 for the likeliest token."""
+    """Build the parameters of a chat. vLLM itself takes the likeliest token at temperature 0."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

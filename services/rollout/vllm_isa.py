@@ -1,4 +1,4 @@
-"""A vLLM platform plug-in that names no platform: it makes vLLM choose its CPU kernels below the limits that PyTorch
+"""A vLLM platform plug-in that names no platform: it makes vLLM choose its CPU kernels within the limits that PyTorch
 and oneDNN are given (onbeat/local/hardware.py). vLLM itself looks at the processor only, and would compute with
 AVX-512 kernels beside a PyTorch that was told to stay with AVX2.
 

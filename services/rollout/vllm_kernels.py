@@ -1,5 +1,5 @@
-"""Kernels for vLLM on a CPU: RMS norm by vLLM's own, which it calls on GPUs only (one call in place of ten, for every
-layer), and the sampler of `cpu_sampling` in the place of its Gumbel-max.
+"""The kernels for vLLM on a CPU: vLLM's own RMS norm, which it calls on GPUs only (one call in place of ten, for every
+layer), and the sampler of `cpu_sampling` in place of its Gumbel-max.
 """
 
 import logging
@@ -18,7 +18,7 @@ SAMPLER = "fused_gumbel_argmax"  # (logits [B, V] float32, seeds [B]) -> tokens 
 
 
 def register() -> None:
-    """In every vLLM process; the engine's arguments (`ir_op_priority`) prefer them."""
+    """Register the kernels in a vLLM process; the engine's arguments (`ir_op_priority`) prefer them."""
     if not current_platform.is_cpu() or CPU_KERNELS in ir.ops.rms_norm.impls:
         return
     current_platform.import_kernels()

@@ -1,4 +1,4 @@
-"""What vLLM needs on each device: the right build of it, its engine arguments, its environment. Imports no vLLM."""
+"""The needs of vLLM on each device: the right build, engine arguments, environment. vLLM is not imported here."""
 
 import math
 import os
@@ -13,20 +13,20 @@ from onbeat.local.malloc import KEEP_FREED
 GIB = 1024**3
 
 PLATFORM_PLUGINS = "vllm.platform_plugins"  # entry points: an accelerator that vLLM itself does not know
-ASCEND_PLUGIN = "ascend"  # of vllm-ascend
+ASCEND_PLUGIN = "ascend"  # the entry point of vllm-ascend
 
 # Prompt blocks are shared between the responses of a group, even within one step. The default of 128 tokens shares
 # nothing of a short prompt; 32 is the least that the CPU's attention takes.
 CPU_BLOCK_TOKENS = 32
 
-CPU_KERNELS = "onbeat_cpu"  # what `vllm_kernels` registers
+CPU_KERNELS = "onbeat_cpu"  # the provider that `vllm_kernels` registers
 
-# The first that stamps each token with the version of the weights that it was sampled from.
+# The first release that stamps each token with the version of the weights that it was sampled from.
 MIN_VERSION = (0, 32)
 
 
 def check_vllm(device: str) -> None:
-    """Raises ValueError, with the remedy, unless an installed vLLM runs on this kind of device (cpu, cuda, npu)."""
+    """Check that an installed vLLM runs on this kind of device (cpu, cuda, npu). Raises ValueError, with the remedy."""
     installed = vllm_version()
     if installed is None:
         raise ValueError(f"vLLM is not installed here; install {lock_of(device)}")
@@ -59,7 +59,7 @@ def vllm_version() -> str | None:
 
 
 def is_cpu_build(installed: str) -> bool:
-    """By the rule that vLLM itself follows."""
+    """Apply the rule that vLLM itself follows."""
     return "cpu" in installed or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
 
 
@@ -75,9 +75,9 @@ def lock_of(device: str) -> str:
 def engine_arguments(
     device: str, *, kv_cache_gib: float = 1.0, tensor_parallel_size: int = 1, gpu_memory_utilization: float = 0.85
 ) -> dict[str, Any]:
-    """Those of vLLM's engine arguments that depend on the device.
+    """Return the engine arguments of vLLM that depend on the device.
 
-    kv_cache_gib: CPU only, where there is no memory of its own to take a share of.
+    kv_cache_gib: CPU only, which has no memory of its own to take a share of.
     gpu_memory_utilization: share of the memory of each CUDA or NPU device, for weights, activations and cache.
     """
     arguments: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size}
@@ -95,8 +95,8 @@ def engine_arguments(
         preferred = {operation: [CPU_KERNELS] for operation in ("rms_norm", "fused_add_rms_norm")}
         arguments["kernel_config"] = {"ir_op_priority": preferred}
         if tensor_parallel_size == 1:
-            # By this name, because "uni" is turned into "mp" on a CPU: a worker process, for which the engine core
-            # then waits by spinning, on a core that the worker or the trainer needs.
+            # It has to be this name, because "uni" is turned into "mp" on a CPU: a worker process, for which the
+            # engine core then waits by spinning, on a core that the worker or the trainer needs.
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments
 
@@ -104,9 +104,9 @@ def engine_arguments(
 def kv_cache_bytes(
     limit: int, model_config: Mapping[str, Any], dtype: str, max_model_len: int | None, max_num_seqs: int
 ) -> int:
-    """Return the cache of an engine on a CPU: room for all sequences at full length, `limit` at most.
+    """Return the bytes of an engine's cache on a CPU: all sequences at full length, `limit` at most.
 
-    `limit` also where the job or config.json does not say how long or wide they are.
+    It is `limit` also where the job or config.json does not say how long or wide they are.
 
     >>> smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
     >>> kv_cache_bytes(GIB, smollm2, "bfloat16", max_model_len=128, max_num_seqs=64)
@@ -118,17 +118,17 @@ def kv_cache_bytes(
     layers, heads, hidden = (model_config[name] for name in sizes)
     head_dim = model_config.get("head_dim") or hidden // heads
     width = 2 * layers * (model_config.get("num_key_value_heads") or heads) * head_dim  # keys and values
-    num_blocks = 1 + max_num_seqs * math.ceil(max_model_len / CPU_BLOCK_TOKENS)  # vLLM itself takes one
+    num_blocks = 1 + max_num_seqs * math.ceil(max_model_len / CPU_BLOCK_TOKENS)  # vLLM itself takes one block
     return min(limit, num_blocks * CPU_BLOCK_TOKENS * width * (4 if dtype == "float32" else 2))
 
 
 def engine_environment(
     device: str, present: Mapping[str, str], *, cpu_cores: str | None = None, tensor_parallel_size: int = 1
 ) -> dict[str, str | None]:
-    """Variables to set before vLLM is imported; None: to unset.
+    """Return the variables to set before vLLM is imported; None: to unset.
 
-    cpu_cores: CPU only; `0-3`, or one list per rank of tensor parallelism: `0-1|2-3`. One list is shared out. None: all
-        that this process may use.
+    cpu_cores: CPU only; `0-3`, or one list per rank of tensor parallelism: `0-1|2-3`. One list is divided among them.
+        None: all cores that this process may use.
     """
     environment: dict[str, str | None] = {
         "HF_HUB_OFFLINE": "1",
@@ -151,7 +151,7 @@ def engine_environment(
 
 
 def openmp_environment(cores: Sequence[int], quota: float) -> dict[str, str | None]:
-    """One thread per core, free to move between these cores; no more threads than a container's limit of CPUs.
+    """Ask for one thread per core, free to move between these cores, but no more than a container's limit of CPUs.
 
     >>> openmp_environment([0, 1, 2, 3], quota=2.5)
     {'OMP_NUM_THREADS': '2', 'OMP_PLACES': '{0,1,2,3}', 'OMP_PROC_BIND': 'true'}
@@ -164,7 +164,8 @@ def openmp_environment(cores: Sequence[int], quota: float) -> dict[str, str | No
 
 
 def cores_per_rank(cores: str, num_ranks: int) -> str:
-    """
+    """Divide one list of cores among the ranks; lists per rank stay as they are.
+
     >>> cores_per_rank("0-3", num_ranks=2)
     '0-1|2-3'
     """

@@ -1,7 +1,8 @@
-"""Checks a safetensors file against the checkpoint an engine was started on, by headers alone, and groups its names.
+"""The check of a safetensors file against the checkpoint an engine was started on, by headers alone, and the grouping
+of tensor names into modules.
 
-Loaders of both engines fill what they are given and keep the rest: a file that lacks a tensor would silently mix two
-policies. So a file must hold exactly the tensors of the checkpoint before an engine touches a single weight.
+The loaders of both engines load what they are given and keep the rest: a file that lacks a tensor would silently mix
+two policies. So a file must hold exactly the tensors of the checkpoint before an engine touches a single weight.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ class BadWeightFile(Exception):
 
 
 def read_shapes(weights_file: Path) -> TensorShapes:
-    """Names and shapes in a safetensors file. Raises BadWeightFile if it is missing or broken."""
+    """Return the names and shapes in a safetensors file. Raises BadWeightFile if it is missing or broken."""
     try:
         with safe_open(weights_file, framework="pt") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -31,7 +32,7 @@ def read_shapes(weights_file: Path) -> TensorShapes:
 
 
 def read_checkpoint_shapes(model_dir: Path) -> TensorShapes:
-    """Names and shapes of a whole HF checkpoint, sharded or not."""
+    """Return the names and shapes of a whole HF checkpoint, sharded or not."""
     shapes: TensorShapes = {}
     for shard in sorted(model_dir.glob("*.safetensors")):
         shapes |= read_shapes(shard)
@@ -41,9 +42,9 @@ def read_checkpoint_shapes(model_dir: Path) -> TensorShapes:
 
 
 def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bool) -> set[str]:
-    """The names in the file. Raises BadWeightFile unless it holds exactly the `expected` tensors (dtypes may differ).
+    """Return the names in the file. Raises BadWeightFile unless it holds exactly the `expected` tensors.
 
-    A tied model's own output head, which no engine reads, may be there or not.
+    Dtypes may differ. A tied model's own output head, which no engine reads, may be there or not.
     """
     found = read_shapes(weights_file)
     ignored = {LM_HEAD_WEIGHT} if is_tied else set()
@@ -61,15 +62,15 @@ def check_weight_file(weights_file: Path, expected: TensorShapes, *, is_tied: bo
 
 
 def whole_modules(changed: Iterable[str], names: Iterable[str]) -> set[str]:
-    """`changed` and their siblings among `names`: engines fuse q/k/v, gate/up and experts, and reload a fused layer as
-    a whole. E.g. `model.layers.3.self_attn.q_proj.weight` brings all of `model.layers.3.self_attn`.
+    """Return `changed` and their siblings among `names`: engines fuse q/k/v, gate/up and experts, and reload a fused
+    layer as a whole. E.g. `model.layers.3.self_attn.q_proj.weight` adds all of `model.layers.3.self_attn`.
     """
     groups = {_fusion_group(name) for name in changed}
     return {name for name in names if _fusion_group(name) in groups}
 
 
 def names_to_load(served: Manifest | None, manifest: Manifest) -> set[str]:
-    """What differs from what is served, by whole modules; everything if nothing is."""
+    """Return the tensors that differ from the served version, by whole modules; all of them if none is served."""
     names = {tensor.name for tensor in manifest.tensors}
     if served is None:
         return names
@@ -78,8 +79,8 @@ def names_to_load(served: Manifest | None, manifest: Manifest) -> set[str]:
 
 
 def _fusion_group(name: str) -> str:
-    """What a tensor may be fused within: all experts of a layer, else the parent of its module, but the module alone
-    outside the numbered layers.
+    """Return the module that a tensor may be fused within: all experts of a layer, else the parent of its module, but
+    the module alone outside the numbered layers.
 
     model.layers.3.mlp.experts.7.up_proj.weight  ->  model.layers.3.mlp.experts
     model.layers.3.self_attn.q_proj.weight       ->  model.layers.3.self_attn

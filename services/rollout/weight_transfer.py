@@ -1,8 +1,8 @@
-"""vLLM plug-in: loads tensors of a policy's safetensors file into the model inside a vLLM worker process.
+"""A vLLM plug-in that loads tensors of a policy's safetensors file into the model inside a vLLM worker process.
 
-It is reached only through the `vllm.general_plugins` entry point, because workers are separate processes. The file is
-checked before it gets here (weight_file); what is done here is the loading, and the repair of what vLLM packs on a CPU:
-tied output heads and experts. It also ends vLLM's processes when ours is killed.
+It is reached only through the `vllm.general_plugins` entry point, because workers are separate processes. The file has
+been checked before (weight_file); this module loads it, and repairs what vLLM packs on a CPU: tied output heads and
+experts. It also ends vLLM's processes when ours is killed.
 """
 
 import logging
@@ -31,25 +31,25 @@ from services.rollout import vllm_kernels
 
 BACKEND = "onbeat_safetensors"
 
-# For the engine core to end its workers after the process that started it has died.
+# Seconds that the engine core has to end its workers after its parent process has died.
 EXIT_GRACE_S = 10.0
 
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: a file has no peer."""
+    """An empty message: a file has no peer to agree with."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
     weights_file: str  # absolute path of a safetensors file that the worker can read, HF names
-    names: list[str] | None = None  # of the tensors to load; None is all of the file
+    names: list[str] | None = None  # the tensors to load; None: all of the file
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """start -> receive (whole modules over all calls) -> finish. What is never named keeps its weights.
+    """An update is start -> receive (whole modules over all calls) -> finish. Tensors never named keep their values.
 
-    After a failure in between, nothing may be generated before an update of all tensors has succeeded. Its start closes
+    After a failure in between, nothing may be generated until an update of all tensors has succeeded. Its start closes
     the failed one: then every layer is whole again, and only its weights are meaningless.
     """
 
@@ -58,13 +58,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     supports_draft_weight_update = False
     _file: tuple[str, Any] | None = None  # path and open file of an update that has touched layers
     _has_given_back = False
-    _expert_kernels: dict[Any, Any]  # by vLLM's method of the layer, while an update may replace them
+    _expert_kernels: dict[Any, Any]  # keyed by the layer's vLLM method, while an update may replace them
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        self.finish_weight_update()  # of an update that failed half way, if one did
+        self.finish_weight_update()  # closes an update that failed half way, if there is one
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         tensors = self._open(update_info.weights_file)
@@ -73,7 +73,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.model.load_weights((name, tensors.get_tensor(name)) for name in names)
 
     def _open(self, weights_file: str) -> Any:
-        """The layers are touched only when there is a file to load; its header is read once per update."""
+        """Return the open file. The first call of an update reads its header, and only then touches the layers."""
         if self._file is None:
             file = safe_open(weights_file, framework="pt")
             initialize_layerwise_reload(self.model)
@@ -94,7 +94,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self.model_config.hf_text_config.tie_word_embeddings:
             self._share_packed_embedding()
         self._file = None
-        if not self._has_given_back:  # what vLLM took to start, for importing, loading and profiling
+        if not self._has_given_back:  # the memory that vLLM took to import, load and profile
             give_back_freed()
             self._has_given_back = True
 
@@ -111,8 +111,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return kernels
 
     def _share_packed_embedding(self) -> None:
-        """On the CPU a layer computes with a packed copy of its weight, made when its weight is loaded. A tied head's
-        weight is loaded as the embedding's, which packs it and never uses that copy: the head takes it.
+        """Give a tied head the embedding's packed weight. On the CPU a layer computes with a packed copy of its weight,
+        made when the weight is loaded. A tied head's weight is loaded as the embedding's, which never uses its copy.
         """
         embeddings = [module for module in self.model.modules() if isinstance(module, VocabParallelEmbedding)]
         heads = [module for module in embeddings if isinstance(module, ParallelLMHead)]
@@ -126,20 +126,20 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 
 def register() -> None:
-    """Entry point, called once or more in every vLLM process."""
+    """Register with vLLM. This entry point is called once or more in every vLLM process."""
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
     ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.vllm_mixtral:MixtralForCausalLM")
     vllm_kernels.register()
-    # It warns at every load of layers that a checkpoint never holds (rotary tables, tied heads).
+    # This logger warns at every load about layers that no checkpoint holds (rotary tables, tied heads).
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     if multiprocessing.current_process().name.startswith("EngineCore"):
         threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """vLLM's workers follow their engine core, but the core outlives a killed parent and would keep the device."""
+    """End this engine core with its parent: it would outlive a killed one and keep the device. Workers follow it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

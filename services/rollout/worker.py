@@ -1,4 +1,4 @@
-"""The rollout replica: find a running job of the pool, serve it, repeat. Holds nothing that another replica needs."""
+"""The rollout replica: it finds a running job of the pool, serves it, and repeats. No other replica depends on it."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 FIND_JOB_S = 0.5
 HEARTBEAT_S = 2.0
-STATE_CHECK_S = 0.1  # a change of state is told this soon
-MOVE_CHECK_S = 15.0  # twice in a row the same move must be due
+STATE_CHECK_S = 0.1  # a change of state is reported this soon
+MOVE_CHECK_S = 15.0  # a move has to be due at two checks in a row
 FAREWELL_DEADLINE_S = 5.0
 
 
@@ -40,12 +40,12 @@ class Worker:
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._stopping = asyncio.Event()
         self._session: Session | None = None
-        self._left_alone: set[str] = set()  # jobs, each with a sentence in the log
+        self._left_alone: set[str] = set()  # jobs that are not served, each logged once
 
     async def run(self) -> None:
-        """Until `stop` is called. Raises what this process cannot cure: redis' errors, EngineBroken, ..."""
+        """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
         try:
-            await self._ledger.heartbeat(self._settings.pool, self._record())  # before others choose their jobs
+            await self._ledger.heartbeat(self._settings.pool, self._record())  # others count it when they choose
             await forget_old_rollouts(self._ledger, self._settings.pool)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work) for work in (self._send_heartbeats(), self._move_if_needed())]
@@ -56,7 +56,7 @@ class Worker:
             await self._say_farewell()
 
     def stop(self) -> None:
-        """Finish what is in flight, then end; called again, end at once."""
+        """Finish what is in flight, then end; when called again, end at once."""
         logger.info("asked to stop")
         self._stopping.set()
         if self._session is not None:
@@ -94,7 +94,7 @@ class Worker:
         return Session(self._settings, self._ledger, job.job_id, job.config, *factories)
 
     async def _move_if_needed(self) -> None:
-        """Leave a job for one that has no rollout, when nobody else is about to go there."""
+        """Leave the job for one that has no rollout, once `find_move` has returned it twice in a row."""
         due_before = None
         while True:
             await asyncio.sleep(MOVE_CHECK_S)
@@ -107,7 +107,7 @@ class Worker:
             due_before = due
 
     async def _candidates(self) -> list[Candidate]:
-        """Jobs of the pool that can be served, the oldest first."""
+        """Return the pool's jobs that can be served, oldest first."""
         found = []
         for job_id in await self._ledger.lists.started():
             try:
@@ -155,7 +155,7 @@ class Worker:
         stopping.cancel()
 
     async def _send_heartbeats(self) -> None:
-        """Every two seconds, and at every change."""
+        """Send a heartbeat every HEARTBEAT_S and at every change."""
         last, last_sent = None, 0.0
         while True:
             record = self._record()

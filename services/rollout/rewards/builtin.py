@@ -1,4 +1,4 @@
-"""The rewards that come with Onbeat. Heavy imports are inside: a scoring process pays only for what it uses."""
+"""The rewards that come with Onbeat. Heavy imports are inside them: a scoring process pays only for what it uses."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ Context = dict[str, Any]
 
 
 def exact(response: str, context: Context, *, ignore_case: bool = False) -> float:
-    """1 if the response is the answer, up to white space.
+    """Return 1 if the response is the answer, up to white space, else 0.
 
     >>> exact(" 4  apples", {"answer": "4 apples"})
     1.0
@@ -23,7 +23,7 @@ def exact(response: str, context: Context, *, ignore_case: bool = False) -> floa
 
 
 def regex(response: str, context: Context, *, pattern: str) -> float:
-    """1 if the pattern's last match captures the answer; a pattern without a group only has to match somewhere.
+    """Return 1 if the pattern's last match captures the answer; a pattern without a group only has to match somewhere.
 
     >>> regex("so x = 3, no: x = 4", {"answer": "4"}, pattern=r"x = (\\d+)")
     1.0
@@ -37,7 +37,7 @@ def regex(response: str, context: Context, *, pattern: str) -> float:
 
 
 def math(response: str, context: Context) -> float:
-    """1 if the mathematical answer in the response equals the expected one: fractions, LaTeX, sets, intervals.
+    """Return 1 if the mathematical answer in the response equals the expected one: fractions, LaTeX, sets, intervals.
 
     >>> math("The answer is $\\\\boxed{0.5}$", {"answer": "1/2"})
     1.0
@@ -53,7 +53,7 @@ def math(response: str, context: Context) -> float:
 
 
 def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None = None) -> float:
-    """What the task's own scorer says of the answer.
+    """Return the score that the task's own scorer gives the answer.
 
     `answer_pattern`: its last match in the response (its first group, if it has one) is the answer, no match scores 0;
     without a pattern the whole response is the answer.
@@ -69,14 +69,14 @@ def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None
 
 
 def scorer_and_entry(context: Context) -> tuple[Any, dict[str, Any]]:
-    """The task's scorer, and the entry that it made: JSON has turned tuples into lists, and arc_agi minds."""
+    """Return the task's scorer and the entry as it made it: JSON turns tuples into lists, which matters to arc_agi."""
     options = json.dumps(context.get("options") or {}, sort_keys=True)
     told = {name: context[name] for name in ("question", "answer", "metadata")}
     if "index" not in context:
         return task_dataset(context["task"], options, seed=0, size=1), told
     dataset = task_dataset(context["task"], options, context["seed"], context["size"])
     made = task_entry(dataset, context["index"])
-    is_same = made["question"] == told["question"]  # not with another version of reasoning_gym
+    is_same = made["question"] == told["question"]  # another version of reasoning_gym may make another
     return dataset, made if is_same else told
 
 

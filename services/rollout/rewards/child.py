@@ -1,6 +1,6 @@
-"""`python -m services.rollout.rewards.child TIMEOUT_S MEMORY_MB`: scores responses for the pool that started it.
+"""`python -m services.rollout.rewards.child TIMEOUT_S MEMORY_MB` scores responses for the pool that started it.
 
-JSON lines, one request on stdin, several answers on stdout, each with the request's number:
+It speaks JSON lines: one request on stdin, several answers on stdout, each with the request's number.
 
     -> {"request": 7, "reward": "exact", "options": {}, "context": {"answer": "4"}, "responses": ["4", "5"]}
     <- {"request": 7, "step": "loaded"}                 the reward is imported, from now on lines have a deadline
@@ -8,7 +8,7 @@ JSON lines, one request on stdin, several answers on stdout, each with the reque
     <- {"request": 7, "step": "failed", "position": 1, "kind": "raised", "message": "..."}   ends the request
     <- {"request": 7, "step": "worn"}                   ends it, too: score the rest elsewhere
 
-Wall-clock time is the parent's business: it kills.
+The parent limits wall-clock time: it kills this process.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class InvalidReward(Exception):
-    """A reward returned something that is no number, or one out of bounds."""
+    """A reward returned something that is not a number, or a number out of bounds."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def take_protocol_streams() -> tuple[TextIO, TextIO]:
-    """Keep stdin and stdout for the protocol; what user code reads is empty, what it prints goes to stderr."""
+    """Keep stdin and stdout for the protocol: user code reads an empty stdin, and what it prints goes to stderr."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -52,18 +52,18 @@ def take_protocol_streams() -> tuple[TextIO, TextIO]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies; elsewhere than on Linux the end of stdin has to do."""
+    """Ask the kernel for SIGKILL when the parent dies. Outside Linux only the end of stdin ends this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Scorer:
-    """Answers requests, one after the other, each response within its CPU time."""
+    """A scorer answers requests one after the other, each response within its CPU time."""
 
     def __init__(self, limits: Limits, budget: CpuBudget, answers: TextIO) -> None:
         self._limits, self._budget, self._answers = limits, budget, answers
-        self._request = 0  # number of the one that is answered
-        self._is_new = True  # has scored nothing yet: never worn, or nobody would ever score anything
+        self._request = 0  # number of the current request
+        self._is_new = True  # a process that has scored nothing is never worn, or nothing would be scored
 
     def answer(self, request: dict[str, Any]) -> None:
         self._request, position, kind = request["request"], 0, "load"
@@ -98,7 +98,7 @@ def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dic
     if "reward" not in parts:
         raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(parts)}")
     for name, value in parts.items():
-        if str(name).encode(errors="replace").decode() != str(name):  # half of a surrogate pair, which no JSON carries
+        if str(name).encode(errors="replace").decode() != str(name):  # half a surrogate pair, which JSON cannot hold
             raise InvalidReward(f"the part named {name!a} has a name that is no text")
         if not isinstance(value, numbers.Real) or not -MAX_REWARD <= value <= MAX_REWARD:
             raise InvalidReward(f"{name} is {value!r}, not a number from -{MAX_REWARD} to {MAX_REWARD}")

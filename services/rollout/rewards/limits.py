@@ -1,6 +1,6 @@
-"""What a scoring process may use: all limits in one place. docs/rewards.md says what they do and do not contain.
+"""The limits of a scoring process, all in one place. docs/rewards.md says what they do and do not contain.
 
-The process sets them on itself before it imports the reward; whatever the reward starts inherits them.
+The process sets them on itself before it imports the reward; processes that the reward starts inherit them.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ from pathlib import Path
 MEBIBYTE = 1 << 20
 
 LOAD_S = 120.0  # start of Python and import of the reward: not counted as scoring
-RESPONSES_PER_LIFE = 20  # that use up all their time; a process that has spent so much CPU time is replaced
+RESPONSES_PER_LIFE = 20  # responses that use up all their time: after their CPU time a process is replaced
 MAX_FILE_BYTES = 256 * MEBIBYTE  # of one file
 MAX_OPEN_FILES = 256
 NICENESS = 5  # the engine goes first
-MOST_EXPENDABLE = "1000"  # for the kernel's out-of-memory killer: rather this process than the engine
+MOST_EXPENDABLE = "1000"  # the kernel's out-of-memory killer takes this process rather than the engine
 MAX_ANSWER_BYTES = MEBIBYTE  # of one line of a scoring process, or of one answer of a service
-MAX_MESSAGE = 500  # characters of an error: rewards and services write it
-MAX_OUTPUT_BYTES = 4 * MEBIBYTE  # printed while scoring one response; the parent reads it and kills
+MAX_MESSAGE = 500  # characters of an error message, which rewards and services write
+MAX_OUTPUT_BYTES = 4 * MEBIBYTE  # bytes printed while scoring one response; the parent kills a process that prints more
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process. `timeout_s` is for one response: of the parent's clock, and of CPU time plus a second."""
+    """The limits of one process. `timeout_s` is for one response: by the parent's clock, and CPU time plus a second."""
 
     timeout_s: float
     memory_mb: int
@@ -49,7 +49,7 @@ class Limits:
 
 
 def restrict_this_process(limits: Limits) -> None:
-    """For good: all but CPU time, which is granted bit by bit (see CpuBudget)."""
+    """Set all limits for good, but for CPU time, which is granted bit by bit (see CpuBudget)."""
     memory_bytes = limits.memory_mb * MEBIBYTE
     for kind, most in {
         resource.RLIMIT_AS: memory_bytes,
@@ -60,15 +60,15 @@ def restrict_this_process(limits: Limits) -> None:
         lower_limit(kind, most, most)
     os.nice(NICENESS)
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a /proc that is read-only: then the kernel chooses by size
+        with contextlib.suppress(OSError):  # /proc may be read-only: then the kernel chooses by size
             Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
 
 
 class CpuBudget:
-    """CPU time of this process. The kernel counts from its start, but it scores many responses: so the soft limit moves
-    on with each of them, and the hard limit, which cannot be raised again, ends its life.
+    """The CPU time of this process. The kernel counts it from the process's start, but a process scores many responses:
+    so the soft limit moves on with each of them, and the hard limit, which cannot be raised again, ends its life.
 
-    At the soft limit the kernel sends SIGXCPU, which kills; who ignores it is killed at the hard limit.
+    At the soft limit the kernel sends SIGXCPU, which kills; a process that ignores it is killed at the hard limit.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -77,7 +77,7 @@ class CpuBudget:
 
     @property
     def is_worn(self) -> bool:
-        """What is left may not suffice for one more response."""
+        """The CPU time that is left may not suffice for one more response."""
         return time.process_time() + self._response_s > self._life_s
 
     def grant(self, seconds: float) -> None:
@@ -85,7 +85,7 @@ class CpuBudget:
 
 
 def lower_limit(kind: int, soft: int, hard: int) -> None:
-    """A hard limit that somebody set before may only get lower."""
+    """Set a limit. A hard limit that was set before may only get lower."""
     _, ceiling = resource.getrlimit(kind)
     if ceiling != resource.RLIM_INFINITY:
         hard = min(hard, ceiling)

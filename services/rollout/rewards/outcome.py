@@ -1,4 +1,4 @@
-"""What scoring a group comes to: a score, a failure of the infrastructure, or a no from the reward itself."""
+"""The outcomes of scoring a group: a score, a failure of the infrastructure, or a refusal by the reward itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ class Score:
 
 
 class RewardError(Exception):
-    """No score. `kind` names the reason in metrics and messages; what is done about it follows from the type alone.
+    """There is no score. `kind` names the reason in metrics and messages; the handling follows from the type alone.
 
-    `index`: of the response that has none; None if it is the whole group's failure. `is_final`: asking again would
-    bring the same answer.
+    `index`: of the response that has none; None if the whole group failed. `is_final`: asking again would bring the
+    same answer.
     """
 
     def __init__(self, kind: str, message: str, index: int | None = None, *, is_final: bool = False) -> None:
@@ -48,12 +48,12 @@ class RewardError(Exception):
 
 
 class RewardRefused(RewardError):
-    """The reward itself says no: it raised, returned nonsense, cannot be loaded. Other rollouts would hear the same."""
+    """The reward itself refused: it raised, returned nonsense, cannot be loaded. Other rollouts would get the same."""
 
 
 class RewardUnavailable(RewardError):
-    """The reward did not get to say anything: crashed, killed, out of time or memory, not reachable. Says nothing about
-    the group. `retry_after_s`: no use trying before."""
+    """The reward gave no answer: it crashed, was killed, ran out of time or memory, or was not reachable. This says
+    nothing about the group. `retry_after_s`: a retry before that is useless."""
 
     def __init__(self, kind: str, message: str, index: int | None = None, *, retry_after_s: float = 0.0) -> None:
         super().__init__(kind, message, index)
@@ -61,16 +61,16 @@ class RewardUnavailable(RewardError):
 
 
 class ServiceMissing(RewardUnavailable):
-    """This rollout was not told where the service is."""
+    """The service is missing in this rollout's settings."""
 
 
 class RewardSource(Protocol):
-    """Where scores come from: a scoring process or a service."""
+    """A source of scores: a scoring process or a service."""
 
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
-        """One try: put the scores of the responses at `indexes` into `scores`, at least one. Raises RewardError.
+        """Try once: put the scores of the responses at `indexes` into `scores`, at least one. Raises RewardError.
 
-        `deadline`, of the event loop's clock: the caller cancels soon after it.
+        `deadline` is on the event loop's clock; the caller cancels soon after it.
         """

@@ -1,4 +1,6 @@
-"""Scoring processes, started on first use and kept warm. A reward may hang or crash: only its process dies."""
+"""A pool of scoring processes, started on first use and kept warm. A reward that hangs or crashes takes only its own
+process with it.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from services.rollout.rewards.process import RewardProcess
 
 
 class RewardPool:
-    """At most `num_processes` at a time; further requests wait their turn."""
+    """A pool of at most `num_processes` at a time; further requests wait their turn."""
 
     def __init__(self, num_processes: int) -> None:
         self._turns = asyncio.Semaphore(num_processes)
@@ -18,8 +20,8 @@ class RewardPool:
     async def score(
         self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score], deadline: float
     ) -> None:
-        """See RewardSource. May leave out the last responses, when a process has reached the end of its life. Leaves
-        the deadline to the caller."""
+        """Try once; see RewardSource. The last responses may be left out, when a process has reached the end of its
+        life. The caller enforces the deadline."""
         async with self._turns:
             process = await self._take(Limits(request.timeout_s, request.memory_limit_mb))
             is_reusable = False
@@ -29,7 +31,7 @@ class RewardPool:
             except RewardRefused:  # the process is as good as before
                 is_reusable = True
                 raise
-            finally:  # a cancelled request leaves a process in mid-sentence: that one goes, too
+            finally:  # a cancelled request leaves a process half way: that one is killed, too
                 if is_reusable and process.is_alive:
                     self._idle.append(process)
                 else:
@@ -44,6 +46,6 @@ class RewardPool:
         return await RewardProcess.start(limits)
 
     async def close(self) -> None:
-        """Kill the idle ones; those at work are killed with the tasks that wait for them."""
+        """Kill idle processes; those at work are killed with the tasks that wait for them."""
         while self._idle:
             await self._idle.pop().kill()

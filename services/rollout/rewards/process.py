@@ -1,4 +1,4 @@
-"""One scoring process: started, spoken to in JSON lines (see child.py), and killed without mercy."""
+"""A scoring process: it is started, spoken to in JSON lines (see child.py), and killed with SIGKILL."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from services.rollout.rewards.outcome import (
 )
 
 STDERR_TAIL_BYTES = 2000
-END_S = 1.0  # a killed process is gone and its last words are read, or nobody waits any longer
+END_S = 1.0  # how long to wait until a killed process is gone and its last output is read
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 
 class Answer(BaseModel):
-    """A line of the process. Checked as if a stranger had written it: a reward may have."""
+    """A line from the process. It is checked like untrusted input, because a reward may have written it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ ANSWER: TypeAdapter[Loaded | Scored | Failed | Worn] = TypeAdapter(
 
 
 class RewardProcess:
-    """Leads its own session, so that killing its group takes along what the reward may have started."""
+    """A process that leads its own session, so that killing its group also kills what the reward may have started."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
         assert process.stdin is not None
@@ -78,7 +78,7 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, limits: Limits) -> "RewardProcess":
-        """The settings of this service, its Redis password among them, stay behind. Raises RewardUnavailable."""
+        """Start a process without this service's settings, such as its Redis password. Raises RewardUnavailable."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
         try:
             process = await asyncio.create_subprocess_exec(
@@ -90,7 +90,7 @@ class RewardProcess:
                 limit=MAX_ANSWER_BYTES,
                 start_new_session=True,
             )
-        except OSError as error:  # no memory, no process numbers left
+        except OSError as error:  # no memory or no process numbers are left
             raise RewardUnavailable("crashed", f"no scoring process could be started: {error}") from error
         return cls(process, limits)
 
@@ -100,7 +100,7 @@ class RewardProcess:
 
     async def score(self, request: RewardRequest, indexes: Sequence[int], scores: dict[int, Score]) -> None:
         """Score the responses at `indexes` into `scores`, at least one; fewer than all when the process is worn out and
-        has to be replaced. Raises RewardError at the first that has no score."""
+        has to be replaced. Raises RewardError at the first response that has no score."""
         self._num_requests += 1
         message = {
             "request": self._num_requests,
@@ -166,7 +166,7 @@ class RewardProcess:
         return RewardUnavailable("crashed", f"the scoring process {how}{last_words}", index)
 
     async def _read_stderr(self, stderr: asyncio.StreamReader) -> None:
-        """Keep its end for the error message; a flood is not read to its end."""
+        """Keep the end of stderr for the error message; kill a process that prints more than MAX_OUTPUT_BYTES."""
         while chunk := await stderr.read(1 << 16):
             self._stderr_tail = (self._stderr_tail + chunk)[-STDERR_TAIL_BYTES:]
             self._num_printed += len(chunk)
@@ -175,7 +175,7 @@ class RewardProcess:
                 return
 
     async def kill(self) -> None:
-        """SIGKILL to the whole group. Returns when the process is gone, or after END_S; safe to call twice.
+        """Send SIGKILL to the whole group. Returns when the process is gone, or after END_S; safe to call twice.
 
         A process that has left the group may hold the pipes open, and wait() may then wait for that one, too.
         """
@@ -194,5 +194,6 @@ class RewardProcess:
 
 
 def out_of_step(index: int) -> RewardUnavailable:
-    """Not the answer to what was asked: the reward found the protocol's stream, or forked and came back twice."""
+    """Return the error for an answer to no request: the reward found the protocol's stream, or forked and returned
+    twice."""
     return RewardUnavailable("crashed", "the reward wrote into the protocol, or forked and returned twice", index)

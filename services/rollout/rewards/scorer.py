@@ -1,4 +1,4 @@
-"""Scores groups, by a scoring process or a service, as often as the job allows and as long as the group has time."""
+"""A scorer of groups: it tries a scoring process or a service as often as the job allows and the group has time."""
 
 import asyncio
 import logging
@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 HTTP = "http"  # the reward that is a service
 FIRST_PAUSE_S = 0.5  # longest pause after the first failure, doubled after each further one
 LONGEST_PAUSE_S = 20.0
-LAST_MOMENT_S = 0.5  # of a group's time: a call that would take it ends as a failure, before it is cancelled
+LAST_MOMENT_S = 0.5  # a call fails this long before the group's deadline, before it would be cancelled
 
 
 class Scorer:
-    """`num_processes`: groups scored concurrently by scoring processes. `services`: by name, for the reward http."""
+    """The scorer of a rollout. `num_processes`: groups that scoring processes score concurrently. `services`: by name,
+    for the reward http."""
 
     def __init__(self, num_processes: int, services: Mapping[str, RewardServiceSettings], worker_id: str) -> None:
         self._worker_id = worker_id
@@ -37,7 +38,7 @@ class Scorer:
         self._services = {name: RewardService(name, settings) for name, settings in services.items()}
 
     def source(self, name: str, options: dict[str, object]) -> RewardSource:
-        """Raises ServiceMissing, best before anything is generated."""
+        """Return the source of a reward. Raises ServiceMissing: call this before anything is generated in vain."""
         if name != HTTP:
             return self._pool
         service = options.get("service")
@@ -51,7 +52,7 @@ class Scorer:
         """Return one score per response, in order. Raises RewardError once a response has failed `max_attempts` times,
         or when the next try would begin after the deadline (of the event loop's clock).
 
-        A call that does not reach its service is no try of a response: it is repeated until the deadline.
+        A call that does not reach its service does not count as an attempt: it is repeated until the deadline.
         """
         deadline -= LAST_MOMENT_S
         source, now = self.source(request.name, request.options), asyncio.get_running_loop().time
@@ -81,9 +82,9 @@ class Scorer:
 
 
 def pause_after(error: RewardError, num_failures: int) -> float:
-    """Return the seconds until the next try: what the service asked for, and a random time up to a bound that doubles.
+    """Return the retry delay in seconds: what the service asked for, plus a random time up to a bound that doubles.
 
-    It is random so that many rollouts do not come back at once.
+    The time is random so that many rollouts do not come back at once.
     """
     longest_s = min(FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), LONGEST_PAUSE_S)
     asked_s = error.retry_after_s if isinstance(error, RewardUnavailable) else 0.0

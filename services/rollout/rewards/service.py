@@ -1,4 +1,4 @@
-"""A reward behind HTTP: one POST scores a group. Where it is comes from the operator's settings, never from a job.
+"""A reward behind HTTP: one POST scores a group. Its address comes from the operator's settings, never from a job.
 
 -> {"service": "judge", "options": {}, "context": {"question": ..., "answer": ...}, "responses": ["4", "5"]}
 <- {"scores": [1.0, {"reward": 0.5, "format": 1.0}]}       one per response, in order: a number, or with its parts
@@ -19,8 +19,8 @@ from services.rollout.rewards.outcome import UNREACHABLE, Number, RewardRefused,
 from services.rollout.settings import RewardServiceSettings
 
 CONNECT_S = 5.0
-MAX_RETRY_AFTER_S = 60.0  # a service that asks for more is asked again after so long
-BUSY_STATUSES = {408, 425, 429}  # come back later: no word about the request
+MAX_RETRY_AFTER_S = 60.0  # a longer Retry-After is cut to this
+BUSY_STATUSES = {408, 425, 429}  # try again later: they say nothing about the request
 
 
 class ServiceAnswer(BaseModel):
@@ -28,7 +28,7 @@ class ServiceAnswer(BaseModel):
 
 
 class RewardService:
-    """See RewardSource. All responses of a call are scored together, within `timeout_s` for each of them."""
+    """A RewardSource over HTTP. All responses of a call are scored together, within `timeout_s` for each of them."""
 
     def __init__(self, name: str, settings: RewardServiceSettings) -> None:
         self._name, self._settings = name, settings
@@ -52,7 +52,7 @@ class RewardService:
         await self._client.aclose()
 
     async def _post(self, request: RewardRequest, responses: list[str], limit_s: float) -> bytes:
-        """The body of the answer. Raises RewardUnavailable, or RewardRefused when it refuses the request as such."""
+        """Return the answer's body. Raises RewardUnavailable, or RewardRefused when the service refuses the request."""
         options = {name: value for name, value in request.options.items() if name != "service"}
         body = {"service": self._name, "options": options, "context": request.context, "responses": responses}
         try:
@@ -80,7 +80,7 @@ class RewardService:
         if path is not None:
             where = f"bearer_token_file of service {self._name} in ONBEAT_REWARD_SERVICES"
             try:
-                token = path.read_bytes().strip()  # each time: tokens are renewed
+                token = path.read_bytes().strip()  # read each time, because tokens are renewed
             except OSError as error:
                 raise RewardUnavailable(UNREACHABLE, f"{where}: {error}") from error
             if not re.fullmatch(rb"[!-~]+", token):  # httpx would quote it
@@ -112,12 +112,12 @@ class RewardService:
 
 
 def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]:
-    """Raises RewardRefused for anything but one score per response."""
+    """Parse one score per response. Raises RewardRefused for anything else."""
     try:
         answer = ServiceAnswer.model_validate_json(content)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        deepest = max(errors, key=lambda found: len(found["loc"]))  # of a mapping, not that it is no number
+        deepest = max(errors, key=lambda found: len(found["loc"]))  # the error inside a mapping
         where = ".".join(map(str, ("answer", *deepest["loc"])))
         raise RewardRefused("invalid", f"service {service}: {where}: {deepest['msg']}") from error
     if len(answer.scores) != num_responses:
@@ -133,7 +133,7 @@ def read_scores(service: str, content: bytes, num_responses: int) -> list[Score]
 
 
 def read_retry_after(answer: httpx.Response) -> float:
-    """Seconds; the header holds seconds or a date, or is not there, or nonsense."""
+    """Return the seconds of the header, which holds seconds or a date; 0 when it is absent or nonsense."""
     text = answer.headers.get("Retry-After", "")
     try:
         seconds = float(text) if text.isdecimal() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
