@@ -1,4 +1,4 @@
-"""What Redis' append-only file costs: accepted groups per second and latency of one, for each `appendfsync`.
+"""The cost of Redis' append-only file: accepted groups per second and latency of one, for each `appendfsync`.
 
 `always` loses nothing that was answered, even when the machine loses power; `everysec` up to a second then; neither
 loses anything when only the Redis process dies, because what it has written is in the kernel's hands. `no file` is the

@@ -1,4 +1,4 @@
-"""Which architectures of the installed transformers are trained right, and how: packed, not packed, or refused.
+"""A check of the installed transformers' architectures: are they trained right, and packed, not packed, or refused?
 
 Every row is a tiny random model in a folder, as a job would name it. The trainer decides as for a job (`packing.py`)
 and loads the model; its log-probabilities and gradient are then compared with those of transformers' own model, one
@@ -6,7 +6,7 @@ sequence at a time, and so are the logits of a model that is loaded from what th
 
     python benchmarks/architectures.py                all rows, into benchmarks/results/architectures.json
     python benchmarks/architectures.py 40 80          rows 40 to 79, into the same file
-    python benchmarks/architectures.py gemma2 falcon  rows whose names begin so, shown and not kept
+    python benchmarks/architectures.py gemma2 falcon  rows whose names begin with one of these, shown and not kept
 """
 
 import json
@@ -39,7 +39,7 @@ def main() -> None:
         rows = [row for row in rows if row.name.startswith(tuple(arguments))]
     file = RESULTS / "architectures.json"
     known = json.loads(file.read_text())["rows"] if is_kept and arguments and file.is_file() else {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what has been measured is kept
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the rows measured so far are kept
     pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=prepare_process)
     try:
         for row, found in zip(rows, pool.map(measure, rows), strict=True):

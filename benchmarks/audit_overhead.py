@@ -1,6 +1,6 @@
-"""What ledger and audit log add to a group's life and to an iteration, measured in real runs of the local stack.
+"""The time that ledger and audit log add to a group's life and to an iteration, in real runs of the local stack.
 
-Redis, broker, trainer and a rollout run as ever; every call of their ledgers is timed in place (ledger_clock.py), and
+Redis, broker, trainer and a rollout run as usual; every call of their ledgers is timed in place (ledger_clock.py), and
 each submission is paired with a bare XADD and XACK of the same group. So script, bare commands, the group's life and
 the iteration are all of one run. The definitions are in the result. Goal: under 10%.
 """
@@ -21,7 +21,7 @@ from tests.e2e.stack import RunningStack, running, tiny_job
 
 WARMUP = 2  # iterations
 LEASE_S = 30.0  # the default of the services
-BACKGROUND = {"renew_job", "renew_groups"}  # beside the work: nobody waits for them
+BACKGROUND = {"renew_job", "renew_groups"}  # they run beside the work: nothing waits for them
 DEFINITIONS = {
     "life_s": "from the call that claims a group to the answer 'accepted' to its submission, without the measuring",
     "added_to_life_s": "claim less a bare XREADGROUP of as many prompts, plus submission less a bare XADD and XACK",
@@ -127,14 +127,14 @@ def of_iterations(lines: list[Line], measured: list[IterationRecord]) -> dict[st
 
 
 def during(lines: list[Line], record: IterationRecord) -> list[Line]:
-    """What began between the commit before and this one."""
+    """Return the lines that began between the previous commit and this one."""
     assert record.committed_at is not None
     assert record.wall_s is not None
     return [line for line in lines if record.committed_at - record.wall_s < line["began"] <= record.committed_at]
 
 
 def by_call(lines: list[Line], measured: list[IterationRecord]) -> dict[str, dict[str, float]]:
-    """How often in an iteration, on average, and the median of one."""
+    """Return by call how often it is made in an iteration, on average, and its median time."""
     own = [line for record in measured for line in during(lines, record)]
     table = {}
     for call in sorted({line["call"] for line in own}):

@@ -1,8 +1,8 @@
 """The quick start beside other work: how much longer an iteration takes with one busy loop on each core.
 
-One job alone, the same beside busy processes of normal priority. Where both stages share the cores fairly with them, an
-iteration takes twice as long. A seed gives the same prompts, and nearly the same responses, so that iteration i of one
-job is compared with iteration i of the other; the median of the ratios.
+One job runs alone, then the same beside busy processes of normal priority. Where both stages share the cores fairly
+with them, an iteration takes twice as long. A seed gives the same prompts, and nearly the same responses, so iteration
+i of one job is compared with iteration i of the other; the result is the median of the ratios.
 
     python benchmarks/beside_other_load.py           saved
     python benchmarks/beside_other_load.py --show    only shown

@@ -1,9 +1,9 @@
 """Storms over real jobs: processes killed and paused, Redis restarted, networks that drop, refuse and delay.
 
-What strikes whom follows from the seed. After each storm the job has SUCCEEDED, its audit is clean, every group was
-trained exactly once, and the weights are bit for bit those of an undisturbed pass. `recovery_s` is from a fault to the
-job's next progress (a group accepted or an iteration committed), whoever made it. Run it with `make chaos`; it exits 1
-when a storm did harm.
+The seed determines which fault strikes which process. After each storm the job has SUCCEEDED, its audit is clean, every
+group was trained exactly once, and the weights are bit for bit those of an undisturbed pass. `recovery_s` is from a
+fault to the job's next progress (a group accepted or an iteration committed), by any service. Run it with `make chaos`;
+it exits 1 when a storm did harm.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def storms(engine: str, seeds: list[int], num_faults: int) -> dict[str, Any]:
 
 
 def by_kind_and_target(strikes: list[Strike]) -> dict[str, dict[str, float | None]]:
-    """`kill rollout` -> how many, and seconds to recover; those after the job's last progress have none."""
+    """Return `kill rollout` -> how many, and seconds to recover; those after the job's last progress have none."""
     groups: dict[str, list[Strike]] = defaultdict(list)
     for strike in strikes:
         groups[f"{strike.kind} {strike.target.removesuffix('-0').removesuffix('-1')}"].append(strike)

@@ -1,11 +1,11 @@
-"""Sizes of the CPU images, and how long the compose stack takes to start, to serve a first job, to take in another
-rollout in mid-run and to replace its broker. Real vLLM, the quick start's model and task on volumes of their own.
+"""The sizes of the CPU images, and how long the compose stack takes to start, to serve a first job, to take in another
+rollout in mid-run and to replace its broker. It runs real vLLM and the quick start's job on volumes of its own.
 
 Goal: a rollout that joins late generates within the start of its engine + 5 s. A late join is measured from the start
 of its container; all that is not the start of the engine is `late_join_overhead_s`. The start of the engine is what
 vLLM itself needs from nothing: to be imported, and to be built. The rollout logs both. The import begins while the
-rollout does other things; what these used of the core meanwhile does not count as the import. Needs `make engine
-images`; starts a compose project of its own and removes it with its volumes.
+rollout does other things; the core's time for these does not count as the import. The script needs `make engine
+images`; it starts a compose project of its own and removes it with its volumes.
 """
 
 import argparse
@@ -41,8 +41,8 @@ TAG = f"{version('onbeat')}-cpu"
 REDIS_IMAGES = ("redis:7.2-bookworm", "onbeat-test-redis:bookworm")  # the second is made by tests/containers
 JOB = {
     "schedule.num_iterations": 10_000,  # it ends with the stack
-    # More than one rollout takes at once, and the next iteration's are out before the step: there is always a prompt
-    # for whoever joins, so that no wait for work is taken for a slow start.
+    # There are more prompts than one rollout takes at once, and the next iteration's are published before the step: a
+    # rollout that joins always finds a prompt, so that no wait for work is taken for a slow start.
     "schedule.mode": "bounded",
     "schedule.max_staleness": 1,
     "rollout.num_prompts_per_iteration": 32,
@@ -55,7 +55,7 @@ JOB = {
 
 
 def docker(*arguments: str, env: dict[str, str] | None = None, timeout_s: float = 120.0) -> str:
-    """Its output. Raises RuntimeError with its errors."""
+    """Run docker and return its output. Raises RuntimeError with its errors."""
     command = ["docker", *arguments]
     given = os.environ | (env or {})
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -69,7 +69,7 @@ def has_image(name: str) -> bool:
 
 
 def redis_image() -> str:
-    """Of the environment, or one that is here. Raises RuntimeError where none is."""
+    """Return the image that the environment names, or one that is here. Raises RuntimeError where none is."""
     candidates = [os.environ["ONBEAT_REDIS_IMAGE"]] if "ONBEAT_REDIS_IMAGE" in os.environ else REDIS_IMAGES
     for name in candidates:
         if has_image(name):
@@ -82,7 +82,7 @@ def image_of(service: str) -> str:
 
 
 def image_sizes() -> dict[str, int]:
-    """Bytes. What trainer and rollout share is the layers that both begin with; on disk it is there once."""
+    """Return the sizes in bytes. Trainer and rollout share the layers that both begin with: they are on disk once."""
     sizes = {
         f"{name}_bytes": int(docker("image", "inspect", "--format", "{{.Size}}", image_of(name))) for name in SERVICES
     }
@@ -96,7 +96,7 @@ def image_sizes() -> dict[str, int]:
 
 
 def layers(image: str) -> list[str]:
-    """SIZE|TIME|COMMAND of each, the lowest first."""
+    """Return SIZE|TIME|COMMAND of each layer, the lowest first."""
     row = "{{.Size}}|{{.CreatedAt}}|{{.CreatedBy}}"
     return docker("history", "--no-trunc", "--human=false", "--format", row, image).splitlines()[::-1]
 
@@ -125,13 +125,13 @@ class Compose:
         self("up", "--detach", "--no-build", "--no-recreate", "--scale", f"rollout={num_rollouts}", timeout_s=UP_S)
 
     def rollouts(self) -> set[str]:
-        """Ids of their containers."""
+        """Return the ids of the rollouts' containers."""
         return set(self("ps", "--quiet", "rollout").split())
 
 
 @contextmanager
 def stack() -> Iterator[tuple[Compose, float]]:
-    """The stack with one rollout, and the seconds until all of it was healthy. Nothing of it is left afterwards."""
+    """Yield the stack with one rollout, and the seconds until all of it was healthy. Nothing is left afterwards."""
     compose = Compose()
     remove_dead()
     try:
@@ -146,12 +146,12 @@ def stack() -> Iterator[tuple[Compose, float]]:
 
 
 def find_worker(client: Client, container: str) -> WorkerRecord | None:
-    """A rollout's id begins with the name of its host: here the short id of its container."""
+    """Return the container's rollout, or None. Its id begins with the name of its host: the container's short id."""
     return next((w for w in client.workers() if w.id.startswith(f"rollout-{container[:12]}-")), None)
 
 
 def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, float, float]:
-    """(worker's id, Unix times at which it was first listed and first seen generating)."""
+    """Return (worker's id, Unix times at which it was first listed and first seen generating)."""
     deadline = time.monotonic() + GENERATING_S
     registered_at = 0.0
     while time.monotonic() < deadline:
@@ -167,7 +167,7 @@ def wait_generating(client: Client, job_id: str, container: str) -> tuple[str, f
 
 
 def events_since(client: Client, job_id: str, after: str) -> list[Event]:
-    """All pages."""
+    """Return the events of all pages."""
     found: list[Event] = []
     while page := client.jobs.events(job_id, after=found[-1].id if found else after):
         found += page
@@ -175,7 +175,7 @@ def events_since(client: Client, job_id: str, after: str) -> list[Event]:
 
 
 def engine_times(container: str) -> tuple[float, float]:
-    """Seconds that vLLM took to be imported, other work of the rollout meanwhile taken off, and to be built."""
+    """Return the seconds that vLLM took to be imported, less the rollout's other work meanwhile, and to be built."""
     command = ["docker", "logs", container]
     logs = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)
     imported, built = IMPORTED.search(logs.stdout), BUILT.search(logs.stdout)
@@ -185,8 +185,8 @@ def engine_times(container: str) -> tuple[float, float]:
 
 
 def measure_start(client: Client, job_id: str, container: str, started_at: float, after: str = "0") -> dict[str, float]:
-    """Seconds from `started_at` (Unix time) on. The rollout waits for its engine when it has the model; of the import
-    of vLLM this has only what was not over by then.
+    """Return the seconds from `started_at` (Unix time) on. The rollout waits for its engine when it has the model: that
+    wait contains only the part of vLLM's import that was not over by then.
     """
     worker_id, registered_at, generating_at = wait_generating(client, job_id, container)
     events = [e for e in events_since(client, job_id, after) if e.data.get("worker_id") == worker_id]
@@ -199,14 +199,14 @@ def measure_start(client: Client, job_id: str, container: str, started_at: float
         "import_s": import_s,
         "build_s": build_s,
         "engine_start_s": import_s + build_s,
-        "engine_wait_s": float(serving.data["load_s"]),  # of its first version: the engine starts with it
+        "engine_wait_s": float(serving.data["load_s"]),  # its first version, with which the engine starts
         "serving_s": serving.time - started_at,
         "generating_s": generating_at - started_at,
     }
 
 
 def measure_first_job(compose: Compose, client: Client) -> tuple[str, dict[str, float]]:
-    """From the creation of the job, on volumes that hold no model yet."""
+    """Measure from the creation of the job, on volumes that hold no model yet."""
     (container,) = compose.rollouts()
     overrides = [f"{key}={value}" for key, value in JOB.items()]
     created_at = time.time()
@@ -217,7 +217,7 @@ def measure_first_job(compose: Compose, client: Client) -> tuple[str, dict[str, 
 
 
 def measure_late_join(compose: Compose, client: Client, job_id: str) -> dict[str, float]:
-    """From the start of the second rollout's container; afterwards there is one rollout again."""
+    """Measure from the start of the second rollout's container; afterwards there is one rollout again."""
     before, after = compose.rollouts(), events_since(client, job_id, "0")[-1].id
     compose.scale(2)
     (container,) = compose.rollouts() - before
@@ -246,7 +246,7 @@ def is_ready(compose: Compose) -> bool:
 
 
 def measure_broker(compose: Compose) -> dict[str, float]:
-    """Seconds from the command to the new one's readiness, and without an answer in between."""
+    """Return the seconds from the command to the new broker's readiness, and without an answer in between."""
     before = compose("ps", "--quiet", "broker")
     command = ["docker", "compose", "--project-name", compose.project, "up", "--detach", "--no-build"]
     command += ["--no-deps", "--force-recreate", "broker"]
@@ -270,7 +270,7 @@ def measure_broker(compose: Compose) -> dict[str, float]:
 
 
 def measure_build() -> float:
-    """Seconds of `make images` when nothing has changed since the last one."""
+    """Return the seconds of `make images` when nothing has changed since the last one."""
     for _ in range(2):
         started = time.monotonic()
         subprocess.run(["make", "images"], cwd=ROOT, check=True, stdout=sys.stderr)
@@ -314,7 +314,7 @@ def measure() -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For docs/deploy.md."""
+    """Return the table of docs/deploy.md."""
     images, first, late, broker = (result[name] for name in ("images", "first_job", "late_join", "broker"))
     repeats, late = late["repeats"], late["median"]
     before_engine = [one["serving_s"] - one["engine_wait_s"] - one["joined_s"] for one in repeats]

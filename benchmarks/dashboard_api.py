@@ -1,10 +1,10 @@
-"""How long the broker takes for what a dashboard asks, on a job of 1,000 iterations with 100,000 responses.
+"""The broker's times for the requests of a dashboard, on a job of 1,000 iterations with 100,000 responses.
 
 The job is written through the ledger's own scripts, then a real broker serves it over loopback. Each request is made
 REPEATS times in turn with the others; figures are those of the client, and `bytes` is the size of the answer. A second
-job has one iteration of 10,000 responses: the largest page of samples and the largest timeline. Of the stream it is
-measured how large its messages are, how soon the first ones come, how long an event takes to a watcher while 100
-watch the same job, and what those cost: the broker's processor time.
+job has one iteration of 10,000 responses: the largest page of samples and the largest timeline. Figures of the stream
+are how large its messages are, how soon the first ones come, how long an event takes to a watcher while 100 watch the
+same job, and what those cost: the broker's processor time.
 """
 
 import argparse
@@ -37,7 +37,7 @@ NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES, NUM_TOKENS = 1000, 10, 10, 200
 NUM_LARGE_GROUPS = 1000
 NUM_EPOCH = 10  # iterations
 NUM_MICRO_BATCHES = 20
-NUM_METRICS = 20  # besides those that a record names
+NUM_METRICS = 20  # in addition to those that a record names
 NUM_WATCHERS = 100
 REPEATS = 20
 JOB = {
@@ -88,12 +88,12 @@ def make_group(task: PromptTask, worker: str, dice: random.Random) -> RolloutGro
 
 
 def prompt_number(task: PromptTask) -> int:
-    """Every prompt comes again in each tenth iteration."""
+    """Return the number of the prompt: every prompt comes again in each tenth iteration."""
     return int(task.group_id.split("-")[1]) + NUM_LARGE_GROUPS * (task.iteration % NUM_EPOCH)
 
 
 def report(dice: random.Random) -> dict[str, Any]:
-    """As a trainer commits it."""
+    """Make the report of an iteration, as a trainer commits it."""
     named = {"num_responses": 100, "prompt_tokens": 6400, "response_tokens": 20_000, "train_s": 0.01}
     named |= {"reward_mean": dice.random(), "reward_std": dice.random(), "mismatch_mean": 0.01, "mismatch_max": 0.1}
     spans = [("micro_batch", time.time() - 0.001 * index, 0.001) for index in range(NUM_MICRO_BATCHES, 0, -1)]
@@ -140,7 +140,7 @@ async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
 
 @contextmanager
 def services(folder: Path) -> Iterator[tuple[str, int]]:
-    """Redis, and later the broker: (URL of Redis, the broker's port)."""
+    """Start Redis; yield its URL, and the port for the broker."""
     place = ["--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--dir", str(folder)]
     command = [__redis_executable__, *place, "--save", ""]
     redis = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -153,7 +153,7 @@ def services(folder: Path) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def broker(redis_url: str, folder: Path) -> Iterator[int]:
-    """Its process id."""
+    """Start a broker and yield its process id."""
     settings = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_PORT": str(PORT), "ONBEAT_DATA_DIR": str(folder)}
     more = {"ONBEAT_REQUESTS_PER_S": "10000", "ONBEAT_REQUEST_BURST": "100000"}
     with (folder / "broker.log").open("wb") as log:
@@ -235,7 +235,7 @@ async def measure_requests(client: httpx.AsyncClient, paths: dict[str, str]) -> 
 
 
 async def messages(client: httpx.AsyncClient, path: str) -> Any:
-    """(kind, bytes, text) of each message."""
+    """Yield (kind, bytes, text) of each message."""
     async with client.stream("GET", path, timeout=60) as response:
         assert response.status_code == 200, await response.aread()
         kind, size, text = "", 0, ""
@@ -251,7 +251,7 @@ async def messages(client: httpx.AsyncClient, path: str) -> Any:
 
 
 async def measure_whole_stream(client: httpx.AsyncClient) -> dict[str, Any]:
-    """The long job, told from its beginning."""
+    """Measure the stream of the long job from its beginning."""
     sizes: dict[str, list[int]] = {}
     started, first_s = time.perf_counter(), 0.0
     async for kind, size, _ in messages(client, "/v1/jobs/long/stream"):
@@ -265,7 +265,7 @@ async def measure_whole_stream(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) -> dict[str, Any]:
-    """One job, NUM_WATCHERS streams: the broker's processor time while nothing happens, and how late events come."""
+    """Measure NUM_WATCHERS streams of one job: the broker's processor time without events, and how late events come."""
     delays: list[float] = []
 
     async def watch() -> None:

@@ -1,11 +1,11 @@
-"""How quick the dashboard is in a browser, on a job of 1,000 iterations with 100,000 responses and a list of 200 jobs.
+"""The speed of the dashboard in a browser, on a job of 1,000 iterations with 100,000 responses and a list of 200 jobs.
 
 The jobs are those of `dashboard_api.py`, and a real broker serves them over loopback to a headless Chromium on the same
 machine. Each page is loaded LOADS times in a context of its own, so nothing is cached; figures are medians. A page is
-`drawn` when what it is for is there (the charts, the rows, the samples, the spans) since the navigation began, and
+`drawn` when its main content is there (the charts, the rows, the samples, the spans) since the navigation began, and
 `interactive` when a click after that was answered and painted. Long tasks are those of over 50 ms on the page's thread.
-`live` is a job of as many iterations that goes on while its page is open: how long after a commit its charts show it,
-of which the broker looks at the job twice a second, and what drawing it costs the page.
+`live` is a job of as many iterations that goes on while its page is open: how long after a commit its charts show it
+(the broker looks at the job twice a second), and what drawing it costs the page.
 """
 
 import argparse
@@ -44,10 +44,10 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 
 NUM_ITERATIONS, NUM_JOBS, LOADS, NUM_LIVE = 1000, 200, 7, 7
-NUM_LISTED = 50  # the page shows so many at first
-STEP_MS = 30_000  # what a page may take for one step
+NUM_LISTED = 50  # the page shows this many at first
+STEP_MS = 30_000  # a page may take this long for one step
 
-# Place of the page, and a selector of what it is for, with how many of them there are once it is drawn.
+# Each page has a place, a selector of its main content, and the number of matches once it is drawn.
 PAGES = {
     "jobs": ("#/", "[data-testid=job-row]", NUM_LISTED),
     "job": ("#/jobs/long", "[data-testid=chart-reward] polyline", 1),
@@ -57,7 +57,7 @@ PAGES = {
     "timeline of 1,000 groups": ("#/jobs/wide/timeline", "[data-testid=timeline] [role=slider]", 2),
 }
 
-# `answered`: from the event of the first click to the frame after it, in milliseconds.
+# `answered` is the time from the event of the first click to the frame after it, in milliseconds.
 OBSERVE = """
 window.longTasks = [];
 new PerformanceObserver((list) => longTasks.push(...list.getEntries().map((task) => task.duration)))
@@ -68,15 +68,15 @@ window.answered = new Promise((resolve) => {
 });
 """
 
-# Resolves to milliseconds since the navigation began, after the frame that shows it.
+# It resolves to milliseconds since the navigation began, after the frame that shows the content.
 DRAWN = """([selector, count]) => new Promise((resolve) => {
     const painted = () => setTimeout(() => resolve(performance.now()));
     const look = () => requestAnimationFrame(document.querySelectorAll(selector).length >= count ? painted : look);
     look();
 })"""
 
-# Resolves to the Unix time in seconds at which the newest point is drawn, and the long tasks on the way there, which
-# browsers tell a moment later.
+# It resolves to the Unix time in seconds at which the newest point is drawn, and the long tasks on the way there, which
+# browsers report a moment later.
 SHOWN = """(iteration) => new Promise((resolve) => {
     longTasks.length = 0;
     const slider = document.querySelector("[data-testid=chart-reward] [role=slider]");
@@ -95,7 +95,7 @@ REQUESTS = """() => performance.getEntriesByType("resource").map((each) => ({
 
 
 async def write_running_job(ledger: Ledger, num_iterations: int) -> str:
-    """Its epoch: whoever has it is its trainer."""
+    """Write the running job and return its epoch, with which a process acts as its trainer."""
     epoch = await create(ledger, "running", num_iterations + NUM_LIVE + 1)
     for iteration in range(num_iterations):
         await make_iteration(ledger, "running", epoch, iteration, 2)
@@ -103,7 +103,7 @@ async def write_running_job(ledger: Ledger, num_iterations: int) -> str:
 
 
 async def write_more_jobs(ledger: Ledger, count: int) -> None:
-    """As a list shows them: most are over."""
+    """Write jobs for the list: most are over."""
     for index in range(count):
         config = JobConfig.model_validate(JOB | {"name": f"job-{index}", "schedule": {"num_iterations": 40}})
         await ledger.create_job(f"job-{index:04}", config.model_dump(mode="json"), 40, 0)
@@ -112,7 +112,7 @@ async def write_more_jobs(ledger: Ledger, count: int) -> None:
 
 
 class Traffic:
-    """Bytes on the wire of one page, as the browser counts them."""
+    """The bytes on the wire of one page, as the browser counts them."""
 
     def __init__(self, session: CDPSession) -> None:
         self.num_bytes = 0
@@ -155,7 +155,7 @@ async def measure_load(browser: Browser, place: str, selector: str, count: int, 
 
 
 async def measure_click(page: Page) -> float:
-    """On the switch of the theme: every pixel changes."""
+    """Click the switch of the theme, which changes every pixel; return the milliseconds until the answer."""
     await page.locator("#theme").click()
     return float(await asyncio.wait_for(page.evaluate("answered"), STEP_MS / 1000))
 
@@ -184,7 +184,7 @@ async def measure_live(browser: Browser, ledger: Ledger, epoch: str, first: int)
 
 
 async def commit_iteration(ledger: Ledger, epoch: str, iteration: int) -> float:
-    """Be the rollout and the trainer of the iteration that the broker opens. Returns the Unix time of the commit."""
+    """Play the rollout and the trainer of the iteration that the broker opens. Returns the Unix time of the commit."""
     dice, done = random.Random(iteration), 0
     while done < NUM_GROUPS:
         for claim in await ledger.claim_groups("running", "w1", NUM_GROUPS, 600):
@@ -199,7 +199,7 @@ async def commit_iteration(ledger: Ledger, epoch: str, iteration: int) -> float:
 
 
 async def heap_bytes(session: CDPSession) -> int:
-    """What the page holds on to."""
+    """Return the bytes that the page still uses after a garbage collection."""
     await session.send("HeapProfiler.collectGarbage")
     await session.send("Performance.enable")
     metrics = (await session.send("Performance.getMetrics"))["metrics"]
@@ -207,7 +207,7 @@ async def heap_bytes(session: CDPSession) -> int:
 
 
 def summary_of(loads: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians; of the requests as well, by name."""
+    """Return the medians of the loads, and of their requests by name."""
     figures = {
         name: round(statistics.median(load[name] for load in loads), 1) for name in loads[0] if name != "requests"
     }

@@ -1,9 +1,9 @@
 """The delta codec on the weights of a 135M-parameter Llama in bfloat16: bytes and speed over the share that changed.
 
-One core, synthetic steps: each weight changes with the given chance, by one unit in the last place (9 of 10) or two;
-"random bits" is a tensor that shares nothing with its base. GB/s counts the bytes of the weights, not of the delta.
-Every round copies the same weights too: the ratio to that copy is what a change of the machine's speed leaves alone.
-Medians over the rounds. The result of every delta is compared with the weights that it stands for.
+It runs on one core with synthetic steps: each weight changes with the given chance, by one unit in the last place (9 of
+10) or two; "random bits" is a tensor that shares nothing with its base. GB/s counts the bytes of the weights, not of
+the delta. Every round copies the same weights too: the ratio to that copy does not depend on the machine's speed.
+Figures are medians over the rounds. The result of every delta is compared with the weights that it stands for.
 """
 
 import os
@@ -20,7 +20,7 @@ from harness import save
 from onbeat.weights.delta import Encoding, apply, encode
 
 HIDDEN, MLP, VOCABULARY, LAYERS, KV = 576, 1536, 49152, 30, 192  # SmolLM2-135M; 3 of 9 heads for keys and values
-SHARES = {  # of the weights that change; the GB/s that encode and apply must both reach
+SHARES = {  # share of the weights that change -> the GB/s that encode and apply must both reach
     0.0: 1.0,
     0.001: 1.0,
     0.01: 1.0,
@@ -35,7 +35,7 @@ Weights = list[np.ndarray]
 
 
 def sizes() -> list[int]:
-    """Items of each tensor; the embedding is the head too."""
+    """Return the number of items of each tensor; the embedding is the head too."""
     layer = [HIDDEN * HIDDEN] * 2 + [HIDDEN * KV] * 2 + [HIDDEN * MLP] * 3 + [HIDDEN] * 2
     return [VOCABULARY * HIDDEN, *layer * LAYERS, HIDDEN]
 

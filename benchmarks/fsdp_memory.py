@@ -1,4 +1,4 @@
-"""Peak resident memory of each of two FSDP2 ranks against one process, for a random Llama that computes in float32.
+"""The peak resident memory of each of two FSDP2 ranks against one process, for a random Llama in float32.
 
     python benchmarks/fsdp_memory.py full      0.4B parameters: one process has to fit into 24 GB beside all else
     python benchmarks/fsdp_memory.py lora      0.7B parameters
@@ -7,7 +7,7 @@
 The files are bfloat16. Not every CPU multiplies that in reasonable time, so the job is float32.
 
 The trainer runs as a service, alone or started by torchrun, with a real Redis and its ledger. This script stands in for
-broker and rollouts: it opens three iterations and submits groups of random tokens; nobody pulls the weights.
+broker and rollouts: it opens three iterations and submits groups of random tokens; the weights are not pulled.
 The goal: a rank takes at most 0.6 of what one process takes.
 """
 
@@ -64,7 +64,7 @@ def write_model(folder: Path, sizes: dict[str, int]) -> int:
 
 @contextmanager
 def trainer(num_ranks: int, pool: str, folder: Path) -> Iterator[int]:
-    """Yield the process id of the trainer, or of what started its ranks."""
+    """Yield the process id of the trainer, or of the process that started its ranks."""
     command = [sys.executable, "-m", "services.trainer"]
     if num_ranks > 1:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
@@ -90,7 +90,7 @@ def peaks(root: int) -> list[float]:
 
 
 async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, Any]:
-    """Train the job; return the ranks' peaks until the first version is out, until the end, and the seconds."""
+    """Train the job; return the ranks' peaks until the first version is published, until the end, and the seconds."""
     redis = connect(URL)
     ledger, job_id, started = Ledger(redis), f"job-{uuid.uuid4().hex[:12]}", time.monotonic()
     await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)

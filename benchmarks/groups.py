@@ -18,7 +18,7 @@ def make_group(prompt_length: int, response_length: int, group_size: int) -> Rol
 
 
 def counted_operations(model, prompt_length: int, response_length: int, group_size: int) -> tuple[int, int]:
-    """Multiplications and additions of a forward pass, (one-by-one, packed); the backward pass has twice as many."""
+    """Return the multiplications and additions of a forward pass, (one-by-one, packed); backward has twice as many."""
     config = model.config
     head = config.vocab_size * config.hidden_size
     linear = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: run a job, describe the machine, write the JSON result."""
+"""The parts that the benchmark scripts share: run a job, describe the machine, write the JSON result."""
 
 import json
 import os
@@ -24,13 +24,14 @@ MAX_LINE = 110  # characters
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Also for temporary files of this process and its children; gone at the end, or when the next one is made."""
+    """Yield a folder, also for temporary files of this process and its children. It is removed at the end, or when the
+    next one is made."""
     with private_folder("onbeat-bench-") as folder, temporary_files_in(folder):
         yield folder
 
 
 def run_job(job: str, *overrides: str, options: tuple[str, ...] = (), timeout_s: float = 1800) -> dict[str, Any]:
-    """`onbeat run` in a folder of its own; returns the report. Raises RuntimeError with the end of its output."""
+    """Run `onbeat run` in a folder of its own; return the report. Raises RuntimeError with the end of its output."""
     with temporary_folder() as folder:
         report = folder / "report.json"
         command = [sys.executable, "-m", "onbeat.cli", "run", str(ROOT / job), "--report", str(report)]
@@ -44,12 +45,12 @@ def run_job(job: str, *overrides: str, options: tuple[str, ...] = (), timeout_s:
 
 
 def median_of(report: dict[str, Any], name: str, warmup: int = 2) -> float:
-    """Median over the iterations after `warmup`."""
+    """Return the median over the iterations after `warmup`."""
     return statistics.median(iteration[name] for iteration in report["iterations"][warmup:])
 
 
 def machine() -> dict[str, Any]:
-    """Describe it; the instructions are those that PyTorch may use (ISA in the Makefile)."""
+    """Describe this machine; the instructions are those that PyTorch may use (ISA in the Makefile)."""
     processor = read_processor()
     return {
         "processor": processor.name,
@@ -60,7 +61,7 @@ def machine() -> dict[str, Any]:
 
 
 def on_one_line(text: str) -> str:
-    """Return the JSON without line breaks, if it is short; a string in it has none."""
+    """Return the JSON without line breaks, if it is short; strings in it have none."""
     line = re.sub(r"\n\s*", " ", text)
     return line if len(line) <= MAX_LINE else text
 

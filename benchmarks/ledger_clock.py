@@ -1,9 +1,9 @@
-"""`python -m benchmarks.ledger_clock SERVICE`: the real service, and how long each call of its ledger took.
+"""`python -m benchmarks.ledger_clock SERVICE` runs the real service and times each call of its ledger.
 
 The calls are wrapped from outside; production code knows nothing of it. Each becomes a line of JSON in the folder
 LEDGER_CLOCK: `call`, `began` (Unix time), `s`. A submission has `bare_s` as well: the same group sent to the same Redis
-by a bare XADD and XACK in one round trip, right before or right after it, as a coin says. So has a claim: a bare
-XREADGROUP of as many prompts, right after it. One rollout only: the bare streams have one reader.
+by a bare XADD and XACK in one round trip, right before or right after it, by the toss of a coin. So has a claim: a bare
+XREADGROUP of as many prompts, right after it. There may be only one rollout: the bare streams have one reader.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Clock:
         return timed
 
     def method(self, method: Callable[..., Any], call_of: Callable[..., str]) -> Callable[..., Any]:
-        """`call_of` gives the name of a call from its arguments, '' for one that is timed elsewhere."""
+        """Time a method. `call_of` gives the name of a call from its arguments, '' for one that is timed elsewhere."""
 
         @functools.wraps(method)
         async def timed(*args: Any) -> Any:
@@ -61,7 +61,7 @@ class Clock:
         return timed
 
     def claims(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """With the bare XREADGROUP of as many prompts right after it."""
+        """Time claims, each with a bare XREADGROUP of as many prompts right after it."""
 
         @functools.wraps(method)
         async def timed(*args: Any) -> list[Claim]:
@@ -97,7 +97,7 @@ class Clock:
         return timed
 
     async def _claim_bare(self, redis: Any, group_ids: list[str]) -> float:
-        """Seconds. The entries stay pending until the bare submission acknowledges them."""
+        """Return the seconds of a bare claim. Its entries stay pending until the bare submission acknowledges them."""
         if not self._has_bare_streams:
             self._has_bare_streams = True
             await redis.delete(BARE_PROMPTS, BARE_ROLLOUTS)
@@ -113,7 +113,7 @@ class Clock:
 
 
 async def bare_submission(redis: Any, entry: bytes, group: RolloutGroup) -> float:
-    """Seconds."""
+    """Return the seconds of a bare XADD and XACK."""
     start = time.perf_counter()
     pipeline = redis.pipeline(transaction=False)
     pipeline.xadd(BARE_ROLLOUTS, {"group": encode_group(group)})

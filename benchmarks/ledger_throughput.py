@@ -1,7 +1,7 @@
-"""Accepted groups per second through the submission script, and out to the trainer; what ledger and audit log add.
+"""The groups accepted per second by the submission script, and taken by the trainer; the cost of ledger and audit log.
 
 One iteration of N groups is opened on a real Redis (core 0) and submitted by one client, or by eight (core 1), as
-rollouts do it: a stream of finished groups, several at a time on the way. Then one trainer takes them all. The floor is
+rollouts do it: a stream of finished groups, several in flight at a time. Then one trainer takes them all. The floor is
 a bare XADD of the same bytes by the same client; latency is that of one submission at a time, in a random
 order with a bare XADD and with the script without its audit line.
 """
@@ -31,7 +31,7 @@ PORT = 7391
 URL = f"redis://127.0.0.1:{PORT}"
 LEASE_S = 600.0
 NUM_RESPONSES = 8
-WINDOW = 64  # submissions on the way at a time
+WINDOW = 64  # submissions in flight at a time
 SIZES = {256: 4000, 2048: 1000}  # tokens of a response -> groups
 REPEATS = 3
 AUDIT_CALL = "  record('accepted'"  # of submit_group.lua
@@ -90,7 +90,7 @@ def groups_of(claims: list[Claim], worker: str, num_tokens: int) -> list[Rollout
 
 
 async def in_window(work: Iterator[Awaitable[Any]]) -> None:
-    """All of it, WINDOW at a time."""
+    """Await all of it, WINDOW at a time."""
 
     async def lane() -> None:
         for one in work:
@@ -103,7 +103,7 @@ async def in_window(work: Iterator[Awaitable[Any]]) -> None:
 
 
 async def client(job_id: str, worker: str, num_groups: int, num_tokens: int) -> None:
-    """Claim, say so, wait for the start, submit; print when it began and ended."""
+    """Claim, print `ready`, wait for the start, submit; print when the submissions began and ended."""
     redis = connect(URL)
     ledger = Ledger(redis)
     claims = await ledger.claim_groups(job_id, worker, num_groups, LEASE_S)
@@ -162,7 +162,7 @@ async def throughput(num_clients: int, num_tokens: int, num_groups: int) -> dict
 
 
 async def latency(num_tokens: int, num_groups: int) -> dict[str, float]:
-    """Microseconds of one submission at a time, medians; the three in a random order."""
+    """Return the median microseconds of one submission at a time; the three ways come in a random order."""
     os.sched_setaffinity(0, {1})
     redis = connect(URL)
     full, without_audit = Ledger(redis), Ledger(redis)
@@ -192,7 +192,7 @@ async def latency(num_tokens: int, num_groups: int) -> dict[str, float]:
 
 
 def cut_audit(script: str) -> str:
-    """The submission script without the line that appends to the audit log."""
+    """Return the submission script without the line that appends to the audit log."""
     lines = script.splitlines()
     assert sum(line.startswith(AUDIT_CALL) for line in lines) == 1
     return "\n".join(line for line in lines if not line.startswith(AUDIT_CALL))

@@ -1,7 +1,7 @@
-"""How much memory the quick start takes: all processes of the local stack, a page that several share counted once.
+"""The memory that the quick start takes: all processes of the local stack, a page that several share counted once.
 
-The sum of the processes' proportional set sizes, sampled while a job runs on `onbeat up`, and after its end, when the
-services wait for the next job.
+It is the sum of the processes' proportional set sizes, sampled while a job runs on `onbeat up`, and after its end, when
+the services wait for the next job.
 
     python benchmarks/memory.py              float32, and bfloat16 where the processor multiplies it; saved
     python benchmarks/memory.py bfloat16     one of them, only shown
@@ -23,7 +23,7 @@ from onbeat.local.hardware import read_processor
 
 NUM_ITERATIONS, WARMUP = 6, 2
 SAMPLE_S = 0.25
-REST_S = 6.0  # after the job, before what is still held counts
+REST_S = 6.0  # after the job, until the memory that is still held is measured
 SERVICES = ("broker", "trainer", "rollout")
 KINDS = ("Pss_Anon", "Pss_File", "Pss_Shmem")
 
@@ -53,7 +53,7 @@ def command_of(pid: int) -> str:
 
 
 def service_of(command: str, parents_service: str) -> str:
-    """Return the name of what runs by this command line, a child of that service."""
+    """Return the name of the process with this command line, a child of that service."""
     if "redis-server" in command:
         return "redis"
     for name in SERVICES:
@@ -82,7 +82,7 @@ def measure(root: int) -> Counter[tuple[str, str]]:
 
 
 class Sampler(threading.Thread):
-    """Measures this process and its descendants every SAMPLE_S seconds until `stop`."""
+    """A thread that measures `root` and its descendants every SAMPLE_S seconds until `stop`."""
 
     def __init__(self, root: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """`onbeat plan memory` against measured peaks, on a CPU with the whole local stack: five configurations in float32.
 
-Random Llamas from 0.1 to 0.4 billion parameters and the quick start's model; full and LoRA, with and without a
+The models are random Llamas from 0.1 to 0.4 billion parameters and the quick start's; full and LoRA, with and without a
 reference. Random models get no reward, so they have a KL term: without one their groups would be left out. The goal:
 the trainer's peak, and that of the rollout with its engine core, are within a tenth of what was planned.
 
@@ -19,9 +19,9 @@ from harness import ROOT, save, temporary_folder
 from memory import run
 
 GOAL = 0.1
-# The engine core is only told from its rollout once it has imported vLLM.
+# The engine core can only be distinguished from its rollout once it has imported vLLM.
 SIDES = {"trainer": ["trainer"], "rollout": ["rollout", "engine core"]}
-PROMPT_TOKENS = 45  # of the quick start's
+PROMPT_TOKENS = 45  # of the quick start's prompts
 SMALL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 LARGE = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14}
 KL = ("objective.kl.coef=0.05",)

@@ -1,4 +1,4 @@
-"""How near the trainer's pass comes to the peak of the cores: forward and backward of a packed row of the quick start.
+"""The trainer's pass against the peak of the cores: forward and backward of a packed row of the quick start.
 
 The operations are those that PyTorch counts in the pass's matrix products. The peak is what a product of two square
 matrices reaches on the same threads, between the passes, in the same dtype.

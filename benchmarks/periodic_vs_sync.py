@@ -1,12 +1,12 @@
 """The same job in `sync` and in `periodic`, engine and trainer on disjoint cores: measured ratio beside the bound.
 
-The bound (Periodic Asynchrony, arXiv 2511.18871) from the synchronous run's own times, per iteration:
+The bound (Periodic Asynchrony, arXiv 2511.18871) follows from the synchronous run's own times, per iteration:
 
     T_sync = T_generate + T_micro_batches + T_barrier
     bound  = T_sync / (max(T_generate + t_last_group, T_micro_batches + t_first_group) + T_barrier)
 
-where the barrier is step, weight hand-over and everything else that cannot overlap. Medians after warm-up. The runs
-alternate, so that a drift of the machine's speed meets both.
+where the barrier is step, weight hand-over and everything else that cannot overlap. Figures are medians after warm-up.
+The runs alternate, so that a drift of the machine's speed affects both.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Seconds until whoever was killed, or paused for longer than its lease, is made up for: REPEATS times each.
+"""The seconds until a service that was killed, or paused for longer than its lease, is made up for: REPEATS times each.
 
 The local stack runs a small job with the reference engine: each service once, or two trainers and two rollouts. One
 is struck exactly where it has something to lose (tests/chaos/die_at.py); the supervisor of `onbeat up` starts it again,
@@ -94,7 +94,7 @@ class Struck:
 
 
 def measure(chaos: ChaosStack, case: Case, key: str, scratch: Path) -> dict[str, float]:
-    """Mark -> seconds since the strike. Raises AssertionError when the job came to harm."""
+    """Return mark -> seconds since the strike. Raises AssertionError when the job came to harm."""
     chaos.orders.withdraw()
     names = ready_services(chaos)
     action = "hold" if case.target == "redis" else {"kill": "kill", "pause": "stop"}[case.action]
@@ -108,7 +108,7 @@ def measure(chaos: ChaosStack, case: Case, key: str, scratch: Path) -> dict[str,
 
 
 def ready_services(chaos: ChaosStack) -> dict[int, str]:
-    """Process id -> name, when all are there and idle: a rollout and a trainer that have just told so."""
+    """Wait until all services are there, with rollouts and trainers just reported idle; return process id -> name."""
 
     def idle_ones() -> set[str]:
         async def read() -> set[str]:
@@ -164,13 +164,13 @@ def answers(chaos: ChaosStack) -> bool:
         return False
 
 
-# ---- what the job's log tells --------------------------------------------------------------------------------------
+# ---- the job's log -------------------------------------------------------------------------------------------------
 
 Words = list[str]  # of a line of the audit log
 
 
 def audit_log(chaos: ChaosStack, job_id: str) -> list[tuple[float, Words]]:
-    """(Unix time, words) of each line."""
+    """Return (Unix time, words) of each line."""
 
     async def read() -> list[tuple[float, Words]]:
         redis = connect(chaos.stack.redis_url)
@@ -210,7 +210,7 @@ MARK_TIMES: dict[str, Callable[[ChaosStack, str, list[tuple[float, Words]], Stru
 
 
 def held_by(chaos: ChaosStack, job_id: str, worker: str) -> set[str]:
-    """Group ids that a dead or stopped rollout has claimed, read before its lease runs out."""
+    """Return the ids of groups that a dead or stopped rollout has claimed, read before its lease runs out."""
 
     async def read() -> set[str]:
         redis, prompts = connect(chaos.stack.redis_url), JobKeys(job_id).prompts
@@ -235,7 +235,7 @@ def changed(folder: Path, has_standby: bool) -> Callable[[list[ServiceSpec]], li
 
 
 def run(cases: list[Case], repeats: int, has_standby: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Case -> mark -> seconds."""
+    """Run the cases; return case -> mark -> seconds."""
     table = {}
     with temporary_folder() as folder:
         (folder / "orders").mkdir()

@@ -1,4 +1,4 @@
-"""Tokens per second through the whole rollout service against plain offline vLLM on the same prompts.
+"""The tokens per second of the whole rollout service against plain offline vLLM on the same prompts.
 
 The service (claim, generate, score, submit; Redis, leases, pinned versions) runs a `sync` job: the trainer sleeps while
 it generates. Then vLLM's own `LLM.generate` gets the very same prompts, seeds and settings, on the same core. The
@@ -19,7 +19,7 @@ NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, NUM_ITERATIONS, WARMUP, MAX_NUM_SEQS, CORE 
 
 
 def through_the_service() -> list[float]:
-    """Tokens per second of each iteration after warm-up."""
+    """Return the tokens per second of each iteration after warm-up."""
     os.environ["ONBEAT_MAX_NUM_SEQS"] = str(MAX_NUM_SEQS)
     report = run_job(
         "examples/quickstart.toml",
@@ -33,7 +33,7 @@ def through_the_service() -> list[float]:
 
 
 def plain_vllm(model: str, output: Path) -> None:
-    """In a process of its own, on the rollout's core: the same prompts of the same iterations, offline."""
+    """Generate from the same prompts of the same iterations offline, in a process of its own on the rollout's core."""
     os.sched_setaffinity(0, {CORE})
     os.environ |= {
         "TORCH_COMPILE_DISABLE": "1",
@@ -58,7 +58,7 @@ def plain_vllm(model: str, output: Path) -> None:
     llm = LLM(
         model,
         dtype="bfloat16",
-        block_size=32,  # as the service's engine: vLLM's default of 128 on the CPU shares nothing of these prompts
+        block_size=32,  # as in the service's engine: vLLM's default of 128 on the CPU shares nothing of these prompts
         max_num_seqs=MAX_NUM_SEQS,
         kv_cache_memory_bytes=1 << 30,
         logprobs_mode="processed_logprobs",

@@ -2,12 +2,13 @@
 
 One-by-one is the usual batch [G, Lp + Lr] (equal lengths: no padding) through transformers' SDPA attention, the head on
 response positions only and by the same code. The bound is the ratio of counted operations: linear layers per place,
-attention per visible pair, the head per response token. Packed, one-by-one, packed in turn, the two packed ones
-averaged, so that a drift of the machine's speed hits both sides; medians. A share above 1 means that one-by-one spends
-more per counted operation (its rows take the slower bfloat16 kernel on few keys, or leave the cache).
+attention per visible pair, the head per response token. A round runs packed, one-by-one and packed again, and averages
+the two packed ones, so that a drift of the machine's speed affects both sides; figures are medians. A share above 1
+means that one-by-one spends more per counted operation (its rows take the slower bfloat16 kernel on few keys, or leave
+the cache).
 
-Then a row of several groups whose prompts begin alike, which is computed once, against the same row with that beginning
-in each prompt: what differs there is the first token of each.
+Then a row of several groups whose prompts have the same beginning, which is computed once, is compared with a row whose
+prompts differ in their first token, so that each computes its own beginning.
 """
 
 import os
@@ -27,9 +28,9 @@ from services.trainer.bundled import prepare
 from services.trainer.logprobs import TargetLogprobs
 from services.trainer.model import load_model, response_logprobs, use_attention
 
-# (Lp, Lr, G) and what must hold there: a share of the counted ratio, or at least not slower.
+# (Lp, Lr, G) and the goal there: a share of the counted ratio, or at least not slower.
 GOALS = {(512, 64, 8): 0.93, (1024, 100, 8): 0.93, (45, 22, 8): 0.93, (32, 256, 8): None}
-PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS = 256, 16, 16, 4, 4  # tokens that prompts share, and others; of responses
+PREFIX, OWN, RESPONSE, GROUP, NUM_GROUPS = 256, 16, 16, 4, 4  # tokens: shared, own, of a response
 REPETITIONS, CORE = 5, 1
 
 

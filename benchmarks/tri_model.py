@@ -1,4 +1,4 @@
-"""Policy, old and reference on one micro-batch: one pass against three workers of their own. Time and peak memory.
+"""The time and peak memory of policy, old and reference on one micro-batch: one pass against three separate workers.
 
     tri_model              packed and planned once; forward of three, backward of the policy
     separate, packed       each of the three packs and plans for itself
@@ -7,9 +7,9 @@
     checkpointed_*         the tri-model pass with gradient checkpointing of the policy
     lora_*                 the policy with adapters; its reference is the policy without them, no third copy
 
-Time: one process, ways in turn, medians; ratios of the same turn. Memory: fresh processes, the peak between loaded
-weights and the end of the pass, minus what Python and its libraries took before; separate workers are added up. No
-optimizer state is in it: it is the same for all.
+Times are from one process, which takes the ways in turn: medians, and ratios of the same turn. Memory is from fresh
+processes: the peak between loaded weights and the end of the pass, minus what Python and its libraries took before;
+separate workers are added up. Optimizer state is left out: it is the same for all.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def tri_model(groups: list[RolloutGroup], policy: Any, old: Any | None, referenc
 
 
 def alone(groups: list[RolloutGroup], model: Any, is_policy: bool) -> None:
-    """One worker's part, from its own packing on."""
+    """Run one worker's part, from its own packing on."""
     with torch.set_grad_enabled(is_policy):
         logprobs, _ = response_logprobs(model, pack(groups, CPU), 1.0)
     if is_policy:
@@ -139,7 +139,7 @@ def measure_time(repetitions: int) -> dict[str, Any]:
 
 
 def run_for_memory(run: str, shape: str) -> dict[str, int]:
-    """One pass in this process: bytes before the weights, and the peak above that afterwards."""
+    """Run one pass in this process; return the bytes before the weights, and the peak above that afterwards."""
     import peft.tuners.lora  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 

@@ -1,6 +1,7 @@
-"""TRL's GRPOTrainer on the quick start's task: seconds and mean reward of each step. Run in a process of its own.
+"""TRL's GRPOTrainer on the quick start's task: seconds and mean reward of each step. It runs in its own process.
 
-Same model, prompts, group size, response limit and cores; vLLM is not available to it. TRL's other defaults are kept.
+Model, prompts, group size, response limit and cores are the same; vLLM is not available to it. TRL's other defaults are
+kept.
 """
 
 import itertools
@@ -34,9 +35,9 @@ def main(
     learning_rate: float = 2e-5,
     limit_s: float = float("inf"),
 ) -> None:
-    """`dtype`: bfloat16 (weights and autocast), float32, or mixed (float32 weights, bfloat16 autocast).
+    """Train. `dtype`: bfloat16 (weights and autocast), float32, or mixed (float32 weights, bfloat16 autocast).
 
-    Ends after `num_steps`, or after the first step beyond `limit_s` seconds.
+    Training ends after `num_steps`, or after the first step beyond `limit_s` seconds.
     """
     import reasoning_gym
     from datasets import Dataset

@@ -1,8 +1,8 @@
-"""Seconds per step against TRL's GRPOTrainer: same model, prompts, group size, response length, dtype and cores.
+"""The seconds per step against TRL's GRPOTrainer: same model, prompts, group size, response length, dtype and cores.
 
 Responses of both have the same length, whatever each policy learns: the model is a copy whose end-of-sequence token is
 one that it never samples, so every response runs to the limit. Both run one after the other on all cores of this
-machine, in the dtype that Onbeat chooses for it; medians over the steps after warm-up.
+machine, in the dtype that Onbeat chooses for it; figures are medians over the steps after warm-up.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What a broker costs while many jobs are pending: time of every read that looks at jobs, and processor time when idle.
+"""The cost of a broker with many pending jobs: time of every read that looks at jobs, and processor time when idle.
 
 The jobs are written through the ledger, then a real broker serves them from a real Redis over loopback, with no trainer
-and no rollout. Goals: every read within READ_MS, less than IDLE_SHARE of a core when nobody asks. The exit code says
+and no rollout. Goals: every read within READ_MS, less than IDLE_SHARE of a core without requests. The exit code says
 whether they were reached.
 """
 

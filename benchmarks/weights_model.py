@@ -1,4 +1,4 @@
-"""The tables of docs/weights.md: what was measured, and by a formula how long weights would take at other sizes.
+"""The tables of docs/weights.md: measurements, and by a formula how long weights would take at other sizes.
 
 Rates, shares and latencies are from the results of delta_codec, weights_pull and weights_relay. The last table is
 computed, at sizes that no machine here has.
@@ -12,8 +12,8 @@ computed, at sizes that no machine here has.
                from the trainer (star), B / apply + B / hash from a relay (chain)
 
     send       a bare stream, one core
-    relay      receives, verifies and sends: 1 / (1 / pull - 1 / checksum + 1 / hash + 1 / send); what was measured as
-               `pull` came from the trainer and was checked with checksums, what a relay sends is hashed
+    relay      receives, verifies and sends: 1 / (1 / pull - 1 / checksum + 1 / hash + 1 / send); the measured `pull`
+               came from the trainer and was checked with checksums, but the bytes of a relay are hashed
     m          bytes of a message: see `onbeat/weights/server.py`
 """
 
@@ -35,7 +35,7 @@ SHARES = (0.01, 0.04)  # of the weights that change
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes a second, of one core; seconds."""
+    """The measured rates (bytes a second, of one core), shares and seconds."""
 
     send: float
     pull: float  # from the trainer
@@ -44,7 +44,7 @@ class Measured:
     apply: dict[float, float]  # by the share of the weights that change
     encode: dict[float, float]
     delta_share: dict[float, float]  # of the bytes
-    line_share: float  # of the line rate, that one puller's bytes have
+    line_share: float  # of the line rate, for one puller's bytes
     hop_s: float  # above the time of a message on the line
 
     @property
@@ -78,7 +78,7 @@ def measured() -> Measured:
 
 
 def full_links() -> list[dict[str, Any]]:
-    """The links over which full copies were pulled, the fastest first."""
+    """Return the links over which full copies were pulled, the fastest first."""
     links = [link for link in load("weights_relay")["links"] if "full" in link]
     return sorted(links, key=lambda link: -link["rate_mbit_per_s"])
 
@@ -105,7 +105,8 @@ def full_work_s(by: Measured, full_bytes: float) -> float:
 
 
 def delta_work_s(by: Measured, full_bytes: float, share: float, check: float) -> float:
-    """`check`: the rate of checksums for what the trainer sent, of hashes for what a relay sent."""
+    """Return the seconds to apply and check a delta. `check`: the rate of checksums if the trainer sent it, of hashes
+    if a relay did."""
     return full_bytes / by.apply[share] + full_bytes / check
 
 
@@ -155,7 +156,7 @@ def show_parameters(by: Measured) -> None:
 
 
 def show_check(by: Measured) -> None:
-    """The formula where there is a measurement: full copies."""
+    """Print the formula beside the measurements of full copies."""
     num_rollouts = load("weights_relay")["num_rollouts"]
     print("| link | chain, formula | chain, measured | star, formula | star, measured |\n|---|---|---|---|---|")
     for link in full_links():

@@ -48,14 +48,15 @@ Command = Callable[..., Awaitable[Answer]]
 
 
 class Process:
-    """`prefix` is put before the command line: `taskset -c 0`, `ip netns exec NAME`."""
+    """A handle on a process. `prefix` is put before its command line: `taskset -c 0`, `ip netns exec NAME`."""
 
     def __init__(self, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
         self._command = [*prefix, sys.executable, str(Path(__file__).resolve()), *arguments]
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> Answer:
-        """Its first line. In a session of its own: Ctrl-C reaches the benchmark alone, which then ends it."""
+        """Start the process and return its first line. It has a session of its own: Ctrl-C reaches the benchmark alone,
+        which then ends it."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, start_new_session=True, limit=LINE_BYTES
@@ -78,7 +79,7 @@ class Process:
         return json.loads(line)
 
     async def kill(self) -> None:
-        """Without a word to anybody. Also when it has ended."""
+        """Kill the process without a warning. It may have ended already."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -89,10 +90,10 @@ class Process:
 
 
 class Trainer:
-    """Its weight server, and a bare stream of the same bytes on the next port."""
+    """A trainer's weight server, and a bare stream of the same bytes on another port."""
 
     def __init__(self, host: str, security: WireSecurity) -> None:
-        from services.trainer.weight_server import WeightServer  # with torch, which a puller has no use for
+        from services.trainer.weight_server import WeightServer  # it imports torch, which a puller does not need
         from services.trainer.weight_store import WeightStore
 
         self._host, self._security = host, security
@@ -118,14 +119,14 @@ class Trainer:
             yield chunk
 
     async def serve(self, egress: int, fanout: int) -> Answer:
-        """With these limits, and as if nobody had pulled anything before."""
+        """Serve with these limits, as if nothing had been pulled before."""
         from services.trainer.sources import Sources
 
         self._server.sources = Sources([Peer("trainer", self._address, "trainer")], egress, fanout)
         return {}
 
     async def publish(self, share: float | None = None) -> Answer:
-        """The next version: this share of the weights one unit in the last place away; None: all new."""
+        """Publish the next version, with this share of the weights one unit in the last place away; None: all new."""
         import torch
 
         from services.trainer.weight_store import take_snapshot
@@ -147,7 +148,7 @@ class Trainer:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Of the checkpoint's tensors, by name."""
+    """Return the shapes of the checkpoint's tensors, by name."""
     layer = {
         "self_attn.q_proj": (HIDDEN, HIDDEN),
         "self_attn.k_proj": (KV, HIDDEN),
@@ -184,7 +185,7 @@ def stepped(tensor: "torch.Tensor", share: float, generator: "torch.Generator") 
 
 
 class Puller:
-    """A host with its copy of the weights and, unless it is told otherwise, a relay."""
+    """A host with its copy of the weights and, unless a pull asks for none, a relay."""
 
     def __init__(self, worker_id: str, host: str, trainer: str) -> None:
         async def find_trainer() -> str:
@@ -201,7 +202,7 @@ class Puller:
         return {"address": self._address}
 
     async def pull(self, version: int, is_full: bool, is_relay: bool) -> Answer:
-        """`is_full`: with nothing in hand. `done_at`: the machine's monotonic clock."""
+        """Pull a version. `is_full`: without a copy to build on. `done_at` is on the machine's monotonic clock."""
         if is_full and self._mover.host is not None:
             self._mover.host.begin("the benchmark starts over")
         self._mover.serve_at(self._address if is_relay else "")
@@ -221,7 +222,7 @@ def connect(address: str) -> WeightsClient:
 
 
 async def obey(peer: Trainer | Puller) -> None:
-    """Until stdin ends: also when the benchmark was killed."""
+    """Obey commands until stdin ends, as it does when the benchmark is killed."""
     say(await peer.start())
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)

@@ -2,8 +2,9 @@
 
 The server is a process on one core; the puller is this process on another and then, once more, on both: a puller hashes
 in threads. The bare stream sends the same bytes in messages of the same size, through the same kind of server and
-channel to the same cores, and nobody looks at them. All kinds alternate, round by round, each when the machine is idle;
-medians over the rounds. GB/s counts the bytes of the weights, also of a delta, which stands for them.
+channel to the same cores, and they are only counted. All kinds alternate, round by round, each when the machine is
+idle; figures are medians over the rounds. GB/s counts the bytes of the weights, also for a delta, which stands for
+them.
 
     full         everything, into memory that the process has had before
     first        the same in a new process: the system hands out and clears every page meanwhile
@@ -40,13 +41,13 @@ ROUNDS = 9
 SHARES = (0.01, 0.04)  # of the weights that change
 GOAL = 0.6  # of the bare stream's speed, for a full pull
 DEADLINE_S = 60.0
-WAIT_S, MAX_WAITS, QUIET = 0.5, 60, 0.9  # a measurement waits until so much of the machine is idle
+WAIT_S, MAX_WAITS, QUIET = 0.5, 60, 0.9  # a measurement waits until this share of the machine is idle
 
 Rounds = dict[str, list[float]]  # seconds of each kind
 
 
 class Host:
-    """This process as one that pulls, with a copy of its own."""
+    """A puller in this process, with a copy of its own."""
 
     def __init__(self, address: str, security: WireSecurity = PLAIN) -> None:
         async def find_trainer() -> str:
@@ -60,7 +61,7 @@ class Host:
         self.stats = PullStats()  # of the last pull
 
     async def pull(self, version: int) -> float:
-        """Seconds until it is here: as a delta, if the version before is here."""
+        """Return the seconds until the version is here, as a delta if the previous one is here."""
         started = time.perf_counter()
         pull = self.mover.start(version, DEADLINE_S)
         await pull.complete()
@@ -75,7 +76,7 @@ class Host:
         return await self.pull(version)
 
     async def pull_first(self, version: int) -> float:
-        """Into new memory, as a new process would."""
+        """Pull into new memory, as a new process would."""
         await self.mover.close()
         self.mover = self._make()
         return await self.pull(version)
@@ -95,7 +96,7 @@ class BareStream:
 
 
 def make_certificate(folder: Path) -> None:
-    """cert.pem, which is its own authority, and key.pem."""
+    """Write cert.pem, which is its own authority, and key.pem."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "2", "-subj", "/CN=onbeat", "-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
@@ -103,7 +104,7 @@ def make_certificate(folder: Path) -> None:
 
 
 async def wait_until_quiet() -> None:
-    """Others use the machine, too: until they hardly do, or for so long."""
+    """Wait until other processes hardly use the machine, but no longer than MAX_WAITS * WAIT_S."""
     for _ in range(MAX_WAITS):
         before = idle_ticks()
         await asyncio.sleep(WAIT_S)
@@ -113,7 +114,7 @@ async def wait_until_quiet() -> None:
 
 
 def idle_ticks() -> int:
-    """Of all cores since the start of the system."""
+    """Return the idle ticks of all cores since the start of the system."""
     return int(Path("/proc/stat").read_text().split()[4])
 
 
@@ -206,7 +207,7 @@ def summary(rounds: Rounds, sizes: dict[str, int], full_bytes: int) -> dict[str,
 
 
 def bound_on_one_core(rounds: Rounds) -> float:
-    """Of full to bare, where receiving, copying and checking take turns."""
+    """Return the bound of full to bare, where receiving, copying and checking take turns."""
     bare, copy, checksum = (min(rounds[name]) for name in ("bare", "copy", "checksum"))
     return bare / (bare + copy + checksum)
 

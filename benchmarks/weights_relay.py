@@ -1,13 +1,13 @@
 """New weights for eight rollouts on links of a given rate: in a tree of relays, and in a star.
 
 The trainer and each rollout are processes in network namespaces of their own, on one bridge; both directions of every
-link are limited by a token bucket. Namespaces disappear with the run, also after Ctrl-C or an error. Needs root.
+link are limited by a token bucket. Namespaces disappear with the run, also after Ctrl-C or an error. It needs root.
 
     alone    one rollout pulls
     tree     all eight at once, each passes on what it receives (egress 1, fan-out 1): until the last has it
     star     all eight at once from the trainer
     killed   as tree; a rollout in the middle is killed at half the time of `alone`; until the last of the others
-    cut      the same, but its link goes silent: nobody is told that it is gone
+    cut      the same, but its link goes silent: no error shows that it is gone
 
     sudo python benchmarks/weights_relay.py --rates 1000 500
 """
@@ -29,7 +29,7 @@ from weights_peer import Answer, Process
 
 NUM_PULLERS = 8
 KILLED = 3  # the fourth that asks; three feed it, four wait for it
-ORDER_S = 0.1  # between two that ask, where it matters who feeds whom
+ORDER_S = 0.1  # between two that ask, where it matters which one feeds the other
 DELTA_SHARE = 0.04  # of the weights that change
 BURST = "256kb"
 SUBNET = "10.213.0"
@@ -42,7 +42,7 @@ LOSSES = ("killed", "cut")  # `cut` once: it waits for deadlines, which do not v
 
 
 class Network:
-    """Hosts named by their role, each in a namespace, joined by a bridge in one more."""
+    """The hosts, named by their role: each is in a namespace, and a bridge in one more joins them."""
 
     def __init__(self, rate_mbit: int) -> None:
         self._prefix = f"onbeat-{os.getpid()}-{rate_mbit}"
@@ -70,7 +70,7 @@ class Network:
             command(f"tc -n {namespace} qdisc add dev {device} root tbf rate {self._rate} burst {BURST} latency 50ms")
 
     def remove(self) -> None:
-        """All that was made; with a namespace go its devices."""
+        """Remove all namespaces; their devices go with them."""
         for name in [*map(self._namespace, self._hosts), self._switch]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
@@ -81,7 +81,7 @@ class Network:
         return ("ip", "netns", "exec", self._namespace(host))
 
     def set_link(self, host: str, state: str) -> None:
-        """`down`: packets to and from it are lost without a word."""
+        """Set the link `up`, or `down`: packets to and from the host are then silently lost."""
         command(f"ip -n {self._switch} link set port{self._hosts[host]} {state}")
 
     def _namespace(self, host: str) -> str:
@@ -135,14 +135,14 @@ class Fleet:
         return process
 
     async def spread(self, version: int, names: list[str], is_full: bool, is_tree: bool) -> float:
-        """Seconds until the last of these has it."""
+        """Return the seconds until the last of these has the version."""
         await self.trainer.ask("serve", egress=1 if is_tree else NUM_PULLERS, fanout=1)
         started = time.monotonic()
         answers = await asyncio.gather(*(self._pull(name, version, is_full, is_tree) for name in names))
         return last_of(answers) - started
 
     async def lose(self, version: int, after_s: float, is_cut: bool) -> float:
-        """The tree, all in full; one rollout is lost meanwhile. Seconds until the last other has it."""
+        """Pull in full in the tree and lose one rollout meanwhile; return the seconds until the last other has it."""
         await self.trainer.ask("serve", egress=1, fanout=1)
         started = time.monotonic()
         pulls: dict[str, asyncio.Task[Answer]] = {}
@@ -194,7 +194,7 @@ async def measure(rate_mbit: int, num_rounds: int, is_full: bool) -> Answer:
 
 async def run_rounds(fleet: Fleet, names: list[str], rate_mbit: int, num_rounds: int, is_full: bool) -> Answer:
     published = await fleet.trainer.ask("publish")
-    await fleet.bring_all_to(published["version"])  # their memory is there
+    await fleet.bring_all_to(published["version"])  # allocates their memory
     full, delta, loads = defaultdict(list), defaultdict(list), []
     for number in range(num_rounds):
         for kind, chosen, is_tree in [("alone", names[:1], True), ("tree", names, True), ("star", names, False)]:

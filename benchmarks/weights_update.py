@@ -1,4 +1,4 @@
-"""What an update of the quick start's weights costs: bytes of the delta, seconds from optimizer step to open engine.
+"""The cost of an update of the quick start's weights: bytes of the delta, seconds from optimizer step to open engine.
 
 Goals: a delta is at most 5% of the bytes at learning rate 1e-6 and 10% at 1e-5; the engine is open within 1 s.
 """
