@@ -1,4 +1,4 @@
-"""The chats: they are answered with the served policy version, beside the groups of training and never in their way.
+"""The server of chats: it answers with the served policy version, beside the groups of training, never in their way.
 
 taken --> inside the gate: pieces of text, of one version --> done
   |             |

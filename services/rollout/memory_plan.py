@@ -1,4 +1,4 @@
-"""`python -m services.rollout.memory_plan REQUEST.json` plans what a rollout of a job holds in memory, before it runs.
+"""`python -m services.rollout.memory_plan REQUEST.json` estimates the memory of a job's rollout before it runs.
 
 A rollout is two processes: the service, which holds the weights that it has pulled, and vLLM's engine core. Figures
 other than the model's bytes were measured on a CPU.

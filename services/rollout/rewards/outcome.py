@@ -35,10 +35,10 @@ class Score:
 
 
 class RewardError(Exception):
-    """There is no score. `kind` names the reason in metrics and messages; the handling follows from the type alone.
+    """A response has no score. `kind` names the reason in metrics and messages; how it is handled follows from the type
+    alone.
 
-    `index`: of the response that has none; None if the whole group failed. `is_final`: asking again would bring the
-    same answer.
+    `index`: of the response; None if the whole group failed. `is_final`: asking again would bring the same answer.
     """
 
     def __init__(self, kind: str, message: str, index: int | None = None, *, is_final: bool = False) -> None:

@@ -14,8 +14,7 @@ RewardFunction = Callable[..., float | Mapping[str, float]]
 
 
 def load_reward(name: str) -> RewardFunction:
-    """Import the reward. Raises ValueError, naming the installed ones, for an unknown name, or what the import raises.
-    """
+    """Import the reward. Raises ValueError, naming the installed ones, if it is unknown, or what the import raises."""
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in installed:
         raise ValueError(f"no reward {name!r} is installed here; there are: {', '.join(sorted(installed))}")
