@@ -24,7 +24,8 @@ class EngineBroken(Exception):
 
 
 def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
-    """Return the device that the engine will run on (auto, cpu, cuda, npu -> cpu, cuda, npu), if it knows devices.
+    """Return the device that the engine will run on: auto, cpu, cuda, npu -> cpu, cuda, npu. An engine without devices
+    leaves `device` as it is.
 
     Raises ValueError, with the remedy, where the engine, the device or its driver is missing.
     """

@@ -174,7 +174,7 @@ class VersionGate:
             self._is_open.set()
 
     def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
-        """Raise EngineBroken if the load failed so: the group that waited for it may have left before."""
+        """Raise EngineBroken if the load ended with it: the group that waited for it may have left before."""
         if not load.cancelled() and isinstance(error := load.exception(), EngineBroken):
             raise error
 

@@ -192,8 +192,8 @@ def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[
 
 
 def refuse_broken(group: RolloutGroup) -> None:
-    """Raise GroupFailed for an empty response, a logprob that is not finite or a gap in the versions: they would be
-    refused at the door."""
+    """Raise GroupFailed for an empty response, a logprob that is not finite or a gap in the versions: the group would
+    be refused at the door."""
     try:
         check_group(group)
         check_logprobs(group)

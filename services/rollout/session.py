@@ -72,7 +72,8 @@ class Session:
         self._chats: ChatServer | None = None
 
     async def run(self) -> None:
-        """Serve until the job is over or `stop` is called. Raises EngineBroken, and what Redis or the engine raise."""
+        """Serve until the job is over or `stop` is called. Raises EngineBroken, Redis errors, and what the engine's
+        start raises."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
             puller = await self._create_puller(cleanup, staging_dir)

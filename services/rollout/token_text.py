@@ -19,7 +19,7 @@ MAX_REMEMBERED = 100_000  # tokens and runs whose text is cached
 
 
 class TokenText:
-    """The text of tokens, by a tokenizer of transformers; like that, for one thread at a time."""
+    """The texts of tokens, by a tokenizer of transformers; like the tokenizer, for one thread at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
