@@ -1,6 +1,6 @@
-"""`python -m services.trainer`: claim the pool's next job by lease, train it, repeat.
+"""The trainer process (`python -m services.trainer`): it claims the pool's next job by lease, trains it, and repeats.
 
-Under torchrun all ranks train the same job: rank 0 claims it and tells the others.
+Under torchrun all ranks train the same job: rank 0 claims it and broadcasts it to the others.
 """
 
 import gc
@@ -36,12 +36,12 @@ from services.trainer.watchdog import Watchdog, stall_limit_s
 
 logger = logging.getLogger(__name__)
 
-RESTART_CODE = 75  # EX_TEMPFAIL: whoever started the ranks (torchrun --max-restarts) is to start them again
-QUEUE_AT_ONCE = 16  # jobs of the pool's queue that are looked at in one round trip
+RESTART_CODE = 75  # EX_TEMPFAIL: asks the launcher (torchrun --max-restarts) to start all ranks again
+QUEUE_AT_ONCE = 16  # queued jobs read per round trip
 
 
 class RanksMustRestart(Exception):
-    """A job ended early on this rank while others may wait for it in the middle of a sum."""
+    """A job ended early on this rank while other ranks may be waiting for it in a collective."""
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
     try:
         settings.wire_security()
         ledger = background.run(create_ledger(settings))
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one answers for the ranks of a machine, also while they gather
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank per machine serves health, also while ranks gather
             background.start(settings.serve_health().watch(ledger.redis))
         background.run(ledger.redis.ping(), timeout_s=settings.redis_retry_s + 10)
         world = World.from_environment(choose_device(settings.device), settings.peer_timeout_s)
@@ -89,7 +89,7 @@ def serve(
     world: World,
     presence: Presence | None,
 ) -> None:
-    """Jobs, one after another, until `stop`. Raises RanksMustRestart when one of several ranks left a job early."""
+    """Train one job after another until `stop` is set. Raises RanksMustRestart if one of several ranks ended early."""
     hardware = describe_device(world.device)
     if world.is_main:
         logger.info("%s waits for jobs of pool %s on %s", settings.trainer_id, settings.pool, hardware)
@@ -103,7 +103,7 @@ def serve(
         num_replicas = world.size if settings.parallelism == "ddp" else 1
         place = (world.rank, num_replicas)
         watchdog = None
-        if world.is_main:  # the others may wait for it for long, and it will wait for one of them that is stuck
+        if world.is_main:  # other ranks may wait long for rank 0; if one of them is stuck, rank 0 stalls with it
             watchdog = Watchdog(stall_limit_s(settings.stall_s, config.schedule.iteration_deadline_s))
         link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, *place, watchdog)
         if presence is not None:
@@ -129,7 +129,7 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
     async for job_id, fields in candidates(ledger, settings.pool):
         epoch = await ledger.claim_job(job_id, settings.trainer_id, settings.lease_s)
         if epoch is None:
-            await ledger.file_job(job_id)  # its state is not that of the list where it was found, or it has a trainer
+            await ledger.file_job(job_id)  # it was in the wrong list for its state, or it has a trainer
             continue
         try:
             config = await resolve_dtype(ledger, job_id, epoch, fields, hardware, settings)
@@ -144,7 +144,7 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
 
 
 async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict[str, str]]]:
-    """Started jobs of the pool, whose trainer may have died, and then its queue, each with its fields."""
+    """Yield the pool's started jobs, whose trainer may have died, and then its queue, each with its fields."""
     started = await existing_jobs(ledger, await ledger.lists.started())
     for job_id, fields in started.items():
         if fields.get("pool") == pool:
@@ -160,7 +160,7 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
 
 
 def train(settings: Settings, link: JobLink, config: JobConfig, world: World) -> tuple[JobState | None, str]:
-    """Run the job; returns the final state and reason, or None when the job goes on with another trainer."""
+    """Run the job. Returns its final state and the reason; the state is None if another trainer is to continue it."""
     from services.trainer.session import run_job
 
     try:
@@ -185,7 +185,7 @@ def train(settings: Settings, link: JobLink, config: JobConfig, world: World) ->
 def finish(background: Background, ledger: Ledger, job_id: str, epoch: str, outcome: JobState, error: str) -> None:
     try:
         background.run(ledger.move_job(job_id, outcome, error, epoch))
-    except (IllegalTransition, LeaseLost, JobNotFound) as conflict:  # somebody else was faster, or owns or deleted it
+    except (IllegalTransition, LeaseLost, JobNotFound) as conflict:  # another process was faster, or owns or deleted it
         logger.warning("%s", conflict)
     log = logger.error if outcome is JobState.FAILED else logger.info
     log("job %s %s %s", job_id, outcome, error)

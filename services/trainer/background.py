@@ -1,4 +1,4 @@
-"""One event loop in a thread, so that heartbeats and weight pulls go on while the main thread computes."""
+"""An event loop in a thread, so that heartbeats and weight pulls continue while the main thread computes."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ class Background:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
-        """Run on the loop and wait. Raises TimeoutError after `timeout_s`."""
+        """Run on the loop and wait for the result. Raises TimeoutError after `timeout_s`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)

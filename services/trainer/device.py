@@ -1,4 +1,4 @@
-"""What the trainer does differently by device; which one it is, `services.device` says."""
+"""Device-specific behaviour of the trainer. The device is selected in `services.device`."""
 
 import os
 
@@ -11,12 +11,12 @@ VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEV
 
 
 def backend_of(device: torch.device) -> str:
-    """What torch.distributed speaks between ranks on such devices."""
+    """Return the torch.distributed backend for ranks on such devices."""
     return BACKENDS[device.type]
 
 
 def device_of_rank(device: torch.device, local_rank: int) -> torch.device:
-    """One accelerator per rank of this machine, made current. Raises ValueError when there are too few."""
+    """Make one accelerator per rank of this machine current and return it. Raises ValueError if there are too few."""
     if device.type == "cpu":
         return device
     accelerator = torch.get_device_module(device)
@@ -30,15 +30,15 @@ def device_of_rank(device: torch.device, local_rank: int) -> torch.device:
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Torch's own one-kernel AdamW. torch_npu 2.13 has one too; off until it was tried on an NPU."""
+    """Return whether torch's fused AdamW is used. torch_npu 2.13 has one too; it is off until tried on an NPU."""
     return device.type in ("cpu", "cuda")
 
 
 def pin_cores(cores: str, local_rank: int = 0, local_size: int = 1) -> int:
-    """Run on the given cores (`0-3,6`; empty: all it has) with one thread each; ranks of a machine share them out.
+    """Run on the given cores (`0-3,6`; empty: all) with one thread each; ranks of a machine divide them up.
 
-    Returns the number of threads. More ranks than cores: one thread each, cores shared. A container may have many
-    cores and a limit of few CPUs: then as many threads as that.
+    Returns the number of threads. With more ranks than cores, each has one thread and cores are shared. A container
+    may have many cores but a limit of few CPUs: that limit then bounds the threads.
     """
     own = divide(parse_cores(cores) if cores else sorted(os.sched_getaffinity(0)), local_size)[local_rank]
     os.sched_setaffinity(0, own)

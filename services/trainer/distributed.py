@@ -1,7 +1,7 @@
 """The ranks of one job, as torchrun started them: sums of gradients and statistics, small messages. No pickle.
 
 Tensors travel over the device's own backend (gloo, nccl, hccl). Messages and numbers live on the host and travel over
-gloo, so that an accelerator is not waited for. In a world of one everything here is the identity.
+gloo, so they wait for no accelerator. In a world of one, everything here is the identity.
 """
 
 import functools
@@ -22,7 +22,7 @@ BUCKET_BYTES = 64 << 20  # gradients are summed in pieces of about this size: fe
 
 
 class PeerLost(OnbeatError):
-    """Another rank is gone or does not answer. The job is intact: it goes on from its checkpoint when all are back."""
+    """Another rank is gone or does not answer. The job is intact: it resumes from its checkpoint when all are back."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class World:
     local_rank: int = 0  # among the ranks on this machine
     local_size: int = 1
     device: torch.device = CPU
-    timeout_s: float = 0.0  # of every wait for the others
+    timeout_s: float = 0.0  # of every wait for other ranks
     _group: dist.ProcessGroup | None = None  # None: the default one
 
     @classmethod
     def from_environment(cls, device: torch.device, timeout_s: float) -> "World":
-        """A world of one unless torchrun's variables say otherwise; then waits for all ranks.
+        """Return a world of one, or, if torchrun's variables are set, wait for all ranks and return theirs.
 
         `timeout_s` bounds every later wait for another rank, so it must exceed the longest that ranks may be apart.
-        Raises PeerLost when they do not come, ValueError when a rank has no device.
+        Raises PeerLost when ranks do not arrive, ValueError when a rank has no device.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -51,7 +51,7 @@ class World:
         timeout = timedelta(seconds=timeout_s)
         with world._waiting("the start of all ranks"):
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            # torchrun may keep its store over a restart: without a prefix a rank could meet the addresses of the dead.
+            # torchrun may keep its store over a restart: without a prefix, a rank could find addresses of dead ranks.
             fresh = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             options = {"store": fresh, "rank": world.rank, "world_size": size}
             dist.init_process_group(backend_of(device), timeout=timeout, **options)
@@ -63,9 +63,9 @@ class World:
 
     @functools.cached_property
     def side_channel(self) -> "World":
-        """The same ranks on messages of their own (host tensors only), for one other thread.
+        """The same ranks on a separate channel (host tensors only), for one other thread.
 
-        All ranks must ask for it at the same point, the first time.
+        All ranks must access it for the first time at the same point.
         """
         if self.size == 1:
             return self
@@ -91,7 +91,7 @@ class World:
                     tensor.copy_(piece.view_as(tensor))
 
     def sum_scalars(self, values: Sequence[float]) -> list[float]:
-        """Sums over ranks, in float64."""
+        """Sum the values over ranks, in float64."""
         totals = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             with self._waiting("the sum of statistics"):
@@ -101,7 +101,7 @@ class World:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
-        """Rank 0's content, on every rank; what the others pass does not count."""
+        """Return rank 0's content on every rank; the content that other ranks pass is ignored."""
         if self.size == 1 or self.is_main:
             assert content is not None, "rank 0 has the content"
         if self.size == 1:
@@ -114,7 +114,7 @@ class World:
             return buffer.numpy().tobytes()
 
     def all_gather_bytes(self, content: bytes) -> list[bytes]:
-        """Every rank's content, by rank."""
+        """Return every rank's content, by rank."""
         if self.size == 1:
             return [content]
         with self._waiting("messages from all ranks"):
@@ -126,11 +126,11 @@ class World:
             return [buffer[: int(length)].numpy().tobytes() for buffer, length in zip(received, lengths, strict=True)]
 
     def others(self, content: bytes) -> list[bytes]:
-        """What the other ranks pass here."""
+        """Return the content that the other ranks pass here."""
         return [message for rank, message in enumerate(self.all_gather_bytes(content)) if rank != self.rank]
 
     def largest(self, value: int) -> int:
-        """The greatest of all ranks' values."""
+        """Return the greatest of all ranks' values."""
         return max(map(int, self.all_gather_bytes(str(value).encode())))
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ ALONE = World()
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether torch raised this because another rank is gone, in a sum of its own (FSDP's)."""
+    """Return whether torch raised this because another rank is gone, in a collective of its own (FSDP's)."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "HCCL"))
     )
@@ -163,7 +163,7 @@ def host_buffer(content: bytes) -> torch.Tensor:
 
 
 def buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors of one dtype, together at most `max_bytes` (or one larger tensor alone)."""
+    """Yield runs of consecutive tensors of one dtype, at most `max_bytes` together (or one larger tensor alone)."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:

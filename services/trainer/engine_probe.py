@@ -1,14 +1,14 @@
-"""Whether the rollouts' engines follow the weights. An engine may compute something else after an update, silently:
+"""A check that the rollouts' engines follow the weights. After an update an engine may silently compute something else:
 with a copy of old weights that it has kept, or with weights in a layout that its kernels do not expect.
 
-The trainer's own pass is the fresh computation to compare with, and costs nothing more: its gap to the logprobs that
-came with the tokens is the iteration's mismatch. In iteration 0 every engine is as it was started, so that mismatch is
-the noise of this model, these kernels and this dtype. After the first updates it must not be much larger.
+The trainer's own pass is the fresh computation to compare with, at no extra cost: its gap to the logprobs that came
+with the tokens is the iteration's mismatch. In iteration 0 every engine is as it was started, so that mismatch is the
+noise of this model, these kernels and this dtype. After the first updates it must not be much larger.
 """
 
 from onbeat.errors import JobFailed
 
-# How many iterations on updated weights are compared: in the first, every rollout may be one that has just started.
+# Number of iterations on updated weights that are compared: in the first, every rollout may have just started.
 NUM_PROBED = 3
 
 # Nats per token by which a mismatch may grow beyond three times the first. Ordinary means are 1e-6 in float32 and 0.01
@@ -17,7 +17,7 @@ SLACK = {"float32": 0.01, "bfloat16": 0.15}
 
 
 def check_mismatch(mismatch: float, first: float, dtype: str, iteration: int) -> None:
-    """Raise JobFailed if an iteration's mean mismatch says that the engines do not follow. `first`: iteration 0's."""
+    """Raise JobFailed if an iteration's mean mismatch shows that engines do not follow. `first`: iteration 0's."""
     if mismatch <= 3 * first + SLACK[dtype]:
         return
     raise JobFailed(

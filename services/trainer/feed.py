@@ -1,7 +1,7 @@
-"""From the stream to micro-batches: whole groups, in completion order, under a token budget, written down first.
+"""The path from the stream to micro-batches: whole groups, in completion order, under a token budget, recorded first.
 
-Replicas read one consumer group, so the stream hands each group to whoever is free; the ledger decides who trains it
-(`Link.record_micro_batch`), so that no group is trained twice or forgotten when a delivery dies with its reader.
+Replicas read one consumer group, so the stream hands each group to a free replica; the ledger decides which one trains
+it (`Link.record_micro_batch`), so that no group is trained twice or forgotten when a delivery dies with its reader.
 """
 
 import time
@@ -14,19 +14,20 @@ from onbeat.types import JobState
 from services.trainer.batch import cost
 from services.trainer.link import Link
 
-LOOK_AGAIN_S = 3.0  # after so much silence: a delivery may have been lost with its answer, the ledger has not
-BROKER_FIRST_S = 10.0  # a broker that is alive fails a stuck iteration first: it can say more about it
-ALL_AT_ONCE = 64  # groups of one delivery to the only replica
-# Responses that end in one step of the engine arrive one after another. Together they share one pass's reading of all
-# weights and writing of all gradients, which costs more than this wait.
+# After this much silence, accepted groups are read from the ledger: a delivery may have been lost with its reply.
+LOOK_AGAIN_S = 3.0
+BROKER_FIRST_S = 10.0  # a live broker fails a stuck iteration first: it knows more about it
+ALL_AT_ONCE = 64  # groups per delivery to the only replica
+# Responses that end in one step of the engine arrive one after another. In one pass they share the reading of all
+# weights and the writing of all gradients, which costs more than this wait.
 GATHER_S = 0.05
 
 
 class GroupFeed:
-    """Micro-batches of this replica, one set of groups after the other.
+    """The micro-batches of this replica, one set of groups after the other.
 
-    What was recorded before a crash is repeated exactly; from there on, `periodic` takes whatever has arrived and
-    `sync` waits for all groups first. Either way the partition is written down before it is trained.
+    Micro-batches recorded before a crash are repeated exactly. After those, `periodic` takes the groups that have
+    arrived and `sync` waits for all groups first. Either way the partition is recorded before it is trained.
     """
 
     def __init__(self, link: Link, config: JobConfig, next_iteration: int, num_replicas: int = 1) -> None:
@@ -37,7 +38,7 @@ class GroupFeed:
         self._add(link.accepted_groups(next_iteration))
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
-        """Lists of groups; with those of the other replicas, exactly the `wanted` ones (ids) of the iteration."""
+        """Yield lists of groups; with those of other replicas, exactly the `wanted` groups (ids) of the iteration."""
         self._forget_before(iteration)
         for group_ids in self._link.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
@@ -64,7 +65,7 @@ class GroupFeed:
         return groups
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
-        """Each group once. True if any was new."""
+        """Add each group once. Returns whether any was new."""
         new = [group for group in groups if group.group_id not in self._known]
         self._known |= {group.group_id: group.iteration for group in new}
         self._waiting += new
@@ -79,7 +80,7 @@ class GroupFeed:
         return self._link.taken_groups(iteration) if self._num_replicas > 1 else set()
 
     def _pick(self, group_ids: list[str]) -> list[RolloutGroup]:
-        """Those groups in that order and no longer waiting, or [] when one is still missing."""
+        """Take those waiting groups, in that order; take none and return [] while one is still missing."""
         found = {group.group_id: group for group in self._waiting if group.group_id in group_ids}
         if len(found) < len(group_ids):
             return []
@@ -92,8 +93,8 @@ class GroupFeed:
         return gone
 
     def _receive_ready(self, left: set[str]) -> list[RolloutGroup]:
-        """What has arrived of those groups, up to about a micro-batch. The only replica waits a moment for those that
-        come close behind; several take one at a time, each what the others leave.
+        """Return the groups of `left` that have arrived, up to about a micro-batch. A single replica waits a moment for
+        groups close behind; several replicas take one group at a time.
         """
         budget = self._config.training.max_tokens_per_micro_batch
         self._receive(timeout_s=0.001)
@@ -121,7 +122,7 @@ class GroupFeed:
         return self._add(self._link.take_groups(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
 
     def _wait(self, iteration: int, num_left: int) -> None:
-        """Until another group arrives, for a moment at most. Raises JobFailed after the iteration's deadline."""
+        """Wait a moment at most for another group. Raises JobFailed after the iteration's deadline."""
         deadline_s = self._config.schedule.iteration_deadline_s
         self._link.doing = f"waiting for groups of iteration {iteration}: {num_left} missing"
         is_new = self._receive(timeout_s=0.5 if self._num_replicas == 1 else 0.02)

@@ -1,4 +1,4 @@
-"""GAC on the accumulated gradient: keeps the last one, measures the cosine, projects or skips (`algorithm/gac`)."""
+"""GAC on the accumulated gradient: it keeps the last one, measures the cosine, projects or skips (`algorithm/gac`)."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,7 +11,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class GradientControl:
-    """Acts between the rescale and the clip, on the fully reduced gradient. Its history is part of a checkpoint.
+    """The control that acts between rescale and clip, on the fully reduced gradient. Checkpoints include its history.
 
     Sharded gradients (DTensors) are projected shard by shard; only three scalars are summed over the world's ranks.
     """
@@ -22,7 +22,7 @@ class GradientControl:
 
     @torch.no_grad()
     def apply(self, gradients: Gradients) -> GacDecision:
-        """Change `gradients` in place as decided; on SKIP the caller leaves out the step. Mode `metric` never acts."""
+        """Change `gradients` in place as decided; on SKIP the caller omits the step. Mode `metric` changes nothing."""
         if self._config.mode == "off":
             return GacDecision(GacAction.NONE, None)
         decision = self._decide(gradients)
@@ -61,7 +61,7 @@ class GradientControl:
 
 
 def inner_products(g: Gradients, h: Gradients, world: World) -> list[float]:
-    """<g, h>, |g|^2, |h|^2 over all parameters and ranks, added up in float64.
+    """Return <g, h>, |g|^2, |h|^2 over all parameters and ranks, added up in float64.
 
     A rank counts its own rows of sharded parameters. Replicated parameters are the same on every rank and are counted
     by rank 0 alone, so that each element counts once.
@@ -76,5 +76,5 @@ def inner_products(g: Gradients, h: Gradients, world: World) -> list[float]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """[elements on this rank]."""
+    """Return the tensor's elements on this rank, flat."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).flatten()

@@ -1,7 +1,7 @@
-"""Lockstep for sharded replicas: rank 0 takes groups from the stream and deals them out, balanced by tokens.
+"""The feed of sharded replicas in lockstep: rank 0 takes groups from the stream and deals them out by tokens.
 
 Every forward and backward of a sharded model is a collective, so all ranks see the same micro-batches in the same
-order, each its own share of them. A rank with fewer rows than another passes idle ones through.
+order, each with its own share of them. A rank with fewer rows than another runs idle passes.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ class Feed(Protocol):
 
 
 def create_feed(link: Link, config: JobConfig, next_iteration: int, world: World, is_sharded: bool) -> Feed:
-    """Whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
+    """Create the feed: whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
     if not is_sharded:
         return GroupFeed(link, config, next_iteration, num_replicas=world.size)
     budget = config.training.max_tokens_per_micro_batch * world.size
@@ -31,14 +31,14 @@ def create_feed(link: Link, config: JobConfig, next_iteration: int, world: World
 
 
 class LockstepFeed:
-    """`feed` is rank 0's; its micro-batches are for all ranks together."""
+    """A feed for all ranks together. Only rank 0 has the `feed` that takes groups from the stream."""
 
     def __init__(self, world: World, feed: GroupFeed | None, config: JobConfig) -> None:
         assert (feed is not None) == world.is_main
         self._world, self._feed, self._config = world, feed, config
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
-        """This rank's share of each micro-batch, perhaps empty."""
+        """Yield this rank's share of each micro-batch; it may be empty."""
         if self._feed is not None:
             for groups in self._feed.micro_batches(iteration, wanted):
                 self._world.broadcast_bytes(join([group.SerializeToString() for group in groups]))
@@ -54,12 +54,12 @@ class LockstepFeed:
 
 
 def join(parts: list[bytes]) -> bytes:
-    """Each part after its length in 8 bytes, big-endian."""
+    """Concatenate the parts, each after its length in 8 bytes, big-endian."""
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
 def cut(message: bytes) -> Iterator[bytes]:
-    """The parts of `join`."""
+    """Yield the parts of a message made by `join`."""
     start = 0
     while start < len(message):
         end = start + 8 + int.from_bytes(message[start : start + 8], "big")

@@ -1,13 +1,13 @@
-"""Log-probabilities of target tokens from hidden states, without ever holding [N, V] logits in float32.
+"""Log-probabilities of target tokens from hidden states, without [N, V] logits in float32.
 
 The head of a small model with a large vocabulary costs more memory traffic than arithmetic: float32 logits are written
-and read about ten times by softmax and its gradient. Here they exist for a few rows at a time, which stay in the cache,
-and leave behind, in the compute dtype, all that the backward pass needs of them:
+and read about ten times by softmax and its gradient. Here they exist for a few rows at a time, which stay in the cache.
+From them the backward pass needs only E, in the compute dtype:
 
     l = h W^T / T,  logp = l[y] - logsumexp(l),  d logp / d l = onehot(y) - softmax(l) = -E
     d logp / d h = -E W / T,  d logp / d W = -E^T h / T
 
-E of one block is kept for the backward pass; of more blocks, each is computed again when its turn comes.
+The E of a single block is kept for the backward pass; with more blocks, each E is computed again when it is needed.
 
 Legend: N target tokens, M of them in a block, V vocabulary, D model, y the target, T the temperature.
 """
@@ -21,7 +21,10 @@ ROWS = 16  # rows of float32 at a time: 16 x 50,000 x 4 bytes is 3 MB
 
 
 class TargetLogprobs(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], targets [N], temperature) -> (logprobs [N], entropy [N], no gradient)."""
+    """A function (hidden [N, D], weight [V, D], targets [N], temperature) -> (logprobs [N], entropy [N]).
+
+    The entropy has no gradient.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -61,7 +64,7 @@ def blocks(hidden: torch.Tensor) -> list[slice]:
 def excess_probabilities(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(E = softmax - onehot(target), [M, V] in the compute dtype; logprobs [M]; entropy [M])."""
+    """Return (E = softmax - onehot(target), [M, V] in the compute dtype; logprobs [M]; entropy [M])."""
     precise = torch.promote_types(hidden.dtype, torch.float32)
     logprobs, entropy = (torch.empty(len(hidden), dtype=precise, device=hidden.device) for _ in range(2))
     logits = torch.mm(hidden, weight.T)

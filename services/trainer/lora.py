@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv 2106.09685) by PEFT. Only the trainer knows of them: rollouts get ordinary weights.
+"""Low-rank adapters (arXiv 2106.09685) by PEFT. Only the trainer has them: rollouts get ordinary weights.
 
     policy      y = W' x,  W' = W + (alpha / r) B A    rounded to the compute dtype; W frozen, A and B trained
     published   W' under W's own name: the bits that the policy computes with
@@ -46,7 +46,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int) -> None:
 
 
 def target_layers(model: Any, config: LoraConfig) -> list[str]:
-    """Full names of the linear layers to adapt. Raises ValueError as `add_adapters`."""
+    """Return the full names of the linear layers to adapt. Raises ValueError as `add_adapters`."""
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if not linear:
@@ -67,9 +67,9 @@ def last_part(name: str) -> str:
 
 
 def adapted_layers(model: Any) -> dict[str, Any]:
-    """PEFT's layers by the name of the linear layer that each one wraps; empty for a model without adapters.
+    """Return PEFT's layers by the name of the linear layer that each one wraps; empty for a model without adapters.
 
-    Whoever put adapters on a model has imported PEFT, which takes long and may be missing where nobody uses LoRA.
+    A process that added adapters has imported PEFT already; others skip the import, which is slow and may be missing.
     """
     if "peft" not in sys.modules:
         return {}
@@ -79,7 +79,7 @@ def adapted_layers(model: Any) -> dict[str, Any]:
 
 
 def merged_forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """[..., in] -> [..., out], in place of PEFT's forward."""
+    """Compute [..., in] -> [..., out] in place of PEFT's forward."""
     base = layer.get_base_layer()
     if layer.disable_adapters:
         return base(inputs)
@@ -87,17 +87,17 @@ def merged_forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def adapter(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """(A [r, in], B [out, r], alpha / r)."""
+    """Return (A [r, in], B [out, r], alpha / r)."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
 
 
 def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W' [out, in], rounded once."""
+    """Return W' [out, in], rounded once."""
     return torch.addmm(weight, b, a, alpha=scale)
 
 
 class MergedLinear(torch.autograd.Function):
-    """y = W' x with gradients for x, A and B. W' is computed again in the backward pass instead of being kept."""
+    """The function y = W' x with gradients for x, A and B. The backward pass computes W' again; it is not kept."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -127,7 +127,7 @@ class MergedLinear(torch.autograd.Function):
 def published_tensors(
     model: Any, whole: Whole = lambda parameter: parameter, skip: Container[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything in the model's state as if it had no adapters, merged one at a time; nothing in training is touched.
+    """Yield the model's state as if it had no adapters, merged one tensor at a time; the model itself is unchanged.
 
     Names, order and shapes are those of the base model; without adapters this is `named_parameters()`, then the buffers
     that belong to the state, which training never changes. `whole` puts the shards of a parameter together, in the
@@ -147,25 +147,25 @@ def published_tensors(
 
 
 def published_sizes(model: Any) -> dict[str, int]:
-    """Names of `published_tensors`, in order, and their numbers of elements."""
+    """Return the names of `published_tensors`, in order, with their numbers of elements."""
     tensors = chain(model.named_parameters(), persistent_buffers(model))
     return {base_name(name): t.numel() for name, t in tensors if ".lora_" not in name}
 
 
 def persistent_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Whatever a checkpoint of the model holds besides parameters, such as the correction biases of some routers."""
+    """Return what a checkpoint of the model holds besides parameters, such as the correction biases of some routers."""
     state = model.state_dict(keep_vars=True)
     return [(name, tensor) for name, tensor in state.items() if not isinstance(tensor, torch.nn.Parameter)]
 
 
 def base_name(name: str) -> str:
-    """Return what a parameter is called in the model without adapters."""
+    """Return the parameter's name in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Inside, the model is the one that training started from: the reference policy. For passes without gradient."""
+    """Turn adapters off inside the block: the model is then the reference policy. For passes without gradient."""
     layers = adapted_layers(model).values()
     assert layers, "a model without adapters has no base to fall back to; its reference is a frozen copy"
     for layer in layers:  # PEFT's own switch would also turn requires_grad off, which a sharded model must not see

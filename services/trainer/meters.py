@@ -1,6 +1,6 @@
-"""What this trainer tells Prometheus, iteration by iteration as they are committed.
+"""The trainer's Prometheus metrics, updated as each iteration is committed.
 
-Counts are of all ranks together, seconds those of rank 0. What is trained again after a crash counts again.
+Counts cover all ranks together, seconds only rank 0. Work that is repeated after a crash counts again.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ NEWEST = {"train/grad_norm": GRAD_NORM, "reward_mean": REWARD, "mismatch_mean": 
 
 
 class CommitMeter:
-    """Of one job on this trainer."""
+    """The metrics of one job on this trainer."""
 
     def __init__(self) -> None:
-        self._busy_until: float | None = None  # by time.monotonic(): the end of the last span of the commit before
+        self._busy_until: float | None = None  # time.monotonic() at the end of the previous commit's last span
 
     def record(self, version: int, num_updates: int, report: dict[str, float], spans: Sequence[Span]) -> None:
-        """An iteration is committed. `report`: `IterationStats.report`; `spans`: what its main thread did for it."""
+        """Count a committed iteration. `report`: `IterationStats.report`; `spans`: the main thread's work for it."""
         ITERATIONS.inc()
         UPDATES.inc(num_updates)
         POLICY_VERSION.set(version)
@@ -49,9 +49,9 @@ class CommitMeter:
         self._add_seconds(sorted(spans, key=lambda span: span.start))
 
     def _add_seconds(self, spans: Sequence[Span]) -> None:
-        """By the kinds of the spans; what lies between them is `wait`, nearly always for groups.
+        """Add seconds by the kind of each span; the time between spans is `wait`, nearly always for groups.
 
-        Until 2, then micro-batches 5-6 and 8-9, optimizer 9-10: 5 seconds of wait, 2 of micro_batch, 1 of optimizer.
+        Busy until 2, then micro-batches 5-6 and 8-9, optimizer 9-10: 5 s of wait, 2 of micro_batch, 1 of optimizer.
         """
         for span in spans:
             if self._busy_until is not None:

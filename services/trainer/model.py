@@ -24,7 +24,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def resolve_model(path: str, cache_dir: Path) -> str:
-    """`bundled:NAME` becomes its cached folder; a folder or a hub id stays. Raises ValueError."""
+    """Replace `bundled:NAME` with its cached folder; a folder or a hub id stays. Raises ValueError."""
     if path.startswith("bundled:"):
         return str(bundled.prepare(path.removeprefix("bundled:"), cache_dir))
     return path
@@ -32,9 +32,9 @@ def resolve_model(path: str, cache_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Passes:
-    """How a model of some architecture goes over a micro-batch; `trial.py` finds out which way is right for it."""
+    """The passes of a model over a micro-batch; `trial.py` finds out which are right for its architecture."""
 
-    attention: str = PACKED_ATTENTION  # or transformers' own, `sdpa` or `eager`: then each response is a row of its own
+    attention: str = PACKED_ATTENTION  # or transformers' own, `sdpa` or `eager`: then each response is a separate row
     is_padded: bool = True  # rows are padded to one length, in one pass; otherwise each length has its own pass
     has_plain_head: bool = True  # the logits are just hidden states times a matrix: no bias, no cap, no scale
 
@@ -48,7 +48,7 @@ class Passes:
 
 
 def load_config(source: str) -> Any:
-    """The model's configuration. Raises ValueError by name."""
+    """Load the model's configuration. Raises ValueError naming the model."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -59,9 +59,9 @@ def load_config(source: str) -> Any:
 
 
 def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Passes = Passes()) -> Any:
-    """A decoder for those passes, with parameters in the compute dtype. Raises ValueError by name.
+    """Load a decoder for those passes, with parameters in the compute dtype. Raises ValueError naming the model.
 
-    It is built with its attention, not switched to it: some classes choose theirs when they are built.
+    The attention is set when the model is built, not switched later: some classes choose theirs in the constructor.
     """
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Pa
 
 
 def set_up(model: Any, passes: Passes, device: torch.device) -> Any:
-    """Prepare a transformers model that was built with the attention of these passes: its device, no dropout."""
+    """Prepare a transformers model that was built with the attention of these passes: device, no cache, no dropout."""
     model.passes = passes
     model.config.use_cache = False
     return model.to(device).eval()
@@ -88,8 +88,8 @@ def register_attention() -> None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Switch a built model, of a class that bears it, to other passes: PACKED_ATTENTION, or padded rows with `sdpa` or
-    `eager`. Jobs never switch; tests and benchmarks compare."""
+    """Switch a built model, if its class supports it, to other passes: PACKED_ATTENTION, or padded rows with `sdpa` or
+    `eager`. Only tests and benchmarks switch, to compare."""
     model.set_attn_implementation(name)
     model.passes = replace(getattr(model, "passes", Passes()), attention=name)
 
@@ -97,8 +97,8 @@ def use_attention(model: Any, name: str) -> None:
 def enable_gradient_checkpointing(model: Any) -> None:
     """Keep only each decoder layer's input for the backward pass, which computes the rest again.
 
-    The layers' `forward` is wrapped, not transformers' own switch turned on: that one works in training mode only, and
-    would turn dropout on, which a policy gradient must not have. Call it before adding hooks or sharding.
+    It wraps the layers' `forward` instead of using transformers' own switch, which works in training mode only and
+    would turn on dropout, which a policy gradient must not have. Call it before adding hooks or sharding.
     Raises ValueError for a model whose layers transformers does not mark as such.
     """
     from torch.utils.checkpoint import checkpoint
@@ -115,12 +115,12 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 def freeze_copy(model: Any) -> Any:
-    """A policy that stays as it is: same sharding and dtype, no gradient."""
+    """Return a frozen copy of a policy: same sharding and dtype, no gradient."""
     return copy.deepcopy(model).requires_grad_(False)
 
 
 def frozen_base(model: Any) -> Any:
-    """`freeze_copy` of the model without its adapters: what published weights can be loaded into."""
+    """Return a frozen copy of the model without its adapters; published weights can be loaded into it."""
     frozen = freeze_copy(model)
     for name, layer in adapted_layers(frozen).items():
         frozen.set_submodule(name, layer.get_base_layer())
@@ -129,9 +129,9 @@ def frozen_base(model: Any) -> Any:
 
 @torch.no_grad()
 def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite a frozen copy with published tensors: [shape of the own one] by name, each once.
+    """Overwrite a frozen copy with published tensors, each once, by name and with the same shape.
 
-    Raises ValueError naming what is missing, unknown or of another shape; the copy is then not to be used.
+    Raises ValueError naming what is missing, unknown or of another shape; the copy must not be used then.
     """
     own = dict(published_tensors(frozen))
     missing = set(own)
@@ -146,7 +146,7 @@ def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 
 
 def model_files(source: str) -> dict[str, bytes]:
-    """Config and tokenizer files, by name: what a rollout needs besides weights."""
+    """Return the config and tokenizer files by name, which a rollout needs besides weights."""
     import tempfile
 
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -163,11 +163,11 @@ def model_files(source: str) -> dict[str, bytes]:
 def tri_model_logprobs(
     policy: Any, old: Any | None, reference: Any | None, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(trainer_logprobs, entropy, old_logprobs, ref_logprobs), all [N]; only the first carries a gradient.
+    """Return (trainer_logprobs, entropy, old_logprobs, ref_logprobs), all [N]; only the first carries a gradient.
 
-    One micro-batch, packed and planned once, through up to three models. None skips a model; `reference` may be the
-    policy itself, which then stands for itself without its adapters. The frozen ones go first: what they allocate is
-    free again before the policy keeps its activations.
+    One micro-batch, packed and planned once, goes through up to three models. None skips a model; if `reference` is
+    the policy itself, it is used without its adapters. Frozen models go first: their memory is free again before the
+    policy keeps its activations.
     """
     prepared = prepare_inputs(policy, batch)
     with torch.no_grad():
@@ -181,28 +181,28 @@ def tri_model_logprobs(
 
 
 def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every response token under the tempered policy, and the entropy there (no gradient).
+    """Return the log-probability of every response token under the tempered policy, and the entropy (no gradient).
 
-    Both [N] float32 (float64 for a float64 model).
+    Both are [N] float32 (float64 for a float64 model).
     """
     return target_logprobs(model, prepare_inputs(model, batch), batch, temperature)
 
 
 Hidden = list[torch.Tensor]  # of each pass, [rows, T, ...]
-Prepared = tuple[list[dict[str, Any]], Callable[[Hidden], torch.Tensor]]  # inputs; what predicts a target, [N, ...]
+Prepared = tuple[list[dict[str, Any]], Callable[[Hidden], torch.Tensor]]  # inputs; select the targets' rows, [N, ...]
 
 
 def target_logprobs(
     model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `response_logprobs`, on inputs at hand. Logits exist only where a response token is predicted."""
+    """Compute `response_logprobs` on prepared inputs. Logits exist only where a response token is predicted."""
     return call(whole_model_logprobs, model, prepared, batch, temperature)
 
 
 def whole_model_logprobs(
     model: Any, prepared: Prepared, batch: MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The computation itself, where the head's weight is at hand (`sharding.call`)."""
+    """Compute `target_logprobs` inside `sharding.call`, where the head's weight is whole."""
     passes, select = prepared
     if model.passes.has_plain_head:
         decoder = model.get_decoder()
@@ -216,12 +216,12 @@ def whole_model_logprobs(
 
 
 def prepare_inputs(model: Any, batch: MicroBatch) -> Prepared:
-    """What depends on the micro-batch only, for every model of this architecture, dtype and attention."""
+    """Prepare what depends on the micro-batch only, for every model of this architecture, dtype and attention."""
     return packed_inputs(batch) if model.passes.is_packed else separate_inputs(batch, model.passes.is_padded)
 
 
 def packed_inputs(batch: MicroBatch) -> Prepared:
-    """One row with each prompt once."""
+    """Prepare one row with each prompt once."""
     inputs = {
         "input_ids": batch.token_ids[None],
         "position_ids": batch.layout.position_ids[None],
@@ -232,8 +232,8 @@ def packed_inputs(batch: MicroBatch) -> Prepared:
 
 
 def separate_inputs(batch: MicroBatch, is_padded: bool) -> Prepared:
-    """A row per response, its prompt repeated: for attentions that cannot be packed. One pass of padded rows, or one
-    for each length."""
+    """Prepare a row per response, each with its prompt, for attention that cannot be packed: one pass of padded rows,
+    or one pass for each length."""
     rows, spans = separate_rows(batch)
     longest = max(map(len, rows))
     by_length: dict[int, list[int]] = {}
@@ -257,7 +257,7 @@ def separate_inputs(batch: MicroBatch, is_padded: bool) -> Prepared:
 
 
 def separate_rows(batch: MicroBatch) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Prompt and response of each response, and which of these places predict the response's tokens."""
+    """Return for each response the row of its prompt and itself, and the span of places that predict its tokens."""
     rows, spans = [], []
     prefix = batch.token_ids[: batch.layout.prefix_length]
     for group in batch.layout.groups:

@@ -7,8 +7,8 @@ DDP sums the masters' gradients over ranks at the barrier; FSDP sums them on the
 
     barrier: rescale, clip, AdamW on the masters, masters -> parameters
 
-So the weights that compute, the weights that are published and the weights that rollouts sample with are the same bits,
-and small updates are not lost in bf16. Only parameters that require a gradient take part.
+So the trainer's weights, the published weights and the weights that rollouts sample with are the same bits, and small
+updates are not lost in bf16. Only parameters that require a gradient take part.
 """
 
 import math
@@ -25,16 +25,16 @@ from services.trainer.rounding import spread_masters
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_NUMEL = 8 << 20  # of parameters that are stepped together; the next are stepped while these are published
+BUCKET_NUMEL = 8 << 20  # elements stepped together; the next bucket is stepped while this one is published
 
-Written = Callable[[list[str]], None]  # names of parameters that have their new values
+Written = Callable[[list[str]], None]  # called with names of parameters that have their new values
 
 
 class MasterAdamW:
-    """Before the barrier gradients add up; `rescale`, `clip`, `step` are called once each, in this order."""
+    """The optimizer. After gradients have added up, call `rescale`, `clip`, `step` once each, in this order."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, num_job_steps: int = 0) -> None:
-        """`num_job_steps`: those of the whole job, over which the learning rate decays."""
+        """Create the masters. `num_job_steps`: steps of the whole job, over which the learning rate decays."""
         self.config, self._num_job_steps = config, num_job_steps
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}
@@ -53,7 +53,7 @@ class MasterAdamW:
         )
 
     def _master(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the float32 tensor that AdamW moves for this parameter, and that its gradients arrive in."""
+        """Return the float32 tensor that AdamW moves for this parameter and that accumulates its gradients."""
         if torch.finfo(parameter.dtype).bits >= MASTER_BITS:
             return parameter
         master = spread_masters(name, parameter.detach())
@@ -72,9 +72,9 @@ class MasterAdamW:
         return hook
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The accumulated sums by name, [shape of the parameter] float32, to be summed over replicas in place.
+        """Return the accumulated sums by name, [shape of the parameter] float32, to be summed over replicas in place.
 
-        A parameter without gradient gets zeros: every replica has the same tensors to add, and momentum moves on in an
+        A parameter without gradient gets zeros: every replica has the same tensors to add, and momentum continues in an
         iteration without signal.
         """
         for master in self.masters.values():
@@ -104,10 +104,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, on_written: Written | None = None) -> float:
-        """One AdamW step; parameters become the rounded masters. Returns the learning rate used.
+        """Take one AdamW step; parameters become the rounded masters. Returns the learning rate used.
 
-        `on_written` hears of some parameters at a time that they are moved, while others are still to come: every rank
-        in the same order.
+        `on_written` is called with the names of each bucket of updated parameters before the next bucket is stepped, in
+        the same order on every rank.
         """
         self.num_steps += 1
         learning_rate = scheduled_learning_rate(self.config, self.num_steps, self._num_job_steps)
@@ -131,7 +131,7 @@ class MasterAdamW:
             adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters and both moments by name, for a checkpoint; no copies."""
+        """Return the masters and both moments by name, for a checkpoint; no copies."""
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for names, adamw in self._buckets:
             for name in names:
@@ -141,7 +141,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Raises ValueError naming the first tensor that is missing or of another shape."""
+        """Restore a checkpoint's tensors. Raises ValueError naming the first that is missing or of another shape."""
         for names, adamw in self._buckets:
             for name in names:
                 master = self.masters[name]
@@ -174,7 +174,7 @@ def scheduled_learning_rate(config: OptimizerConfig, step: int, num_job_steps: i
 
 
 def buckets(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Names in order, in runs of about BUCKET_NUMEL elements."""
+    """Split the names, in order, into runs of about BUCKET_NUMEL elements."""
     runs: list[list[str]] = [[]]
     numel = 0
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
-"""How a job's model goes over its micro-batches: decided before it is loaded, and before anything is generated.
+"""The choice of a model's passes over micro-batches, made before the model is loaded and anything is generated.
 
 `trial.py` tries the architecture on the CPU. The attention kernel of another device is compared with a dense mask on
-that device, forward and backward. Nothing is decided by a list of names.
+that device, forward and backward. No list of model names is consulted.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from services.trainer.shrink import rope_tables
 from services.trainer.trial import TRIAL_ERRORS, architecture_name, try_architecture
 
 PROBE_PREFIX, PROBE_PROMPT, PROBE_RESPONSES = 16, 40, (20, 1, 9)
-KERNEL_TOLERANCE = 0.02  # of the mean magnitude; bfloat16 resolves 0.004
+KERNEL_TOLERANCE = 0.02  # relative to the mean magnitude; bfloat16 resolves 0.004
 
 
 def choose_passes(
     config: Any, max_context_tokens: int | None, device: torch.device, dtype: torch.dtype, is_sharded: bool = False
 ) -> tuple[Passes, str]:
-    """The quickest passes that are right for the model, and why they are not packed ('' if they are).
+    """Return the fastest passes that are right for the model, and why they are not packed ('' if they are).
 
-    Raises ValueError naming the architecture when there are none.
+    Raises ValueError naming the architecture when no passes are right.
     """
     text = config.get_text_config()
     longest = max_context_tokens or getattr(text, "max_position_embeddings", None) or float("inf")
@@ -42,9 +42,9 @@ def choose_passes(
 
 
 def rope_problem(config: Any, longest_tokens: float) -> str:
-    """'' or that sequences may be so long that rotary tables depend on the longest sequence of a pass.
+    """Return the problem if sequences may be long enough for rotary tables to depend on a pass's longest one, or ''.
 
-    Then a token's logprob would depend on what else is in the micro-batch, and engines choose otherwise.
+    Then a token's logprob would depend on what else is in the micro-batch, and engines choose other tables.
     """
     for rope in rope_tables(config):
         limit = {
@@ -60,7 +60,7 @@ def rope_problem(config: Any, longest_tokens: float) -> str:
 
 
 def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """'' or what is wrong with the device's kernel: its output and gradients against those of a dense mask."""
+    """Compare the device's kernel with a dense mask, output and gradients. Returns what is wrong, or ''."""
     layout = build_layout([(PROBE_PROMPT, list(PROBE_RESPONSES))] * 2, device, PROBE_PREFIX)
     num_heads = config.num_attention_heads
     num_keys = getattr(config, "num_key_value_heads", None) or num_heads

@@ -1,8 +1,8 @@
-"""The policies of the tri-model (arXiv 2511.18871) and what moves the first.
+"""The policies of the tri-model (arXiv 2511.18871), and the optimizer of the first.
 
     model       in training
     old         frozen: the denominator of the importance ratio, at the weights of an earlier version
-    reference   frozen: what the KL term pulls towards; under LoRA the model without its adapters
+    reference   frozen: the target of the KL term; under LoRA the model without its adapters
 
 Each is left out where the algebra makes it redundant: old while it equals the policy, reference without a KL term.
 """
@@ -39,21 +39,21 @@ from services.trainer.weight_store import Snapshot, split_evenly
 
 
 class OldPolicy:
-    """One frozen model that takes on the weights of any version that is held."""
+    """A frozen model that takes on the weights of any held version."""
 
     def __init__(self, model: Any | None, is_sharded: bool) -> None:
-        """Whatever the model's weights are now, it is handed out with those of a version that is held."""
+        """Take over the model; its current weights do not matter, as `at` loads those of a held version."""
         self.snapshots: dict[int, Snapshot] = {}  # by policy version; of a sharded model each rank's part
         self._model, self._is_sharded = model, is_sharded
         self._loaded: int | None = None
 
     def hold(self, snapshot: Snapshot, oldest_wanted: int) -> None:
-        """Versions below `oldest_wanted` are dropped."""
+        """Hold a version; drop versions below `oldest_wanted`."""
         held = self.snapshots | {snapshot.policy_version: snapshot}
         self.snapshots = {version: held[version] for version in sorted(held) if version >= oldest_wanted}
 
     def at(self, version: int) -> Any:
-        """The frozen model at that version."""
+        """Return the frozen model at that version."""
         if self._loaded != version:
             snapshot = self.snapshots[version]
             if self._is_sharded:
@@ -84,9 +84,9 @@ class Policy:
         is_sharded: bool = False,
         stored: StoredWeights | None = None,
     ) -> "Policy":
-        """From a loaded model, the same on every rank; `is_sharded`: FSDP2 over the ranks, else whole replicas.
+        """Create the policy from a model that is the same on every rank; `is_sharded`: FSDP2, else whole replicas.
 
-        `stored`: the model is one to be sharded and has no weights yet; they are there.
+        `stored`: the files with the weights of a model to be sharded that has none yet.
         """
         dtype = next(model.parameters()).dtype
         old = frozen_base(model) if has_old_policies(config) else None
@@ -102,13 +102,13 @@ class Policy:
         return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
 
     def published(self, skip: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and weights in the compute dtype, one after another; all ranks of a sharded model must go through."""
+        """Yield names and weights in the compute dtype; all ranks of a sharded model must iterate over all of them."""
         if not self.is_sharded:
             return published_tensors(self.model, skip=skip)
         return published_tensors(self.model, lambda parameter: gather_full(parameter, self.compute_dtype), skip)
 
     def published_shard(self, world: World) -> dict[str, int]:
-        """The published tensors that this rank keeps a copy of: all, or a run of them if the model is sharded."""
+        """Return names and sizes of the published tensors that this rank keeps: all, or a run of them if sharded."""
         sizes = published_sizes(self.model)
         if not self.is_sharded:
             return sizes
@@ -116,12 +116,12 @@ class Policy:
         return dict(list(sizes.items())[own.start : own.stop])
 
     def published_parameter(self, name: str) -> torch.Tensor:
-        """One of `published`, of a model without adapters; all ranks of a sharded model must call it."""
+        """Return one of `published`, of a model without adapters; all ranks of a sharded model must call it."""
         parameter = self.optimizer.parameters[name]
         return gather_full(parameter, self.compute_dtype) if self.is_sharded else parameter
 
     def logprobs(self, batch: MicroBatch, temperature: float, old_version: int | None) -> tuple[Logprobs, torch.Tensor]:
-        """All policies on one packed micro-batch, and the entropy [N]. `old_version` None: old is the policy itself."""
+        """Return all policies' logprobs and the entropy [N]. If `old_version` is None, old is the policy itself."""
         old = None if old_version is None else self.old.at(old_version)
         trainer_logprobs, entropy, old_logprobs, ref_logprobs = tri_model_logprobs(
             self.model, old, self.reference, batch, temperature
@@ -131,23 +131,23 @@ class Policy:
 
     @torch.no_grad()
     def logprobs_at(self, version: int, batch: MicroBatch, temperature: float) -> torch.Tensor:
-        """Return those [N] of an earlier version that is held."""
+        """Return the logprobs [N] of a held earlier version."""
         return response_logprobs(self.old.at(version), batch, temperature)[0]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint needs besides the published weights; no copies."""
+        """Return all that a checkpoint needs besides the published weights; no copies."""
         return self.optimizer.state_tensors() | self.control.state_tensors()
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Raises ValueError when they are another model's."""
+        """Restore a checkpoint's tensors. Raises ValueError when they are another model's."""
         self.optimizer.load_state_tensors(tensors, num_steps)
         self.control.load_state_tensors(tensors)
 
 
 def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) -> tuple[Policy, str]:
-    """The job's policy on the world's device, and why its responses cannot be packed ('' if they can).
+    """Load the job's policy to the world's device. Also returns why its responses cannot be packed ('' if they can).
 
-    Raises ValueError.
+    Raises ValueError for a model that cannot be loaded or trained.
     """
     assert config.model.dtype != "auto", "a job's dtype is resolved when a trainer claims it"
     dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
@@ -162,16 +162,16 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
 
 
 def has_old_policies(config: JobConfig) -> bool:
-    """Whether the weights that generated may differ from those in training: stale, or moved by an earlier update."""
+    """Return whether the generating weights may differ from those in training: stale, or moved by an earlier update."""
     return config.max_staleness > 0 or config.training.num_updates_per_iteration > 1
 
 
 def old_version(config: JobConfig, behaviour_version: int, current_version: int, num_updates_done: int) -> int | None:
-    """Which version the importance ratio divides by; None when that is the policy itself, and the ratio 1.
+    """Return the version that the importance ratio divides by; None when it is the policy itself and the ratio is 1.
 
     `current_version` is that of the weights at the iteration's start; each update since has moved them.
     """
     if isinstance(config.objective, OnlineDpoObjective):
-        return None  # has no ratio
+        return None  # online DPO has no ratio
     wanted = behaviour_version if config.objective.old_policy == "behaviour" else current_version
     return None if wanted == current_version and num_updates_done == 0 else wanted

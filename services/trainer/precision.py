@@ -1,8 +1,8 @@
-"""The dtype that a job computes in: resolved once, from what its trainer and rollouts can multiply, and recorded.
+"""The dtype that a job computes in: resolved once, from the hardware of its trainer and rollouts, and recorded.
 
     model.dtype   trainer and rollouts                      the job computes in
     auto          all have instructions for bfloat16        bfloat16
-    auto          one of them has not                       float32
+    auto          one of them does not                      float32
     bfloat16      one of them emulates it                   bfloat16, with a warning
     bfloat16      the trainer's device cannot               nothing: the job fails
 
@@ -55,7 +55,7 @@ async def resolve_dtype(
 
 
 def without_bfloat16(hardware: Hardware, rollouts: Sequence[WorkerRecord]) -> list[str]:
-    """Return who of the trainer and the rollouts has no bfloat16 instructions, in words, the trainer first."""
+    """Return descriptions of the trainer and rollouts that lack bfloat16 instructions, the trainer first."""
     slow = [] if hardware.bfloat16 == "native" else [f"the trainer's {hardware}"]
     return slow + [
         f"{worker.id}'s {worker.hardware}" for worker in rollouts if worker.bfloat16 in ("emulated", "missing")

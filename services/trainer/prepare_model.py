@@ -1,4 +1,4 @@
-"""`python -m services.trainer.prepare_model NAME`: convert a bundled model ahead of the first job."""
+"""A command that converts a bundled model ahead of the first job: `python -m services.trainer.prepare_model NAME`."""
 
 import sys
 from pathlib import Path

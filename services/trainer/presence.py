@@ -1,4 +1,4 @@
-"""The heartbeat of a trainer, whether it has a job or not: others see that somebody asks for jobs."""
+"""The heartbeat of a trainer, with or without a job: it shows that a trainer is available for jobs."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ HEARTBEAT_S = 2.0
 
 
 class Presence:
-    """From here to `close`. Set `job_id` while a job is trained."""
+    """A heartbeat from construction to `close`. Set `job_id` while a job is trained."""
 
     def __init__(self, background: Background, ledger: Ledger, pool: str, trainer_id: str) -> None:
         self.job_id: str | None = None
@@ -30,7 +30,7 @@ class Presence:
                 if not has_cleaned:
                     await forget_old_trainers(self._ledger, self._pool)
                     has_cleaned = True
-            except RedisError as error:  # claims and the lease of a job decide when Redis is away for too long
+            except RedisError as error:  # claims and a job's lease decide when Redis has been away for too long
                 logger.warning("%s could not say that it is alive: %s", self._trainer_id, error)
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -38,7 +38,7 @@ class Presence:
         await trainer_heartbeat(self._ledger, self._pool, self._trainer_id, state, self.job_id)
 
     def close(self) -> None:
-        """Say farewell, as far as Redis can be reached."""
+        """Stop the heartbeat and report `stopped`, if Redis can be reached."""
         self._background.cancel(self._heartbeats)
         self.job_id = None
         try:

@@ -1,4 +1,4 @@
-"""From weights to versions: snapshot, publish, commit, checkpoint."""
+"""The steps from weights to a policy version: snapshot, publish, commit, checkpoint."""
 
 import json
 import logging
@@ -20,12 +20,12 @@ from services.trainer.weight_store import Snapshot, SnapshotWriter
 
 logger = logging.getLogger(__name__)
 
-# Of a checkpoint that the job cannot do without. Counted, not timed, so that all ranks give up together.
+# Tries of a checkpoint that the job needs. They are counted, not timed, so that all ranks give up together.
 NUM_TRIES, RETRY_S = 20, 30.0
 
 
 class Publisher:
-    """Of a job's training; every rank has one, and only rank 0's speaks to the job."""
+    """The publisher of a job's policy versions. Every rank has one; only that of rank 0 writes to the ledger."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class Publisher:
         self._durable_until = state.next_iteration  # iterations before this one are in a checkpoint
         self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
         self._is_serving = policy.is_sharded or world.is_main
-        self._newest: Snapshot | None = None  # what a checkpoint exports
+        self._newest: Snapshot | None = None  # the snapshot that a checkpoint exports
         self._published: Snapshot | None = None  # what rollouts hold, if served here; the base of the next delta
         self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
-        self._written: set[str] = set()  # by whichever rank
-        self._has_failed = False  # to write a checkpoint
-        self._last_checkpoint: list[Span] = []  # written after a commit, told with the next one
+        self._written: set[str] = set()  # names put so far, by any rank
+        self._has_failed = False  # a checkpoint could not be written
+        self._last_checkpoint: list[Span] = []  # written after a commit, recorded with the next one
 
     def start(self) -> None:
-        """What rollouts may ask for when training starts here: the newest version, and those of open iterations."""
+        """Serve what rollouts may ask for when training starts: the newest version, and those of open iterations."""
         current = self._snapshot()
         held = self._policy.old.snapshots | {current.policy_version: current}
         for version in sorted(held):
@@ -61,13 +61,14 @@ class Publisher:
                 self._publish(held[version])
 
     def wait_for_reader(self) -> None:
-        """Return when no checkpoint reads what the next step changes."""
+        """Wait until no checkpoint reads the state that the next step changes."""
         self._link.doing = "waiting until the last checkpoint has read the optimizer's state"
         self._checkpoints.wait_until_read()
 
     def begin(self) -> Written | None:
-        """The iteration's last step begins: whom to tell which parameters have been moved, so that they are copied and
-        encoded while others are moved. None where the published weights are not the parameters themselves (LoRA)."""
+        """Start the next version's snapshot before the iteration's last step. Returns a callback for names of updated
+        parameters, so that copying and encoding overlap with the step; None if the published weights are not the
+        parameters themselves (LoRA)."""
         if self._config.lora is not None:
             return None
         writer = self._writer = self._create_writer(self.state.policy_version + 1)
@@ -82,7 +83,7 @@ class Publisher:
         return written
 
     def commit(self, iteration: int, stats: IterationStats) -> None:
-        """The iteration is over: publish its version, unless it has hardly moved (`bounded` only), and commit."""
+        """Publish the iteration's version, unless it has hardly moved (`bounded` only), and commit the iteration."""
         version, num_steps = self.state.policy_version + 1, self._policy.optimizer.num_steps
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
         self._link.doing = f"making policy version {version} of the weights"
@@ -111,11 +112,11 @@ class Publisher:
         self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:
-        """Returns when everything is on disk. Raises JobFailed when it cannot be written, tried again and again."""
+        """Wait until everything is on disk. Raises JobFailed when it cannot be written after repeated tries."""
         self._insist("the last one")
 
     def _insist(self, which: str) -> None:
-        """Wait until the newest checkpoint is on disk, for room as well. Raises NotWritten after the last try."""
+        """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
         for num_tries in range(1, NUM_TRIES + 1):
             self._link.doing = f"waiting until the checkpoint after {self.state.next_iteration} iterations is on disk"
             try:
@@ -129,7 +130,7 @@ class Publisher:
         self._tell_durable()
 
     def _wait_for_room(self, error: NotWritten, num_tries: int, which: str) -> None:
-        """Raises what `link.check` does: the user may cancel the job, or another trainer take it."""
+        """Wait before the next try. Raises what `link.check` does: the job may be cancelled or have another trainer."""
         if num_tries == 1:
             self._tell_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
         self._link.doing = f"waiting for room: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
@@ -139,18 +140,18 @@ class Publisher:
             time.sleep(min(left_s, 0.5))
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
-        """Divergence-triggered publishing (arXiv 2507.10990). The bound comes first: no iteration may wait for ever."""
+        """Decide by divergence (arXiv 2507.10990). The staleness bound comes first: no iteration may wait for ever."""
         schedule = self._config.schedule
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
-        is_last = self.state.next_iteration == schedule.num_iterations  # it is evaluated, and what users want
+        is_last = self.state.next_iteration == schedule.num_iterations  # it is evaluated, and users want it
         return is_due or is_last or stats.divergence > schedule.publish_above_kl
 
     def _snapshot(self) -> Snapshot:
-        """Of the weights as they are now; held where a later ratio may need them. Of a sharded model each rank's part.
+        """Take a snapshot of the current weights (of a sharded model, each rank's part); hold it for later ratios.
 
-        Raises JobFailed when replicas, which must hold the same bits, do not.
+        Raises JobFailed when replicas do not hold the same bits.
         """
         version = self.state.policy_version
         writer, self._writer = self._writer or self._create_writer(version), None
@@ -171,11 +172,11 @@ class Publisher:
         return snapshot
 
     def _create_writer(self, version: int) -> SnapshotWriter:
-        """Encodes the delta where it is served."""
+        """Create a writer, which encodes the delta if versions are served here."""
         return SnapshotWriter(version, self._published)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """All ranks that have a part in the version serve it before rank 0 tells rollouts of it."""
+        """Serve the version on all ranks that hold a part of it; then rank 0 announces it to rollouts."""
         if not self._is_serving:
             return
         shards = self._world if self._policy.is_sharded else ALONE
@@ -206,9 +207,9 @@ class Publisher:
             self._checkpoints.wait()
         except NotWritten as error:
             self._go_on_without(error)
-        self._tell_durable()  # from here on all ranks know the same of the one before
+        self._tell_durable()  # from here on all ranks agree on the previous checkpoint
         self._save()
-        if self._has_failed and self._durable_until == 0:  # perhaps this disk will never hold one
+        if self._has_failed and self._durable_until == 0:  # the disk may be too small for any
             self._insist("the first one")
         return True
 
@@ -221,7 +222,7 @@ class Publisher:
         self._checkpoints.save(self.state, self._newest.tensors(), tensors, self._files, older, holders)
 
     def _go_on_without(self, error: NotWritten) -> None:
-        """Nothing is lost by it: the checkpoint before stays the one to go on from, with the groups since in Redis."""
+        """Continue without it. Nothing is lost: the previous checkpoint stays valid, with the groups since in Redis."""
         self._has_failed = True
         since = f"until the next one the groups from iteration {self._durable_until} on stay in Redis"
         self._tell_failure(f"{error}; training goes on without it, {since}")
@@ -232,12 +233,12 @@ class Publisher:
             self._link.emit("checkpoint.failed", message)
 
     def _tell_durable(self) -> None:
-        """Checkpoints are written in the background; only on disk do they let go of the groups that they contain."""
+        """Report checkpoints that are on disk by now; only then may the groups that they contain be dropped."""
         try:
             finished = self._checkpoints.finished()
         except NotWritten as error:
             self._go_on_without(error)
-            finished = self._checkpoints.finished()  # those before it
+            finished = self._checkpoints.finished()  # those before the failed one
         for next_iteration, path in finished:
             if self._world.is_main:
                 self._link.checkpointed(self._durable_until, next_iteration, str(path))

@@ -1,4 +1,4 @@
-"""Whether the disk has room for a job's checkpoints: estimated at its start, from the sizes of what they hold."""
+"""The estimate, at a job's start, of whether its checkpoints fit on the disk, from the sizes of their contents."""
 
 import math
 
@@ -12,8 +12,8 @@ FLOAT32_BYTES = 4
 
 
 def checkpoint_bytes(policy: Policy, config: JobConfig) -> int:
-    """Of one checkpoint, whole, without its small files: weights, masters, both moments, GAC's last gradient, and
-    versions that open iterations are generated with."""
+    """Return the size of one whole checkpoint without its small files: weights, masters, both moments, GAC's last
+    gradient, and versions that open iterations are generated with."""
     num_trained = sum(parameter.numel() for parameter in policy.optimizer.parameters.values())
     num_copies = 3 + (config.gac.mode != "off")
     version_bytes = sum(published_sizes(policy.model).values()) * policy.compute_dtype.itemsize
@@ -21,7 +21,7 @@ def checkpoint_bytes(policy: Policy, config: JobConfig) -> int:
 
 
 def little_room(checkpoints: CheckpointStore, policy: Policy, config: JobConfig) -> str:
-    """What to tell the user; '' where all that are kept, and the one being written, find room beside what is there."""
+    """Return a warning if the disk cannot hold all retained checkpoints and the one being written; '' if it can."""
     size = checkpoint_bytes(policy, config)
     num_folders = min(
         config.checkpoint.keep + 1, math.ceil(config.schedule.num_iterations / config.checkpoint.every_iterations)

@@ -1,14 +1,14 @@
-"""Where float32 masters start, so that a bfloat16 model learns from its first step.
+"""The start of float32 masters, chosen so that a bfloat16 model learns from its first step.
 
-The master, rounded to bfloat16, is what computes and is published. A model that comes in bfloat16 has each weight in
-the middle of its cell, the numbers that round to it. A cell near 0.1 is 0.0005 wide: at learning rate 2e-5 a master
-has to move a dozen steps in one direction before its weight moves at all, and until then nothing is learned.
+The master, rounded to bfloat16, is used in computation and published. A bfloat16 model has each weight in the middle of
+its cell, the numbers that round to it. A cell near 0.1 is 0.0005 wide: at learning rate 2e-5 a master has to move a
+dozen steps in one direction before its weight moves at all, and until then nothing is learned.
 
     masters in the middle   | . . . . x . . . . | . . . . x . . . . |     no master crosses a border for many steps
     masters spread          | . x . . . . . . . | . . . . . . . x . |     at each step some cross: right on average
 
-The mean of the published change is the mean of the masters' change, whatever the step. Our own choice; measured in
-docs/decisions/2026-11-22-masters-start-spread-over-their-cells.md.
+The mean of the published change is the mean of the masters' change, whatever the step. This is our own choice, measured
+in docs/decisions/2026-11-22-masters-start-spread-over-their-cells.md.
 """
 
 import zlib

@@ -1,4 +1,4 @@
-"""Where this trainer runs: read from the environment, prefix ONBEAT_."""
+"""The trainer's settings, read from the environment with the prefix ONBEAT_."""
 
 import os
 import socket

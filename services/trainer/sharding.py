@@ -1,4 +1,4 @@
-"""FSDP2: every rank holds a share of each parameter, and all ranks go through the model in lockstep.
+"""Sharding by FSDP2: every rank holds a share of each parameter, and all ranks run the model in lockstep.
 
     sharded float32 parameter --all-gather in the compute dtype--> layer computes --> gradient
     gradient --reduce-scatter in float32, summed--> the share's gradient, added up over micro-batches
@@ -7,10 +7,10 @@ A model is sharded layer by layer, and each layer may be read from its files jus
 than its share and one layer.
 
 Gradients are sums over ranks, not means: the loss is divided once, at the barrier. The float32 shares are the masters
-that the optimizer moves, and what is published is their rounded value: the bits that the layers compute with.
+that the optimizer moves. Their rounded values are published: the bits that the layers compute with.
 
 All ranks must run the same number of passes. `deal` gives each rank groups of about equally many tokens; a rank whose
-share is empty (or shorter than another's) passes a placeholder through, with the loss `(logprobs * 0).sum()`.
+share is empty (or shorter than another's) runs a placeholder, with the loss `(logprobs * 0).sum()`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,10 +33,10 @@ T = TypeVar("T")
 def shard(model: Any, world: World, compute_dtype: torch.dtype, stored: StoredWeights | None = None) -> None:
     """Shard a transformers decoder in place, by layer; the root holds embeddings, norm and head (tied ones stay tied).
 
-    Before: the same full weights on every rank (of an opened model none: they are in `stored`), adapters and
-    checkpointing already in place. After: trainable parameters are float32, frozen ones stay in their dtype. Frozen
-    relatives (reference, old policy) are copied before, and sharded by a call of their own. Raises ValueError for a
-    model without a list of layers.
+    Before: every rank has the same full weights (or none, if the model was opened and they are in `stored`), with
+    adapters and checkpointing in place. After: trainable parameters are float32, frozen ones keep their dtype. Frozen
+    relatives (reference, old policy) are copied before and sharded by a separate call. Raises ValueError for a model
+    without a list of layers.
     """
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -56,7 +56,7 @@ def shard(model: Any, world: World, compute_dtype: torch.dtype, stored: StoredWe
 def fill(module: nn.Module, prefix: str, stored: StoredWeights | None) -> None:
     """Give a module that is about to be sharded its whole weights, in float32 where they are trained.
 
-    `prefix`: the module's name in the model. What is sharded already, layers in the root, is left alone.
+    `prefix`: the module's name in the model. Parameters that are already sharded (the root's layers) are left alone.
     """
     for name, parameter in module.named_parameters(prefix):
         if isinstance(parameter, DTensor):
@@ -68,15 +68,15 @@ def fill(module: nn.Module, prefix: str, stored: StoredWeights | None) -> None:
 
 
 def sum_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """What gradients are summed in: float32 (float64 for a float64 model)."""
+    """Return the dtype that gradients are summed in: float32 (float64 for a float64 model)."""
     return torch.promote_types(compute_dtype, torch.float32)
 
 
 def call(function: Callable[..., T], model: Any, *args: Any, **kwargs: Any) -> T:
-    """`function(model, ...)` as if it were the model's forward.
+    """Call `function(model, ...)` as if it were the model's forward.
 
     A function that uses parts of a sharded model by itself (its decoder, the weight of its head) must go through here:
-    the root's parameters are whole only inside, and their gradients are reduced only after what comes out of here.
+    the root's parameters are whole only inside, and only gradients of this call's outputs are reduced.
     """
     run = getattr(model, "call_unsharded", None)
     return function(model, *args, **kwargs) if run is None else run(function, *args, **kwargs)
@@ -84,7 +84,7 @@ def call(function: Callable[..., T], model: Any, *args: Any, **kwargs: Any) -> T
 
 @torch.no_grad()
 def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole of a sharded parameter, in `dtype`, on every rank: all must call it, for one parameter after another.
+    """Gather a whole sharded parameter, in `dtype`, on every rank: all must call it, with parameters in the same order.
 
     A parameter that is not sharded is returned as it is, in `dtype`.
     """

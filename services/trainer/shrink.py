@@ -1,8 +1,8 @@
-"""A configuration of the same architecture that is tried in a second: few layers, narrow, and everything that acts on
-long sequences acts on short ones.
+"""A small configuration of the same architecture that can be tried in a second: few layers, narrow, and with all that
+acts on long sequences acting on short ones.
 
-Names of fields are read for their meaning (heads, sizes of heads, widths, experts, lengths). A name that is not
-understood keeps its value; a configuration that does not survive being narrowed is tried in its own width.
+Field names are read for their meaning (heads, sizes of heads, widths, experts, lengths). A field whose name is not
+understood keeps its value; a configuration that fails when narrowed is tried in its own width.
 """
 
 import copy
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-MAX_PARAMETERS = 500_000_000  # of a model that is tried: 2 GB, several times
+MAX_PARAMETERS = 500_000_000  # the largest model that is tried: 2 GB, several times
 VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS, HEAD_SIZE, WIDTH = 256, 12, 8, 16, 32
 REACHED, NOT_REACHED = 8, 128  # tokens: within every sequence of the trial, and beyond all of them
-CAP = 2.0  # of logits: so low that it is felt
+CAP = 2.0  # of logits: low enough to have an effect
 GAIN = 2.0  # standard deviation of a product with a random weight: attention is far from uniform
 
 LENGTH = re.compile(
@@ -40,8 +40,8 @@ STATE = re.compile(r"state(_size)?$")
 
 
 def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, is_narrow: bool = True) -> Any:
-    """A copy for `random_model`. Lengths that sequences of up to `longest_tokens` exceed are exceeded in the trial too,
-    and no others. `is_narrow`: its widths are small; otherwise they are the configuration's own."""
+    """Return a small copy for `random_model`. The trial exceeds exactly those lengths that sequences of up to
+    `longest_tokens` exceed. `is_narrow`: its widths are small; otherwise they are the configuration's own."""
     small = copy.deepcopy(config)
     for name in getattr(config, "sub_configs", {}):
         part = getattr(small, name, None)
@@ -55,8 +55,8 @@ def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, i
     replace_numbers(text, EXPERTS, lambda value: min(value, NUM_EXPERTS))
     replace_numbers(text, CHOSEN_EXPERTS, lambda value: min(value, 2))
     replace_numbers(text, STATE, lambda value: min(value, HEAD_SIZE))
-    replace_numbers(text, r"n_?groups$", lambda value: 1)  # of state-space heads
-    replace_numbers(text, r"^n_group$", lambda value: min(value, 2))  # of experts
+    replace_numbers(text, r"n_?groups$", lambda value: 1)  # groups of state-space heads
+    replace_numbers(text, r"^n_group$", lambda value: min(value, 2))  # groups of experts
     replace_numbers(text, r"^topk_group$", lambda value: 1)
     replace_numbers(text, LENGTH, lambda value: REACHED if value < longest_tokens else NOT_REACHED)
     replace_numbers(text, CAPPED, lambda value: CAP)
@@ -66,7 +66,7 @@ def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, i
 
 
 def replace_numbers(config: Any, pattern: str | re.Pattern[str], replace: Callable[[Any], Any]) -> None:
-    """Replace the positive numbers of fields whose names have the pattern; switches, lists and what is unset stay."""
+    """Replace positive numbers in fields whose names match the pattern; switches, lists and unset fields stay."""
     for name, value in numbers(config).items():
         if re.search(pattern, name):
             setattr(config, name, replace(value))
@@ -81,7 +81,7 @@ def numbers(config: Any) -> dict[str, Any]:
 
 
 def has_pattern(config: Any) -> bool:
-    """Whether layers may differ. Where they do not, two are enough, and deep ones may forget what they read."""
+    """Return whether layers may differ. If not, two are enough, and a deep random model may forget its prompt."""
     depth = getattr(config, "num_hidden_layers", 0)
     return any(
         (isinstance(value, list | tuple) and len(value) == depth) or (value and PATTERN.search(name))
@@ -90,7 +90,7 @@ def has_pattern(config: Any) -> bool:
 
 
 def shrink_depth(config: Any, num_layers: int) -> None:
-    """Keep the first layers of each kind's pattern; lists with an entry for each layer are cut."""
+    """Keep the first `num_layers` layers; lists and tables with an entry for each layer are cut."""
     depth = getattr(config, "num_hidden_layers", None)
     if not isinstance(depth, int) or depth <= num_layers:
         return
@@ -100,7 +100,7 @@ def shrink_depth(config: Any, num_layers: int) -> None:
         elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
             setattr(config, name, {key: each for key, each in value.items() if int(key) < num_layers})
     replace_numbers(config, LAYERS, lambda value: max(1, value * num_layers // depth))
-    overrides = getattr(config, "_heterogeneity_spec", None)  # of Gemma 4, by layer
+    overrides = getattr(config, "_heterogeneity_spec", None)  # Gemma 4's, by layer
     config.num_hidden_layers = num_layers
     if overrides is not None:
         kept = {layer: values for layer, values in overrides.per_layer_overrides.items() if layer < num_layers}
@@ -120,7 +120,7 @@ def shrink_width(config: Any) -> None:
     fewer = max(1, common // math.gcd(common, 4 if len(set(heads)) == 1 else 2))
     smaller = math.gcd(*sizes, max(1, max(sizes, default=0) // HEAD_SIZE))
     factor = fewer * smaller if heads else max(1, width // WIDTH)
-    if "head_dim" in fields:  # heads are no parts of the width
+    if "head_dim" in fields:  # heads are not parts of the width
         factor = max(factor, width // (4 * WIDTH))
 
     def narrowed(name: str, value: int) -> int:
@@ -144,19 +144,19 @@ def shrink_width(config: Any) -> None:
 
 
 def narrower(value: int, factor: int) -> int:
-    """A multiple of 8, which products of matrices ask for."""
+    """Divide by the factor and round up to a multiple of 8, which matrix products require."""
     return 8 * math.ceil(value / factor / 8)
 
 
 def rope_tables(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of the configuration: one, one for each kind of layer, or none."""
+    """Return the rotary settings of the configuration: one, one for each kind of layer, or none."""
     parameters = getattr(config, "rope_parameters", None) or {}
     tables = [parameters, *parameters.values()]
     return [table for table in tables if isinstance(table, dict) and "rope_type" in table]
 
 
 def num_parameters(config: Any) -> int:
-    """Of a model of this configuration, which is not built for it."""
+    """Count the parameters of a model of this configuration, on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -166,7 +166,7 @@ def num_parameters(config: Any) -> int:
 
 @torch.no_grad()
 def random_model(config: Any, attention: str, seed: int = 0) -> Any:
-    """A float32 model on the CPU in which every parameter and buffer matters: none is 0, and attention is sharp."""
+    """Return a float32 model on the CPU in which all parameters and buffers matter: none is 0, attention is sharp."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):

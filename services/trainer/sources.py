@@ -1,10 +1,10 @@
-"""Who pulls from whom: a tree per version that grows with its pullers, so that no link carries much more than a copy.
+"""The distribution tree of each version: it grows with its pullers, so that no link carries much more than one copy.
 
     trainer --> rollout-0 --> rollout-1 --> rollout-2    egress 1, fan-out 1: a pipelined chain, one copy on each link
                                         `-> rollout-3    on the machine of rollout-1: any number
 
-A puller becomes a source as soon as it has asked, because a relay passes on what it is still receiving. The nearest is
-chosen: the same machine, then the same zone, then the least deep.
+A puller becomes a source as soon as it has asked, because a relay passes on data while it is still receiving. The
+nearest source is chosen: the same machine, then the same zone, then the least deep.
 """
 
 import ipaddress
@@ -16,9 +16,9 @@ from functools import lru_cache
 from onbeat.weights.client import Peer
 from onbeat.weights.payload import PayloadKey
 
-SLOT_S = 600.0  # a puller that never says that it has finished holds its source's slot for so long
+SLOT_S = 600.0  # a puller that never reports its finish holds its source's slot for this long
 
-FORGET_S = 3600.0  # a worker that asks for nothing for so long is no source any more
+FORGET_S = 3600.0  # a worker that has asked for nothing for this long is no longer a source
 
 ROOT = ""  # the trainer, among worker ids
 
@@ -29,9 +29,9 @@ class Holder:
 
     peer: Peer
     keys: set[PayloadKey] = field(default_factory=set)
-    policy_version: int = 0  # of its keys
+    policy_version: int = 0  # the version of its keys
     heard_at: float = 0.0
-    is_suspect: bool = False  # a puller said that it did not deliver; until it is heard of again
+    is_suspect: bool = False  # a puller reported that it did not deliver; reset by its next request
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Slot:
 
 
 class Sources:
-    """Lives on the weight server's event loop. `egress`: pulls that the trainer serves to other machines at a time for
-    each shard; `fanout`: the same of a rollout."""
+    """The choice of sources; used on the weight server's event loop only. `egress`: pulls that the trainer serves to
+    other machines at a time for each shard; `fanout`: the same for a rollout."""
 
     def __init__(self, roots: list[Peer], egress: int = 1, fanout: int = 1) -> None:
         self._roots = roots  # by shard
@@ -56,8 +56,8 @@ class Sources:
         return len(self._roots)
 
     def locate(self, key: PayloadKey, puller: Peer, failed: set[str]) -> str:
-        """Return the address that `puller` is to get the payload from: never one that it feeds itself, and of `failed`
-        at most the trainer's."""
+        """Return the address that `puller` gets the payload from: never one that it feeds itself, and of `failed`
+        addresses only the trainer's."""
         self._slots.pop((puller.worker_id, key.shard), None)
         self._hear(puller, key, failed)
         fed = self._fed_by(puller.worker_id, key.shard)
@@ -82,11 +82,11 @@ class Sources:
         return self._peer(chosen, key.shard).address
 
     def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
-        """`is_complete`: it holds this shard of the version in full."""
+        """Free the puller's slot. `is_complete`: it holds this shard of the version in full."""
         slot, holder = self._slots.get((worker_id, key.shard)), self._holders.get(worker_id)
         if slot is not None and slot.key == key:
             del self._slots[worker_id, key.shard]
-        # It may have moved on before this was heard, to another version or another payload of this one.
+        # Before this report arrived, the worker may have moved on to another version or payload.
         if holder is None or holder.policy_version != key.policy_version or (slot is not None and slot.key != key):
             return
         if is_complete:
@@ -95,14 +95,14 @@ class Sources:
             holder.keys.discard(key)
 
     def forget(self, worker_id: str) -> None:
-        """It has left, or is dead: should it come back, it is new."""
+        """Remove a worker that has left or is dead; if it returns, it is a new one."""
         self._holders.pop(worker_id, None)
         for taken in [taken for taken in self._slots if taken[0] == worker_id]:
             del self._slots[taken]
 
     def _hear(self, puller: Peer, key: PayloadKey, failed: set[str]) -> None:
-        """The puller lives, and moves on to this payload: it has nothing else of this shard any more, and of the others
-        nothing of another version."""
+        """Record that the puller is alive and moves on to this payload: it drops its other payloads of this shard, and
+        other versions of the other shards. Holders that it reports as `failed` become suspect."""
         holder = self._holders.setdefault(puller.worker_id, Holder(puller))
         now = time.monotonic()
         holder.peer, holder.is_suspect, holder.heard_at = puller, False, now
@@ -121,7 +121,7 @@ class Sources:
         return key in holder.keys and is_reachable and not holder.is_suspect and address not in failed
 
     def _fed_by(self, ancestor: str, shard: int) -> set[str]:
-        """The worker, and those whose bytes come from it."""
+        """Return the worker and those whose bytes come from it."""
         children: dict[str, list[str]] = {}
         for (worker_id, taken_shard), slot in self._slots.items():
             if taken_shard == shard:
@@ -134,7 +134,7 @@ class Sources:
         return fed
 
     def _loads(self, shard: int) -> Counter[str]:
-        """Pulls that each serves to other machines now."""
+        """Count the pulls that each source serves to other machines now."""
         now, loads = time.monotonic(), Counter[str]()
         for (worker_id, taken_shard), slot in self._slots.items():
             holder = self._holders.get(worker_id)
@@ -163,7 +163,7 @@ class Sources:
 
 
 def distance(source: Peer, puller: Peer) -> int:
-    """0: the same machine; 1: the same zone; 2: further away, or unknown."""
+    """Return 0 for the same machine, 1 for the same zone, 2 for further away or unknown."""
     if source.host_id and source.host_id == puller.host_id:
         return 0
     return 1 if source.zone and source.zone == puller.zone else 2
@@ -171,7 +171,7 @@ def distance(source: Peer, puller: Peer) -> int:
 
 @lru_cache(maxsize=10_000)
 def is_loopback(address: str) -> bool:
-    """Whether `host:port` means another machine on each machine."""
+    """Return whether `host:port` means a different machine on each machine."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         parsed = ipaddress.ip_address(host)

@@ -1,10 +1,10 @@
-"""What the trainer's main thread did when, for a timeline. Waiting is what lies between the spans."""
+"""The activities of the trainer's main thread, for a timeline. The time between spans is waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-MAX_SPANS = 500  # of one iteration, in Redis
+MAX_SPANS = 500  # per iteration, in Redis
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Span:
 
 
 def merged(spans: Sequence[Span], limit: int = MAX_SPANS) -> list[Span]:
-    """At most `limit` spans in order: neighbours of one kind become one, those with the smallest gaps between them
-    first. Where that is not enough, the oldest are left out.
+    """Merge neighbours of one kind, the smallest gaps first, until at most `limit` spans are left, in order. If that is
+    not enough, the oldest are left out.
 
     0-1, 1.1-2 and 5-6 of one kind, limit 2: 0-2 and 5-6.
     """
@@ -40,5 +40,5 @@ def merged(spans: Sequence[Span], limit: int = MAX_SPANS) -> list[Span]:
 
 
 def to_record(spans: Sequence[Span], clock_offset_s: float) -> list[tuple[str, float, float]]:
-    """(kind, start, seconds) as they go with a commit; `clock_offset_s`: Unix time of Redis minus time.monotonic()."""
+    """Return (kind, start, seconds) for a commit; `clock_offset_s`: Unix time of Redis minus time.monotonic()."""
     return [(s.kind, round(s.start + clock_offset_s, 4), round(s.end - s.start, 4)) for s in merged(spans)]

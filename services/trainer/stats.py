@@ -1,4 +1,4 @@
-"""What one iteration reports: names as in the report and `area/name` for the rest. Kept as sums, so replicas add up."""
+"""The metrics of one iteration: names as in the report, `area/name` for the rest. They are sums, so replicas add up."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from services.trainer.batch import MicroBatch
 from services.trainer.objective import Loss
 from services.trainer.spans import Span
 
-Advantages = dict[str, list[float | None]]  # group id -> [G] as they were trained; None: that response was not
+Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained
 
-MAX_TOLD = 20_000  # responses of an iteration whose advantages are told
+MAX_TOLD = 20_000  # responses of an iteration up to which advantages are published
 
 SPAN_KINDS = {
     "train/micro_batches_s": "micro_batch",
@@ -29,7 +29,7 @@ SPAN_KINDS = {
 
 @dataclass
 class Tally:
-    """What an optimizer step is divided by."""
+    """The counts that an optimizer step may be divided by."""
 
     num_tokens: int = 0
     num_responses: int = 0
@@ -39,21 +39,21 @@ class Tally:
 
 @dataclass
 class IterationStats:
-    """One replica's share of an iteration, until `merge` makes it that of all."""
+    """The statistics of one replica's share of an iteration, and of all replicas after `merge`."""
 
     policy_version: int
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    values: dict[str, float] = field(default_factory=dict)  # of the steps: the same on every replica
+    values: dict[str, float] = field(default_factory=dict)  # set by the steps: equal on every replica
     first_failure: str = ""
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest of what was used
     tally: Tally = field(default_factory=Tally)  # since the last `start_update`
-    spans: list[Span] = field(default_factory=list)  # of this replica alone
+    spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
-        """Adds to `train_s`, and to the metric `name`."""
+        """Add the block's time to `train_s` and to the metric `name`."""
         started = time.monotonic()
         try:
             with self.span(SPAN_KINDS[name]):
@@ -65,7 +65,7 @@ class IterationStats:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Shown in the timeline, and in no metric."""
+        """Show the block in the timeline, but in no metric."""
         started = time.monotonic()
         try:
             yield
@@ -73,7 +73,7 @@ class IterationStats:
             self.spans.append(Span(kind, started, time.monotonic()))
 
     def add_micro_batch(self, num_rows: int) -> None:
-        """`num_rows`: how many times it went through the model."""
+        """Count a micro-batch that went through the model in `num_rows` passes."""
         self._add("train/micro_batches", 1)
         self._add("train/passes", num_rows)
 
@@ -110,10 +110,10 @@ class IterationStats:
         loss: Loss,
         entropy: torch.Tensor,
     ) -> None:
-        """Token quantities [N] become means over the trained tokens under `train/NAME`.
+        """Add a loss. Token quantities [N] become means over the trained tokens under `train/NAME`.
 
-        Two gaps, kept apart: `mismatch` is that of the engines, at the weights that generated; `divergence` (k3) is
-        what newer weights add. Without the trainer's own logprobs at those weights, both hold both.
+        Two gaps are kept apart: `mismatch` is that of the engines, at the weights that generated; `divergence` (k3) is
+        added by newer weights. Without the trainer's own logprobs at those weights, each includes the other.
         """
         trainer_logprobs = trainer_logprobs.detach()
         same_weights = trainer_logprobs if behaviour_logprobs is None else behaviour_logprobs
@@ -131,7 +131,7 @@ class IterationStats:
             self._add(f"token/{name}", values.detach().sum().item())
 
     def _add_advantages(self, batch: MicroBatch, advantages: torch.Tensor) -> None:
-        """A group may come in several parts."""
+        """Record the advantages of a micro-batch; a group may come in several parts."""
         values, members = iter(advantages.tolist()), iter(torch.cat(batch.members).tolist())
         for group_id, rewards, part in zip(batch.group_ids, batch.group_rewards, batch.members, strict=True):
             told = self.advantages.setdefault(group_id, [None] * len(rewards))
@@ -146,9 +146,9 @@ class IterationStats:
             self.values[name] = self.values.get(name, 0.0) + (decision.action is action)
 
     def merge(self, messages: list[bytes]) -> None:
-        """Become the total of what all replicas, this one included, sent (`to_bytes`), by rank.
+        """Become the total of the messages (`to_bytes`) of all replicas, this one included, by rank.
 
-        Added up in the same order it has the same bits everywhere: replicas decide by it, each for itself.
+        The fixed order gives the same bits everywhere: each replica makes decisions from the total by itself.
         """
         self.sums, self.maxima, self.first_failure, self.digests, self.advantages = {}, {}, "", {}, {}
         for message in messages:
@@ -170,11 +170,11 @@ class IterationStats:
 
     @property
     def divergence(self) -> float:
-        """Estimated KL per token (k3) from the policy that generated to the one that trains, before its step."""
+        """The estimated KL per token (k3) from the generating policy to the one in training, before its step."""
         return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("train/trained_tokens", 0.0))
 
     def told_advantages(self) -> Advantages:
-        """None of an iteration of more than MAX_TOLD responses: they are for people to look at."""
+        """Return the advantages; {} if there are more than MAX_TOLD responses, as they are for people to look at."""
         return self.advantages if sum(map(len, self.advantages.values())) <= MAX_TOLD else {}
 
     def report(self, num_replicas: int = 1) -> dict[str, float]:

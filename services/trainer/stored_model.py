@@ -1,8 +1,8 @@
 """A model folder that is opened, but not read: each tensor is read from its safetensors file when its layer is sharded.
 
-So no rank ever holds the whole model, on its device or on the host. This is for files that hold exactly the model's own
-tensors; everything else (converted, quantized or renamed weights, other formats) only transformers can read, and
-`load_model` does so, whole, on each rank.
+So no rank ever holds the whole model, on its device or on the host. This works for files that hold exactly the model's
+own tensors. Only transformers can read everything else (converted, quantized or renamed weights, other formats);
+`load_model` then reads the whole model on each rank.
 """
 
 import logging
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 def open_model(
     source: str, dtype: torch.dtype, device: torch.device, passes: Passes
 ) -> tuple[Any, StoredWeights] | None:
-    """Return what `load_model` does, but with parameters of no elements yet, and the files that have their values.
+    """Return the model as `load_model` does, but with empty parameters, and the files with their values.
 
-    `sharding.shard` fills them, layer by layer. None when `load_model` has to read the model, or to refuse it.
+    `sharding.shard` fills them, layer by layer. Returns None when `load_model` has to read or refuse the model.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM

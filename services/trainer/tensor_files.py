@@ -1,8 +1,8 @@
 """Named tensors in safetensors files: a model's weights, or the rows that each rank holds, in a file per rank.
 
-The latter are those of torch.distributed.checkpoint's Hugging Face storage (a row offset per tensor in the header), and
-are read by it: each reader takes the rows that it needs out of all files, so any number of ranks can read what any
-other number wrote. They are not written by it: `dcp.save` sends pickled plans between the ranks.
+The latter are in the format of torch.distributed.checkpoint's Hugging Face storage (a row offset per tensor in the
+header), which reads them: each reader takes the rows that it needs out of all files, so any number of ranks can read
+the files of any other number. It does not write them, because `dcp.save` sends pickled plans between the ranks.
 """
 
 import json
@@ -21,14 +21,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class HostShards:
-    """A rank's part of some tensors, on the host. Those of a CPU are no copies: nobody may change them meanwhile."""
+    """A rank's part of some tensors, on the host. CPU tensors are not copied: they must not change meanwhile."""
 
     tensors: Tensors
-    offsets: dict[str, list[int]]  # of the part's first element in the whole tensor, by dimension
+    offsets: dict[str, list[int]]  # index of the part's first element in the whole tensor, by dimension
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], is_main: bool) -> "HostShards":
-        """Sharded tensors: this rank's rows. Replicated ones: all on the main rank, nothing elsewhere."""
+        """Take this rank's rows of sharded tensors; replicated ones are taken by the main rank only."""
         parts, offsets = {}, {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
@@ -56,7 +56,9 @@ class StoredWeights:
 
     @classmethod
     def find(cls, source: str) -> "StoredWeights":
-        """Open what `from_pretrained` would read. Raises OSError or SafetensorError where that is no such file."""
+        """Open the files that `from_pretrained` would read. Raises OSError or SafetensorError if they are not readable
+        safetensors files.
+        """
         from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
         from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -84,9 +86,9 @@ def shard_offset(tensor: DTensor) -> list[int]:
 
 
 def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
-    """All tensors of the folder's files; those named KIND.NAME with NAME in `sharded` come sharded like that one.
+    """Read all tensors of the folder's files; those named KIND.NAME with NAME in `sharded` come sharded like that one.
 
-    Raises ValueError for a sharded tensor of another shape; whole ones are the caller's to check.
+    Raises ValueError for a sharded tensor of another shape; the caller checks whole ones.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -103,7 +105,7 @@ def read_tensors(folder: Path, sharded: Mapping[str, torch.Tensor]) -> Tensors:
         else:
             targets[key] = torch.empty_like(like, dtype=stored.properties.dtype)
     try:
-        with warnings.catch_warnings():  # it warns that it reads as a single process, which is what was asked for
+        with warnings.catch_warnings():  # it warns that it reads as a single process, which is intended
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(dict(targets), storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # not an Exception: it would pass every handler

@@ -1,9 +1,9 @@
-"""A trial of an architecture: which passes over a micro-batch are right for it, found out on a tiny random model.
+"""A trial of an architecture: it finds out on a tiny random model which passes over a micro-batch are right.
 
 The reference is transformers' own model, one sequence at a time, without padding or cache. The passes of `model.py` are
 compared with it, log-probabilities and gradient, in float32, where equal means equal: the noise of bfloat16 on the real
-model would hide a real difference. The first that agrees is chosen; if none does, the model is refused by name. So it
-is if its logits see the future, or if what is published of it is not all of it.
+model would hide a real difference. The first passes that agree are chosen; if none do, the model is refused by name. It
+is also refused if its logits depend on later tokens, or if its published tensors do not make up the whole model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,17 +23,17 @@ from services.trainer.weight_store import SAFETENSORS_DTYPES
 PREFIX = 16  # tokens that all prompts begin with
 GROUPS = ((24, (20, 1, 9)), (30, (9,)), (5, (13, 13)))  # tokens of the rest of the prompt, and of responses
 TOLERANCE = 1e-3  # greatest gap of logprobs, in nats, and of the gradient, relative to its norm
-SENSITIVITY = 0.1  # a change of the prompt must move logprobs by so much of their standard deviation
+SENSITIVITY = 0.1  # a change of the prompt must move logprobs by this share of their standard deviation
 SIZES = [(NUM_LAYERS, True), (2, True), (2, False)]  # layers, and whether they are narrow
-HEAD_GAIN = 16.0  # makes logits so large that a cap is felt
-CANDIDATES = [  # the quickest first
+HEAD_GAIN = 16.0  # makes logits large enough for a cap to have an effect
+CANDIDATES = [  # the fastest first
     (PACKED_ATTENTION, False),
     ("sdpa", True),
     ("eager", True),
     ("sdpa", False),
     ("eager", False),
 ]
-TRIAL_ERRORS = (  # with which a model answers that is made otherwise than expected
+TRIAL_ERRORS = (  # a model that is built differently from what is expected raises these
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -49,7 +49,7 @@ TRIAL_ERRORS = (  # with which a model answers that is made otherwise than expec
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of all response tokens of the trial's groups."""
+    """The results for all response tokens of the trial's groups."""
 
     logprobs: torch.Tensor  # [N]
     gradients: dict[str, torch.Tensor]
@@ -68,10 +68,10 @@ class Reference:
 def try_architecture(
     config: Any, longest_tokens: float, is_sharded: bool = False, may_pack: bool = True
 ) -> tuple[Passes, str]:
-    """The quickest right passes for sequences of up to so many tokens, and why they are not packed ('' if they are).
+    """Return the fastest right passes for sequences up to that length, and why they are not packed ('' if they are).
 
-    `is_sharded`: ranks go through the layers together, so that a micro-batch must be one pass. Raises ValueError naming
-    the architecture and the reason when none is right.
+    `is_sharded`: ranks go through the layers together, so a micro-batch must be one pass. Raises ValueError naming the
+    architecture and the reason when no passes are right.
     """
     register_attention()
     name = architecture_name(config)
@@ -102,7 +102,7 @@ def architecture_name(config: Any) -> str:
 
 
 def create_reference(config: Any, longest_tokens: float, name: str) -> Reference:
-    """Of the first of SIZES that the architecture survives and that shows differences. Raises ValueError by name."""
+    """Build a model of the first of SIZES that works and shows differences. Raises ValueError naming the model."""
     groups = trial_groups()
     for num_layers, is_narrow in SIZES:
         try:
@@ -121,9 +121,9 @@ def create_reference(config: Any, longest_tokens: float, name: str) -> Reference
 
 @torch.no_grad()
 def change_with_prompt(reference: Reference) -> float:
-    """How far logprobs are from those after the prompt backwards, on average, in their standard deviations.
+    """Return how far logprobs are from those after the reversed prompt, on average, in their standard deviations.
 
-    Deep random models of some architectures forget what they read: then wrong passes would not be noticed.
+    Deep random models of some architectures forget the prompt: then wrong passes would not be noticed.
     """
     backwards = [
         RolloutGroup(prompt_token_ids=list(group.prompt_token_ids)[::-1], responses=group.responses)
@@ -134,7 +134,7 @@ def change_with_prompt(reference: Reference) -> float:
 
 
 def try_passes(passes: Passes, reference: Reference, batch: MicroBatch) -> str:
-    """'' or what is wrong with them."""
+    """Compare the passes with the reference. Returns what is wrong with them, or ''."""
     kind = "packed rows" if passes.is_packed else f"{'padded' if passes.is_padded else 'separate'} rows"
     what = f"{kind} with {passes.attention} attention" if not passes.is_packed else kind
     try:
@@ -153,7 +153,7 @@ def try_passes(passes: Passes, reference: Reference, batch: MicroBatch) -> str:
 
 
 def sequence_problem(reference: Reference) -> str:
-    """'' or that a token's logits change with what comes after it: then no engine can sample from them."""
+    """Return the problem if a token's logits depend on later tokens, or '': no engine can sample from such logits."""
     prompt = list(reference.groups[0].prompt_token_ids)
     whole, half = (logits_of(reference.model, tokens) for tokens in (prompt, prompt[: len(prompt) // 2]))
     gap = (whole[: len(half)] - half).abs().max().item()
@@ -162,7 +162,7 @@ def sequence_problem(reference: Reference) -> str:
 
 
 def publishing_problem(reference: Reference) -> str:
-    """'' or what a rollout would lack that gets what is published, and the configuration."""
+    """Return what a rollout would lack that gets the published tensors and the configuration, or ''."""
     published = dict(published_tensors(reference.model))
     unknown = [
         f"{name} ({tensor.dtype})" for name, tensor in published.items() if tensor.dtype not in SAFETENSORS_DTYPES
@@ -178,7 +178,7 @@ def publishing_problem(reference: Reference) -> str:
 
 @torch.no_grad()
 def is_head_plain(model: Any) -> bool:
-    """Whether the logits are just hidden states times the head's weight: no bias, cap or scale."""
+    """Return whether the logits are just hidden states times the head's weight: no bias, cap or scale."""
     token_ids = torch.arange(16, device=model.device)[None]
     try:
         weight = model.get_output_embeddings().weight
@@ -197,7 +197,7 @@ def is_head_plain(model: Any) -> bool:
 
 
 def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:
-    """[N]: each response alone after its prompt, as any transformers model computes it."""
+    """Return logprobs [N]: each response alone after its prompt, as any transformers model computes it."""
     logprobs = []
     for group in groups:
         for response in group.responses:
@@ -208,7 +208,7 @@ def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:
 
 
 def forward(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V]."""
+    """Return the logits [T, V] of one sequence."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
@@ -218,7 +218,7 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def numbers_of(model: Any, logprobs: torch.Tensor) -> Numbers:
-    """The gradient is that of a sum in which every token has a weight of its own."""
+    """Compute the gradient of a sum in which every token has a different weight."""
     model.zero_grad()
     (logprobs * torch.linspace(-1.0, 1.0, len(logprobs))).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -226,7 +226,7 @@ def numbers_of(model: Any, logprobs: torch.Tensor) -> Numbers:
 
 
 def gap_of_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference over all parameters, relative to the expected norm; one without gradient has zeros."""
+    """Return the norm of the difference over all parameters, relative to the expected norm; no gradient counts as 0."""
     difference = total = 0.0
     for name in found.keys() | expected.keys():
         left, right = found.get(name, torch.zeros(())), expected.get(name, torch.zeros(()))
@@ -236,7 +236,7 @@ def gap_of_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def trial_groups() -> list[RolloutGroup]:
-    """Prompts that begin alike, responses of several lengths, some sequences equally long."""
+    """Create groups with a shared prefix, responses of several lengths, and some sequences of equal length."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:

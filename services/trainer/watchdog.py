@@ -1,4 +1,4 @@
-"""Ends a trainer whose main thread has stopped getting on, so that its lease runs out and another trainer goes on."""
+"""A watchdog that ends a trainer whose main thread is stuck, so its lease expires and another trainer continues."""
 
 import faulthandler
 import logging
@@ -6,23 +6,23 @@ import time
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_DEADLINE = 0.8  # of iteration_deadline_s: another trainer is to have the job before the broker fails it
-WARN_AFTER = 0.9  # of the limit
-ARM_AGAIN_AFTER = 0.05  # of the limit: it costs 0.3 ms, and there may be many signs of progress in a second
+SHARE_OF_DEADLINE = 0.8  # of iteration_deadline_s: another trainer should get the job before the broker fails it
+WARN_AFTER = 0.9  # share of the limit
+ARM_AGAIN_AFTER = 0.05  # share of the limit: arming takes 0.3 ms, and progress may be reported many times per second
 
 
 def stall_limit_s(stall_s: float, iteration_deadline_s: float) -> float:
-    """`stall_s` is the setting; 0: by the job, which fails after its deadline anyway."""
+    """Return the limit: the setting `stall_s`, or if it is 0, a share of the deadline after which the job fails."""
     return stall_s or SHARE_OF_DEADLINE * iteration_deadline_s
 
 
 class Watchdog:
-    """From here to `close`, the main thread calls `progress` more often than each `limit_s`, or the process ends: with
-    exit code 1, and the stacks of all threads on stderr.
+    """A timer that runs until `close`. Unless the main thread calls `progress` at least every `limit_s`, the process
+    ends with exit code 1 and the stacks of all threads on stderr.
     """
 
-    # faulthandler waits in a thread of C: it acts also when the main thread is stuck in native code with the lock of
-    # the interpreter in its hands, where no thread of Python could. There is one such timer in a process.
+    # faulthandler waits in a C thread, so it also works when the main thread is stuck in native code while it holds
+    # the interpreter lock, where no Python thread could act. A process has only one such timer.
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -40,7 +40,7 @@ class Watchdog:
             self._arm(now)
 
     def warning(self, doing: str) -> str:
-        """What to tell before the end, once; '' while there is nothing to tell. For another thread."""
+        """Return a warning shortly before the end, once; otherwise ''. May be called from another thread."""
         silence_s = time.monotonic() - self._progressed_at
         if self._has_warned or silence_s < WARN_AFTER * self._limit_s:
             return ""

@@ -1,4 +1,4 @@
-"""WeightsService over gRPC: the versions of one job, and who pulls them from whom."""
+"""The WeightsService over gRPC: it serves the versions of one job and assigns a source to each puller."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from services.trainer.weight_store import Snapshot, WeightStore
 
 
 class WeightServer(PayloadServer):
-    """Runs on the trainer's background event loop. `announce` may only be called on that loop."""
+    """A server on the trainer's background event loop. `announce` may only be called on that loop."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class WeightServer(PayloadServer):
         self.sources = Sources([])
 
     async def start(self, host: str, port: int) -> int:
-        """See `PayloadServer`. Serves all that there is; set `sources` where others have a part in it."""
+        """Start as `PayloadServer` does, as the only source; set `sources` if other ranks serve shards."""
         bound = await super().start(host, port)
         self.sources = Sources([Peer("", f"{host}:{bound}", host_id())])
         return bound
 
     async def announce(self) -> None:
-        """Wake everybody who watches: the store has a newer version."""
+        """Wake all watchers: the store has a newer version."""
         async with self._changed:
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Published weights in host memory, by policy version: the newest in full, and the deltas that lead to them."""
+"""The published weights in host memory, by policy version: the newest in full, and the deltas that lead to them."""
 
 import json
 import threading
@@ -26,13 +26,13 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Immutable: what `manifest` says of the tensors of `shard` is what `buffers` hold, tensor by tensor."""
+    """An immutable copy of one shard's tensors: `buffers` hold them one by one, as `manifest` describes them."""
 
     manifest: Manifest
     buffers: tuple[memoryview, ...]
     shard: int = 0  # the rank that holds it; a version in one piece has one shard
-    delta: Payload | None = None  # from `delta.key.base_version`
-    encode_s: float = 0.0  # of a thread, for digests, checksums and delta
+    delta: Payload | None = None  # the delta from `delta.key.base_version`
+    encode_s: float = 0.0  # seconds of a thread, for digests, checksums and delta
     started_at: float = 0.0  # time.monotonic() when the optimizer's step began
 
     @property
@@ -40,7 +40,7 @@ class Snapshot:
         return self.manifest.policy_version
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the buffers by name; not to be written."""
+        """Yield views of the buffers by name; they must not be written to."""
         for entry, buffer in zip(self.entries, self.buffers, strict=True):
             dtype = TORCH_DTYPES[entry.dtype]
             flat = torch.frombuffer(buffer.obj, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
@@ -48,12 +48,12 @@ class Snapshot:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Of this shard."""
+        """The manifest's entries of this shard."""
         tensors = self.manifest.shards[self.shard]
         return self.manifest.tensors[tensors.start : tensors.stop]
 
     def holders(self) -> dict[str, int]:
-        """Which shard each tensor of the version is in."""
+        """Return the shard that holds each tensor of the version, by name."""
         tensors = self.manifest.tensors
         return {tensors[index].name: shard for shard, run in enumerate(self.manifest.shards) for index in run}
 
@@ -64,7 +64,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What the thread makes of a tensor."""
+    """The thread's result for one tensor."""
 
     digest: bytes
     checksum: bytes
@@ -73,7 +73,7 @@ class Encoded:
 
 
 class SnapshotWriter:
-    """Takes a snapshot tensor by tensor, while the optimizer is at the next ones.
+    """A writer that takes a snapshot tensor by tensor, while the optimizer updates the next ones.
 
     `put` copies and returns; a thread makes the digest, the checksum, and the delta from `base` if there is one.
     """
@@ -91,16 +91,16 @@ class SnapshotWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode-weights")
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Its bits are those of the version from now on."""
+        """Copy the tensor into the version; later changes to it have no effect."""
         assert name not in self._encoded, f"{name} is put twice"
         buffer = host_bytes(tensor)
         self._buffers[name] = (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), buffer)
         self._encoded[name] = self._thread.submit(self._encode, name, buffer, tensor.element_size())
 
     def finish(self, order: Iterable[str] | None = None, world: World = ALONE) -> Snapshot:
-        """All tensors are put. Waits for the thread. `order`: of the manifest; by default that of `put`.
+        """Wait for the thread after all tensors are put. `order`: of the manifest; by default that of `put`.
 
-        With a `world` of several ranks each puts its own run of the tensors, ascending by rank: its shard. All must
+        In a `world` of several ranks, each puts its own run of the tensors, ascending by rank: its shard. All must
         call this.
         """
         entries, encoded_sizes, segments = [], [], []
@@ -138,7 +138,7 @@ class SnapshotWriter:
 
 
 def join_shards(version: int, entries: list[TensorEntry], world: World) -> Manifest:
-    """One manifest of what all ranks hold."""
+    """Join the entries of all ranks into one manifest."""
     own = json.dumps(
         [
             [entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex(), entry.checksum.hex()]
@@ -156,7 +156,7 @@ def join_shards(version: int, entries: list[TensorEntry], world: World) -> Manif
 
 
 def split_evenly(sizes: list[int], num_shards: int) -> list[range]:
-    """Consecutive runs of about equally many bytes, one for each shard; some may be empty.
+    """Split into consecutive runs of about equally many bytes, one for each shard; some may be empty.
 
     >>> split_evenly([5, 1, 1, 1, 4, 4], 2)
     [range(0, 4), range(4, 6)]
@@ -176,7 +176,7 @@ def take_snapshot(
     world: World = ALONE,
     base: Snapshot | None = None,
 ) -> Snapshot:
-    """Copy the tensors to host memory, with their digests, and what has changed since `base`. See `SnapshotWriter`."""
+    """Copy the tensors to host memory, with their digests and the delta from `base`. See `SnapshotWriter`."""
     writer = SnapshotWriter(version, base)
     for name, tensor in tensors:
         writer.put(name, tensor)
@@ -184,12 +184,12 @@ def take_snapshot(
 
 
 class WeightStore:
-    """Written by the training thread, read by the weight server's thread.
+    """The store that the training thread writes and the weight server's thread reads.
 
-    The newest `num_kept` versions are there in full. Of the deltas, the newest is kept if it is smaller than a full
-    copy, and older ones while all together are smaller than half of one: a longer chain saves a rollout that is late
-    little, and costs this process its memory. Both sizes are those of all shards, so that every rank of a sharded model
-    keeps the same deltas.
+    The newest `num_kept` versions are kept in full. Of the deltas, the newest is kept if it is smaller than a full
+    copy, and older ones while all together are smaller than half of one: a longer chain saves a late rollout little
+    and costs this process memory. Both sizes are those of all shards, so that every rank of a sharded model keeps the
+    same deltas.
     """
 
     def __init__(self, num_kept: int = 2) -> None:
@@ -199,7 +199,7 @@ class WeightStore:
         self._lock = threading.Lock()
 
     def add(self, snapshot: Snapshot, delta_bytes: int | None = None) -> None:
-        """`delta_bytes`: of the deltas of all shards; by default the version is in one piece."""
+        """Add a version. `delta_bytes`: of the deltas of all shards; by default the version is in one piece."""
         with self._lock:
             self._snapshots[snapshot.policy_version] = snapshot
             for old in sorted(self._snapshots)[: -self._num_kept]:
@@ -234,7 +234,7 @@ class WeightStore:
             return sorted(self._snapshots)
 
     def steps(self, base_version: int, version: int) -> tuple[Step, ...]:
-        """The deltas from the base to the version, if they are all here and smaller than the whole; else none."""
+        """Return the deltas from the base to the version if all are here and smaller than the whole; else ()."""
         steps: list[Step] = []
         with self._lock:
             size = self._snapshots[version].manifest.size_bytes if version in self._snapshots else 0
@@ -246,7 +246,7 @@ class WeightStore:
         return tuple(steps) if is_worth_it else ()
 
     async def payload(self, key: PayloadKey) -> Payload | None:
-        """See `onbeat.weights.server.Holder`."""
+        """Return the payload or None, as `onbeat.weights.server.Holder` describes."""
         with self._lock:
             if key.base_version is None:
                 snapshot = self._snapshots.get(key.policy_version)
@@ -256,6 +256,6 @@ class WeightStore:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """A private copy of the tensor's bytes, row-major, little-endian."""
+    """Return a private copy of the tensor's bytes, row-major, little-endian."""
     copy = tensor.detach().to("cpu", copy=True).contiguous()
     return memoryview(copy.reshape(-1).view(torch.uint8).numpy()).toreadonly()

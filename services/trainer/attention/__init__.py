@@ -1,6 +1,7 @@
 """Shared-prompt attention in the signature of transformers' attention interface; `model.py` registers it there.
 
-`layout` says in integers who sees whom; `short` and `sdpa` (CPU), `flex` (CUDA) and `npu` (Ascend) compute it.
+`layout` describes in integers which place sees which; `short` and `sdpa` (CPU), `flex` (CUDA) and `npu` (Ascend)
+compute the attention.
 """
 
 from collections.abc import Callable
@@ -18,12 +19,12 @@ __all__ = ["PackedLayout", "build_layout", "dense_mask", "no_mask", "packed_atte
 
 
 class AttentionPlan(Protocol):
-    """What a kernel prepares once per micro-batch, for every layer to use."""
+    """The data that a kernel prepares once per micro-batch and uses in every layer."""
 
     def attend(
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """B is 1. Returns [B, T, H, D]."""
+        """Return the attention output [B, T, H, D]. B is 1."""
 
 
 def plan_cpu(layout: PackedLayout) -> AttentionPlan:
@@ -34,7 +35,7 @@ PLANNERS: dict[str, Callable[[PackedLayout], AttentionPlan]] = {"cpu": plan_cpu,
 
 
 def plan_attention(layout: PackedLayout) -> AttentionPlan:
-    """For the device that holds the layout. Raises ValueError where there is no kernel."""
+    """Plan the attention on the device that holds the layout. Raises ValueError if there is no kernel for it."""
     device = layout.position_ids.device.type
     if device not in PLANNERS:
         raise ValueError(f"no packed attention on {device!r}; use one of {', '.join(PLANNERS)}")
@@ -52,7 +53,7 @@ def packed_attention(
     layout_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: query [B, H, T, D], key and value [B, K, T, D] -> ([B, T, H, D], None)."""
+    """Attend, in transformers' signature: query [B, H, T, D], key and value [B, K, T, D] -> ([B, T, H, D], None)."""
     assert layout_plan is not None, "this model attends by packed layouts; pass layout_plan"
     assert attention_mask is None, "packed rows take no mask: the plan says who sees whom"
     assert dropout == 0.0, "packed rows take no dropout"
@@ -62,5 +63,5 @@ def packed_attention(
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The plan says who sees whom; a mask would be T x T."""
+    """Return no mask: the plan decides which place sees which, and a mask would be T x T."""
     return None

@@ -1,8 +1,8 @@
 """Shared-prompt attention by FlexAttention, for CUDA: one compiled kernel that skips blocks where nothing is visible.
 
-The row is padded to whole blocks. So the kernel meets few lengths, and never the variant for fewer queries than a
-block, which refuses head groups that are no power of two. Padding places see each other and the prefix only. On the
-CPU the forward pass runs too (no backward pass there), which is how it is tested without a GPU.
+The row is padded to whole blocks. So the kernel sees few lengths, and never uses the variant for fewer queries than a
+block, which refuses head groups that are not a power of two. Padding places see each other and the prefix only. On
+the CPU the forward pass runs too (but no backward pass), so it can be tested without a GPU.
 
 Legend: B = 1 row, H query heads, K key/value heads, T places, D head size.
 """
@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from services.trainer.attention.layout import PackedLayout
 
 BLOCK = 128  # places
-PADDING, PREFIX = -1, -2  # in the place of a group
+PADDING, PREFIX = -1, -2  # instead of the index of a group
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FlexPlan:
     def attend(
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Returns [B, T, H, D]."""
+        """Return the attention output [B, T, H, D]."""
         padded = (
             torch.nn.functional.pad(tensor, (0, 0, 0, self.num_padding))
             for tensor in (query_BHTD, key_BKTD, value_BKTD)
@@ -41,7 +41,7 @@ class FlexPlan:
 
 
 def plan_flex(layout: PackedLayout) -> FlexPlan:
-    """The block mask, once per micro-batch."""
+    """Build the block mask, once per micro-batch."""
     device = layout.position_ids.device
     num_padding = -layout.num_places % BLOCK
     length = layout.num_places + num_padding
@@ -52,13 +52,13 @@ def plan_flex(layout: PackedLayout) -> FlexPlan:
         in_group = (group_T[query] == group_T[key]) & on_prompt_or_own
         return (in_group | (group_T[key] == PREFIX)) & (key <= query)
 
-    create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask  # else it fills T x T
+    create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask  # uncompiled it fills T x T
     mask = create(is_visible, None, None, length, length, device, BLOCK)
     return FlexPlan(mask, num_padding)
 
 
 def label_places(layout: PackedLayout, num_padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place the group, PREFIX or PADDING, and the segment in it: 0 the prompt, i its i-th response. Both [T].
+    """Return for each place its group (or PREFIX, PADDING) and segment (0: the prompt, i: the i-th response), both [T].
 
     One group with a prompt of 2, responses of 3 and 2 tokens (2 and 1 inputs), and 3 places of padding:
     groups 0 0 0 0 0 -1 -1 -1, segments 0 0 1 1 2 0 0 0.

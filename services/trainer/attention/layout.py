@@ -1,13 +1,13 @@
 """Shared-prompt packing (arXiv 2511.18871, section on shared-prompt attention): integers only, no kernel.
 
-A group is laid out as [P | R1 | ... | RG] in one row; several groups follow one another. What all prompts of the row
-begin with, a system prompt or a template, may come once before them as the prefix F; P is then the rest of the prompt:
+A group is laid out as [P | R1 | ... | RG] in one row; several groups follow one another. A beginning that all prompts
+of the row share (a system prompt, a template) may come once before them as the prefix F; P is the rest of the prompt:
 
     row         f0 f1 | p0 p1 | a0 a1 | b0 b1 b2 | p0 | ...
-    position     0  1 |  2  3 |  4  5 |  4  5  6 |  2 | ...     every response goes on where its prompt ends
+    position     0  1 |  2  3 |  4  5 |  4  5  6 |  2 | ...     every response continues where its prompt ends
     sees        F causal | F, P causal | F, P, own | F, P, own | the next group sees F, and nothing of this one
 
-The last token of a response predicts nothing, so it is no input: a response of L tokens occupies L - 1 places. Its
+The last token of a response predicts nothing, so it is not an input: a response of L tokens occupies L - 1 places. Its
 first token is predicted by the last prompt position, which G responses share.
 
 Legend: T places of the row, N response tokens (targets), G responses of a group.
@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Where one group lies in the row. `response_lengths` count inputs (tokens - 1) and may be 0.
+    """The location of one group in the row. `response_lengths` count inputs (tokens - 1) and may be 0.
 
     `prompt_length` leaves out the row's prefix.
     """
@@ -44,7 +44,7 @@ class PackedLayout:
 
     @property
     def spans(self) -> tuple[GroupSpan, ...]:
-        """The groups, after the prefix as one without responses if there is any."""
+        """The groups, preceded by the prefix, if there is one, as a group without responses."""
         length = self.prefix_length
         return (GroupSpan(0, length, (length,), (0,)), *self.groups) if length else self.groups
 
@@ -90,7 +90,7 @@ def build_layout(
 
 
 def dense_mask(layout: PackedLayout) -> torch.Tensor:
-    """The reference: [T, T] bool, true where a query (row) may see a key (column). Quadratic; for tests."""
+    """Return the reference mask [T, T] bool, true where a query (row) may see a key (column). Quadratic; for checks."""
     mask = torch.zeros(layout.num_places, layout.num_places, dtype=torch.bool)
     for group in layout.spans:
         prompt = slice(group.start, group.start + group.prompt_length)

@@ -20,7 +20,7 @@ import torch
 from services.trainer.attention.layout import PackedLayout
 
 RIGHT_DOWN_CAUSAL = 3  # sparse_mode
-MASK_SIZE = 2048  # of the compressed mask that this mode asks for, whatever the lengths
+MASK_SIZE = 2048  # side of the compressed mask that this mode requires, whatever the lengths
 MAX_SEQUENCES = 1024
 
 
@@ -34,7 +34,7 @@ class NpuPlan:
     def attend(
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Returns [B, T, H, D]. B must be 1."""
+        """Return the attention output [B, T, H, D]. B must be 1."""
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
         query_THD = query_BHTD[0].transpose(0, 1).contiguous()
         key_SKD, value_SKD = (
@@ -56,7 +56,7 @@ class NpuPlan:
 
 
 def plan_npu(layout: PackedLayout) -> NpuPlan:
-    """Indices and mask, once per micro-batch. Raises ValueError if torch_npu is missing or sequences are too many."""
+    """Build indices and mask, once per micro-batch. Raises ValueError without torch_npu or with too many sequences."""
     load_torch_npu()
     device = layout.position_ids.device
     query_ends, keys = [], []

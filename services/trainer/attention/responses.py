@@ -1,4 +1,4 @@
-"""The responses of a group over [prompt | own] keys, in two calls that need no mask and no copy of the prompt's keys:
+"""Attention of a group's responses over [prompt | own] keys: two calls without a mask or copies of the prompt's keys.
 
     all response tokens over the prompt      one batch row; query heads that share a key head are more rows of it
     each response over itself, causally      a batch of G rows, padded at the end, where causality hides the padding
@@ -18,18 +18,18 @@ from typing import Any
 import torch
 
 SHORT_KEYS = 256
-# As private as they are, these are the CPU kernels behind the public function, which keeps the log-sum-exp to itself.
+# These private CPU kernels are behind the public function, which does not return the log-sum-exp.
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Between the N places of a group's responses and G rows of R."""
+    """The maps between the N places of a group's responses and G rows of R."""
 
-    place_GR: torch.Tensor  # which of the N; 0 where padded
+    place_GR: torch.Tensor  # index into N; 0 where padded
     is_padded_GR: torch.Tensor
-    real_N: torch.Tensor  # which of the G * R
+    real_N: torch.Tensor  # index into G * R
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Padding":
@@ -40,17 +40,17 @@ class Padding:
         return cls(place_GR, is_padded_GR, (~is_padded_GR).flatten().nonzero().squeeze(1))
 
     def pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[H, N, ...] -> [G, H, R, ...]"""
+        """Pad [H, N, ...] to [G, H, R, ...]."""
         rows = tensor.index_select(1, self.place_GR.flatten())
         return rows.unflatten(1, self.place_GR.shape).transpose(0, 1)
 
     def unpad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[G, H, R, ...] -> [H, N, ...]"""
+        """Take the real places of [G, H, R, ...] as [H, N, ...]."""
         return tensor.transpose(0, 1).flatten(1, 2).index_select(1, self.real_N)
 
 
 class ResponseAttention(torch.autograd.Function):
-    """(query [H, N, D], own key and value [K, N, D], the prompt's [K, P, D], padding, scale) -> [H, N, D]."""
+    """A function (query [H, N, D], own key, value [K, N, D], the prompt's [K, P, D], padding, scale) -> [H, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ class ResponseAttention(torch.autograd.Function):
         from_prompt = flash_backward(grad, *over_prompt, out, lse, 0.0, False, scale=ctx.scale)
 
         grad, out = (ctx.padding.pad(tensor.to(over_own[0].dtype)) for tensor in (grads[0], out_HND))
-        # Infinity makes a padded row's probabilities, and with them all that it passes on, zero.
+        # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
         lse = ctx.padding.pad(lse_HN).masked_fill_(ctx.padding.is_padded_GR[:, None], float("inf"))
         from_own = flash_backward(grad, *over_own, out, lse, 0.0, True, scale=ctx.scale)
 
@@ -91,7 +91,7 @@ class ResponseAttention(torch.autograd.Function):
 
 
 def split_keys(tensors: Sequence[torch.Tensor], padding: Padding) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The kernel's query, key and value over the prompt, [1, K, *, D], and over the own tokens, [G, H, R, D]."""
+    """Return the kernel's query, key, value over the prompt, [1, K, *, D], and over the own tokens, [G, H, R, D]."""
     query_HND, own_key_KND, own_value_KND, prompt_key_KPD, prompt_value_KPD = tensors
     dtype = kernel_dtype(query_HND.dtype, prompt_key_KPD.shape[1])
     over_prompt = [as_rows(query_HND.to(dtype), len(prompt_key_KPD))]
@@ -102,15 +102,15 @@ def split_keys(tensors: Sequence[torch.Tensor], padding: Padding) -> tuple[list[
 
 
 def as_rows(tensor: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """[H, N, ...] -> [1, K, H / K * N, ...]: query heads that share a key head become rows of it."""
+    """Reshape [H, N, ...] to [1, K, H / K * N, ...]: query heads that share a key head become rows of it."""
     return tensor.unflatten(0, (num_keys, -1)).flatten(1, 2)[None]
 
 
 def for_query_heads(tensor_KND: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[H, N, D]: each key head repeated for the query heads that share it."""
+    """Repeat each key head for the query heads that share it: [H, N, D]."""
     return tensor_KND.repeat_interleave(num_heads // len(tensor_KND), dim=0)
 
 
 def kernel_dtype(dtype: torch.dtype, num_keys: int) -> torch.dtype:
-    """On few keys the CPU kernel is two to five times as fast in float32 as in bfloat16, on many slower."""
+    """Choose float32 over bfloat16 for few keys: there the CPU kernel is two to five times as fast, on many slower."""
     return torch.float32 if dtype == torch.bfloat16 and num_keys <= SHORT_KEYS else dtype

@@ -1,7 +1,7 @@
 """Shared-prompt attention on the CPU by fused kernels, following the structure instead of a dense T x T mask.
 
-Per group: the prompt once, causally; then the responses over [prompt | own]: see `responses.py`. Behind a prefix the
-rest of a prompt is itself such a response, to the prefix.
+Per group: the prompt once, causally; then the responses over [prompt | own]: see `responses.py`. Behind a prefix, the
+rest of a prompt is treated as such a response to the prefix.
 
 Legend: B = 1 row, H query heads, K key/value heads, T places, D head size, P prompt length.
 """
@@ -31,10 +31,10 @@ class SdpaPlan:
     def attend(
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Returns [B, T, H, D]. B must be 1."""
+        """Return the attention output [B, T, H, D]. B must be 1."""
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
         query, key, value = query_BHTD[0], key_BKTD[0], value_BKTD[0]
-        # In float32, in which the gradients of all groups are then summed.
+        # The prefix is in float32, so the gradients of all groups are summed in float32.
         precise = torch.promote_types(key.dtype, torch.float32)
         prefix = [tensor[:, self.prefix].to(precise) for tensor in (key, value)]
         parts_HXD = []  # in the order of the row
@@ -55,7 +55,7 @@ class SdpaPlan:
 
 
 def plan_sdpa(layout: PackedLayout) -> SdpaPlan:
-    """Everything that depends on the layout only, once per micro-batch."""
+    """Prepare everything that depends on the layout only, once per micro-batch."""
     groups = tuple(plan_group(group, layout.prefix_length, layout.position_ids.device) for group in layout.spans)
     return SdpaPlan(slice(0, layout.prefix_length), groups)
 
@@ -72,7 +72,7 @@ def plan_group(group: GroupSpan, prefix_length: int, device: torch.device) -> Gr
 def attend_prompt(
     query_HPD: torch.Tensor, key_KPD: torch.Tensor, value_KPD: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal, [H, P, D]."""
+    """Return the prompt's causal attention [H, P, D]."""
     dtype = kernel_dtype(key_KPD.dtype, key_KPD.shape[1])
     key, value = (for_query_heads(tensor.to(dtype), len(query_HPD))[None] for tensor in (key_KPD, value_KPD))
     attended = scaled_dot_product_attention(query_HPD[None].to(dtype), key, value, is_causal=True, scale=scale)

@@ -1,14 +1,14 @@
-"""Shared-prompt attention on the CPU where keys are few: groups of like sizes together, in plain batched products.
+"""Shared-prompt attention on the CPU for few keys: groups of similar size together, in plain batched products.
 
-Below some hundred keys a fused kernel spends its time on calling small products. Here such groups take a dozen batched
-ones:
+Below a few hundred keys, a fused kernel spends its time on calling small products. Here such groups take a dozen
+batched ones:
 
     prompt rows      over [prefix | prompt], causally
     response rows    over [prefix | prompt | own], own causally, with one softmax over all
 
 Prompts and responses are padded at the end, where causality hides the padding from real rows, and a mask hides that of
-a prompt from responses; the gradient of padded rows is zero. The prefix is a group without responses. Every other group
-adds to the gradient of its keys.
+a prompt from responses; the gradient of padded rows is zero. The prefix is a group without responses, and every other
+group adds to the gradient of its keys.
 
 Legend: T places of the packed row, F of its prefix; N groups together, P places of the longest prompt, G responses, R
 places of the longest. H query heads, K key/value heads, each shared by Q = H / K query heads, D head size. X rows of
@@ -24,22 +24,22 @@ import torch
 
 from services.trainer.attention.layout import GroupSpan, PackedLayout
 
-MAX_KEYS = 384  # of a prompt and its longest response; above, the fused kernel is quicker
-MAX_PADDED = 1.25  # rows of groups together, in rows of each by itself
-MAX_ROWS = 4096  # of each head, of groups together: their scores are held in float32
+MAX_KEYS = 384  # keys of prefix, prompt and longest response; with more, the fused kernel is faster
+MAX_PADDED = 1.25  # rows of groups batched together, relative to their rows one by one
+MAX_ROWS = 4096  # rows per head of groups batched together: their scores are held in float32
 
 
 @dataclass(frozen=True)
 class Keys:
-    index_BS: torch.Tensor  # which of the T * K
+    index_BS: torch.Tensor  # index into T * K
     is_hidden: torch.Tensor | None  # [X / B, S] or [B, 1, S]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[T * K, D] -> [B, S, D]"""
+        """Take the rows of these keys: [T * K, D] -> [B, S, D]."""
         return tensor.index_select(0, self.index_BS.flatten()).unflatten(0, self.index_BS.shape)
 
     def per_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """[X, ...] -> [B, X / B, ...]"""
+        """Split rows by product: [X, ...] -> [B, X / B, ...]."""
         return rows.unflatten(0, (len(self.index_BS), -1))
 
 
@@ -47,12 +47,12 @@ class Keys:
 class Rows:
     """Queries and the keys that share their softmax."""
 
-    index_X: torch.Tensor  # which of the T * H
+    index_X: torch.Tensor  # index into T * H
     is_padded_X1: torch.Tensor
     key_sets: tuple[Keys, ...]
 
     def split(self, weights: torch.Tensor) -> Iterator[tuple[Keys, torch.Tensor]]:
-        """[X, all keys] -> each key set with its [B, X / B, S]."""
+        """Yield each key set with its part [B, X / B, S] of the weights [X, all keys]."""
         widths = [keys.index_BS.shape[1] for keys in self.key_sets]
         for keys, part in zip(self.key_sets, weights.split(widths, dim=1), strict=True):
             yield keys, keys.per_product(part)
@@ -62,8 +62,8 @@ class Rows:
 class GroupSet:
     prompts: Rows
     responses: Rows | None  # None: no response has an input
-    query_places: slice  # of the T * H
-    key_places: slice  # of the T * K
+    query_places: slice  # of T * H
+    key_places: slice  # of T * K
     row_of_query: torch.Tensor  # [places * H], into the prompt's rows and then the responses'
     row_of_key: torch.Tensor  # [places * K], into the keys of prefix and prompts and then the responses' own
     row_of_prefix_NF: torch.Tensor  # [N, F * K], into the same; no columns for the prefix itself
@@ -81,7 +81,7 @@ class ShortPlan:
     def attend(
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Returns [B, T, H, D]. B must be 1."""
+        """Return the attention output [B, T, H, D]. B must be 1."""
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
         heads = query_BHTD.shape[1], key_BKTD.shape[1]
         if heads not in self._sets:
@@ -97,7 +97,7 @@ def is_short(layout: PackedLayout) -> bool:
 
 
 class ShortAttention(torch.autograd.Function):
-    """(query [T * H, D], key and value [T * K, D], group sets, scale) -> [T * H, D]."""
+    """A function (query [T * H, D], key and value [T * K, D], group sets, scale) -> [T * H, D]."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
@@ -151,7 +151,7 @@ class ShortAttention(torch.autograd.Function):
 
 
 def scores(query_XD: torch.Tensor, keys: Keys, key: torch.Tensor) -> torch.Tensor:
-    """[X, S], minus infinity where hidden."""
+    """Return the scores [X, S], minus infinity where hidden."""
     found = keys.per_product(query_XD) @ keys.take(key).mT
     if keys.is_hidden is not None:
         found.masked_fill_(keys.is_hidden, float("-inf"))
@@ -159,7 +159,7 @@ def scores(query_XD: torch.Tensor, keys: Keys, key: torch.Tensor) -> torch.Tenso
 
 
 def score_gradients(grad_XD: torch.Tensor, weights: torch.Tensor, rows: Rows, value: torch.Tensor) -> torch.Tensor:
-    """Softmax backwards: p (dp - sum of p dp), [X, all keys] in the value's dtype."""
+    """Backpropagate through the softmax: p (dp - sum of p dp), [X, all keys] in the value's dtype."""
     grad_XD, weights = grad_XD.to(value.dtype), weights.to(value.dtype)
     products = [(keys.per_product(grad_XD) @ keys.take(value).mT).flatten(0, 1) for keys in rows.key_sets]
     grad_weights = torch.cat(products, dim=1)
@@ -167,12 +167,12 @@ def score_gradients(grad_XD: torch.Tensor, weights: torch.Tensor, rows: Rows, va
 
 
 def by_key(factors: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The prompt's keys are seen by prompt rows and then by response rows, which have own keys besides."""
+    """Sum products by key: prompt rows and response rows see the prompt's keys; response rows also have their own."""
     return torch.cat([sum_of_products(factors[:2]), *(sum_of_products([pair]) for pair in factors[2:])])
 
 
 def sum_of_products(factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """[X, D] from pairs of [B, X / B, S] and [B, S, D]; later products are added before they are rounded."""
+    """Sum products of [B, X / B, S] and [B, S, D] to [X, D]; later products are added before they are rounded."""
     (left, right), *others = factors
     total = (left @ right).flatten(0, 1)
     for left, right in others:
@@ -180,11 +180,11 @@ def sum_of_products(factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tor
     return total
 
 
-# ---- which row lies where --------------------------------------------------------------------------------------------
+# ---- indices of rows -------------------------------------------------------------------------------------------------
 
 
 def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
-    """All groups in order, those next to each other together where padding costs little. The prefix is by itself."""
+    """Batch neighbouring groups, in order, where padding costs little. The prefix stays by itself."""
     sets: list[list[GroupSpan]] = []
     for group in layout.spans:
         together = [*sets[-1], group] if sets else [group]
@@ -198,7 +198,7 @@ def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
 
 
 def num_rows(groups: list[GroupSpan]) -> int:
-    """Of each head, with padding."""
+    """Count the rows of each head, with padding."""
     num_responses = max(len(group.response_lengths) for group in groups)
     longest = max(length for group in groups for length in group.response_lengths)
     return len(groups) * (max(group.prompt_length for group in groups) + num_responses * longest)
@@ -241,9 +241,9 @@ def plan_groups(groups: list[GroupSpan], layout: PackedLayout, num_heads: int, n
 
 
 def padded_places(groups: list[GroupSpan]) -> tuple[torch.Tensor, ...]:
-    """Places of the prompts [N, P] and which of these are padding, places of the responses [N, G, R] and which are.
+    """Return places of the prompts [N, P] and which of them are padding, and the same for responses [N, G, R].
 
-    Padding is some place of the groups.
+    Padding holds some place of the groups.
     """
     num_responses = max(len(group.response_lengths) for group in groups)
     starts, lengths = (
@@ -260,12 +260,12 @@ def padded_places(groups: list[GroupSpan]) -> tuple[torch.Tensor, ...]:
 
 
 def causal(length: int, shared: int, before: int = 0) -> torch.Tensor:
-    """[Q * length, before + length]: true where a later key is hidden, for each of the heads that share the keys."""
+    """Return [Q * length, before + length], true where a later key is hidden, for each head that shares the keys."""
     return torch.ones(length, before + length, dtype=torch.bool).triu(1 + before).repeat(shared, 1)
 
 
 def inverse(index: torch.Tensor, is_elsewhere: torch.Tensor, places: slice) -> torch.Tensor:
-    """For each of the places the row that has it as its index; not one that is padded or lies in another group."""
+    """Return for each place the row that has it as its index, except rows of padding or of other groups."""
     rows = torch.empty(places.stop - places.start, dtype=torch.int64)
     rows[index[~is_elsewhere] - places.start] = (~is_elsewhere).nonzero()[:, 0]
     return rows

@@ -1,5 +1,5 @@
-"""Curves of a job where people look at them: TensorBoard files always, W&B, MLflow and Trackio when the job asks.
+"""Experiment trackers for a job's curves: TensorBoard files always; W&B, MLflow and Trackio when the job asks for them.
 
-The ledger holds all numbers; a tracker is a reader of it that keeps up (`follow`). The training loop knows nothing of
-trackers and never waits for one.
+The ledger holds all numbers; a tracker is a reader that keeps up with it (`follow`). The training loop does not depend
+on trackers and never waits for one.
 """

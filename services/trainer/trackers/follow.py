@@ -2,9 +2,9 @@
 
     ledger --read_points--> Follower (cursor) --log--> tracker
                                |
-                               +-- jobs/JOB/trackers/NAME.json: the cursor, so that nobody logs a point twice
+                               +-- jobs/JOB/trackers/NAME.json: the cursor, so that no point is logged twice
 
-There is no queue that could fill up: what a slow or unreachable tracker has not taken yet stays in the ledger.
+There is no queue that could fill up: points that a slow or unreachable tracker has not taken yet stay in the ledger.
 """
 
 import json
@@ -34,7 +34,7 @@ CLOSE_S = 10.0  # all trackers together, at the end of the job
 
 
 class Tracker(Protocol):
-    """Any method may raise anything, or take long: libraries of others are behind it."""
+    """A third-party library: any method may raise anything, or take long."""
 
     def log(self, point: Point) -> None: ...
     def flush(self) -> None: ...
@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
 
 class Job(Protocol):
-    """What a follower needs of its job."""
+    """The part of a job that a follower needs."""
 
     def read(self, cursor: Cursor) -> list[Point]: ...
     def warn(self, message: str) -> None: ...
@@ -53,7 +53,7 @@ class LinkedJob:
         self._link = link
 
     def read(self, cursor: Cursor) -> list[Point]:
-        """Empty while Redis is away: the training decides how long that may last."""
+        """Return new points; none while Redis is away (the training decides how long that may last)."""
         try:
             return self._link.ask(lambda ledger: read_points(ledger, self._link.job_id, cursor))
         except (RedisError, TimeoutError, OnbeatError) as error:
@@ -69,7 +69,7 @@ class LinkedJob:
 
 
 class Follower:
-    """Opens its tracker, gives it what is new, and opens it again after an error. `path`: of the cursor, if kept."""
+    """A thread that opens a tracker, logs new points, and reopens it after an error. `path`: the cursor's, if kept."""
 
     def __init__(
         self, name: str, open_tracker: Callable[[], Tracker], job: Job, path: Path | None, look_s: float, retry_s: float
@@ -85,12 +85,12 @@ class Follower:
         self._thread.start()
 
     def close(self, has_succeeded: bool) -> None:
-        """No more points come: ask it to finish."""
+        """Ask the tracker to finish: no more points come."""
         self._has_succeeded = has_succeeded
         self._stop.set()
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """False: it is stuck, and left behind. It logs nothing more, even when it wakes up."""
+        """Wait for the thread. False: it is stuck and abandoned; it logs nothing more, even if it continues."""
         self._thread.join(max(0.0, timeout_s))
         self._is_abandoned.set()
         return not self._thread.is_alive()
@@ -98,7 +98,7 @@ class Follower:
     def _run(self) -> None:
         is_last = False
         while not is_last and not self._is_abandoned.is_set():
-            is_last = self._stop.is_set()  # read before the look: what is in the ledger by then is found
+            is_last = self._stop.is_set()  # read first: the last look finds all that is in the ledger by then
             try:
                 self._keep_up()
                 if is_last and self._tracker is not None and not self._is_abandoned.is_set():
@@ -107,7 +107,7 @@ class Follower:
             except ImportError as error:
                 self._warn(f"{error}; install it where the trainer runs; the job goes on without this tracker")
                 return
-            except Exception as error:  # a library of others: whatever it raises, the training goes on
+            except Exception as error:  # a third-party library: whatever it raises, the training continues
                 logger.info("tracker %s", self.name, exc_info=True)
                 self._warn(f"{first_line(error)}; tried again every {self._retry_s:.0f} s")
                 self._tracker = None
@@ -127,7 +127,7 @@ class Follower:
                         self._tracker.log(point)
                     self._cursor = self._cursor.after(point)
                 self._tracker.flush()
-            finally:  # the points before one that failed are not to be logged again
+            finally:  # points before one that failed must not be logged again
                 self._save_cursor()
 
     def _load_cursor(self) -> Cursor:
@@ -136,7 +136,7 @@ class Follower:
         return Cursor(**json.loads(self._path.read_text()))
 
     def _save_cursor(self) -> None:
-        """Not once it is left behind: another trainer may keep its own cursor there by now."""
+        """Save the cursor, unless the thread is abandoned: another trainer may keep its own cursor there by now."""
         if self._path is None or self._is_abandoned.is_set():
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,14 +145,14 @@ class Follower:
         os.replace(new, self._path)
 
     def _warn(self, message: str) -> None:
-        """Once for a job."""
+        """Warn once per job."""
         if not self._has_warned:
             self._job.warn(f"tracker {self.name}: {message}")
         self._has_warned = True
 
 
 def first_line(error: Exception) -> str:
-    """Of what may be a page of advice."""
+    """Return the error's type and the first line of its message, which may be a page of advice."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:MAX_MESSAGE_CHARS]}"
 
@@ -161,7 +161,7 @@ class Tracking:
     """All trackers of a job, from here to the end of the `with` block."""
 
     def __init__(self, job: Job, job_id: str, config: JobConfig, folder: Path, look_s: float = LOOK_S) -> None:
-        """`folder`: the job's own."""
+        """Start the trackers. `folder`: the job's own."""
         self._job = job
         self._followers = [
             Follower("tensorboard", lambda: open_tensorboard(folder / "tensorboard"), job, None, look_s, RETRY_S)
@@ -194,7 +194,7 @@ def open_tensorboard(folder: Path) -> Tracker:
 
 
 def opener(tracker: TrackerConfig, config: JobConfig, job_id: str) -> Callable[[], Tracker]:
-    """Imports the tracker's library when it is called, and raises ImportError then."""
+    """Return a function that opens the tracker; it imports the tracker's library and may raise ImportError."""
 
     def open_tracker() -> Tracker:
         match tracker.type:

@@ -9,7 +9,7 @@ from onbeat.config import JobConfig, MlflowTracker
 from services.trainer.trackers.points import Point
 
 JOB_TAG = "onbeat.job_id"
-MAX_PARAMS = 100  # of one request
+MAX_PARAMS = 100  # per request
 MAX_PARAM_CHARS = 500
 
 
@@ -35,14 +35,15 @@ class Mlflow:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def flush(self) -> None:
-        """Each request is answered when it is stored."""
+        """Do nothing: each request is answered when it is stored."""
 
     def finish(self, has_succeeded: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if has_succeeded else "FAILED")
 
 
 def flatten(section: dict[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """
+    """Yield the values of nested sections, with dotted names.
+
     >>> list(flatten({"schedule": {"mode": "sync"}, "seed": 0}))
     [('schedule.mode', 'sync'), ('seed', '0')]
     """

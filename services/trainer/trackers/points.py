@@ -1,4 +1,4 @@
-"""From the ledger to points of curves. Names are those of `GET /v1/jobs/JOB/metrics`."""
+"""The points of a job's curves, read from the ledger. Names are those of `GET /v1/jobs/JOB/metrics`."""
 
 from dataclasses import asdict, dataclass
 
@@ -6,7 +6,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metrics_point, read_evaluations, read_iterations
 from onbeat.types import EvaluationRecord, IterationRecord, IterationState
 
-MAX_ITERATIONS = 200  # of one look; the next one goes on there
+MAX_ITERATIONS = 200  # per read; the next read continues from there
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Cursor:
-    """What a tracker has already: everything up to these numbers."""
+    """The position of a tracker: it has everything up to these numbers."""
 
     iteration: int = -1
     evaluation: int = -1
@@ -31,7 +31,7 @@ class Cursor:
 
 
 async def read_points(ledger: Ledger, job_id: str, cursor: Cursor) -> list[Point]:
-    """What is new, each curve in order. Empty: nothing is. Raises JobNotFound, RedisError."""
+    """Return the points after the cursor, each curve in order. Raises JobNotFound, RedisError."""
     iterations = await read_iterations(ledger, job_id, cursor.iteration, MAX_ITERATIONS)
     points = [iteration_point(record) for record in iterations if record.state is IterationState.COMMITTED]
     for record in await read_evaluations(ledger, job_id, cursor.evaluation):
@@ -50,7 +50,7 @@ def iteration_point(record: IterationRecord) -> Point:
 
 
 def evaluation_point(record: EvaluationRecord) -> Point:
-    """Without values if it failed."""
+    """Return an evaluation's point; it has no values if the evaluation failed."""
     assert record.ended_at is not None, "an evaluation that is over has its time"
     values = {name: series[0][1] for name, series in evaluation_series([record]).items()}
     return Point(record.evaluation, record.ended_at, values, is_evaluation=True)

@@ -13,11 +13,11 @@ from services.trainer.trackers.points import Point
 
 
 class TensorBoard:
-    """One file with all points since iteration 0: a trainer that goes on with a job writes them again, from the ledger.
+    """A file with all points since iteration 0: a trainer that resumes a job writes them again, from the ledger.
 
-    So a resumed job has no point twice and none is missing, wherever the trainer before died. The file starts with the
-    marker that TensorBoard calls `purge_step`: readers forget the points of older files. The newest of those
-    stays, as a TensorBoard that is just reading it would not find the next one; the others go.
+    So a resumed job has no point twice and none is missing, wherever the previous trainer died. The file starts with
+    the marker that TensorBoard calls `purge_step`: readers forget the points of older files. The newest older file
+    stays, because a TensorBoard that is reading it would not find the next one otherwise; the others are deleted.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ class Trackio:
         self._run.log(point.values, step=point.step)
 
     def flush(self) -> None:
-        """Trackio sends in a thread of its own."""
+        """Do nothing: Trackio sends in its own thread."""
 
     def finish(self, has_succeeded: bool) -> None:
         self._run.finish()

@@ -9,8 +9,8 @@ INIT_TIMEOUT_S = 30.0
 
 
 class Wandb:
-    """W&B takes steps in ascending order only. An evaluation ends while later iterations are committed, so it goes with
-    the newest step and has an axis of its own."""
+    """A W&B run. It takes steps in ascending order only; an evaluation ends while later iterations are committed, so it
+    goes with the newest step and has its own axis."""
 
     def __init__(self, tracker: WandbTracker, config: JobConfig, job_id: str) -> None:
         quiet = {"console": "off", "disable_git": True, "disable_code": True, "silent": True}
@@ -27,7 +27,7 @@ class Wandb:
         )
         self._run.define_metric("eval/after_iterations", hidden=True)
         self._run.define_metric("eval/*", step_metric="eval/after_iterations")
-        self._newest = self._run.step  # 0, or where a resumed run goes on
+        self._newest = self._run.step  # 0, or where a resumed run continues
 
     def log(self, point: Point) -> None:
         if point.is_evaluation:
@@ -37,7 +37,7 @@ class Wandb:
             self._run.log(point.values, step=point.step)
 
     def flush(self) -> None:
-        """W&B sends in a process of its own."""
+        """Do nothing: W&B sends in its own process."""
 
     def finish(self, has_succeeded: bool) -> None:
         self._run.finish(exit_code=0 if has_succeeded else 1)
