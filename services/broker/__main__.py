@@ -1,4 +1,4 @@
-"""`python -m services.broker`: exits 0 when asked to stop, 1 when it cannot go on."""
+"""The broker process (`python -m services.broker`): it exits 0 when asked to stop, 1 when it cannot continue."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from services.broker.settings import Settings
 
 logger = logging.getLogger("services.broker")
 
-TLS_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all good, and nothing older is spoken
+TLS_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all of TLS 1.3 are good, and older versions are refused
 DRAIN_S = 5  # for requests in flight after SIGTERM
 
 
@@ -60,7 +60,7 @@ async def serve(settings: Settings) -> int:
 
 
 async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
-    """Bounded by redis_retry_s; says what it waits for."""
+    """Wait for Redis for up to redis_retry_s, and log it. Returns whether Redis answers."""
     started = time.monotonic()
     probe = settings.connect_redis(retry_s=1)
     try:
@@ -84,7 +84,7 @@ async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to us: asked to stop, we drain and exit 0 instead of dying of the signal afterwards."""
+    """A server that leaves signals to us: asked to stop, we drain and exit 0; uvicorn would die of the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

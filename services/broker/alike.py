@@ -1,8 +1,7 @@
-"""Which groups of a job have the same prompt: an index of its rollouts stream, by a digest of the text.
+"""The groups of a job that have the same prompt: an index of its rollouts stream by a digest of the text.
 
-Accepted groups never change, so each is read once; a question reads what has come since the last one. It is read in
-slices, between which it is the turn of others, and by one reader of each job at a time. A broker that starts again
-reads anew.
+Accepted groups never change, so each is read once; a query reads the entries since the last one. It reads in slices, so
+that other tasks have their turn, and with one reader per job at a time. A broker that restarts reads everything again.
 """
 
 import asyncio
@@ -22,17 +21,17 @@ from onbeat.types import GroupSummary
 from services.broker.records import group_order
 from services.broker.timeline import before, order
 
-MAX_JOBS = 4  # those that were asked about last
-MAX_GROUPS = 20_000  # of a job: the newest
-MAX_ALIKE = 1000  # of one answer: the newest
+MAX_JOBS = 4  # the jobs queried last
+MAX_GROUPS = 20_000  # per job: the newest
+MAX_ALIKE = 1000  # per answer: the newest
 SLICE = 16  # groups
-READ_S = 10.0  # for one question; what was read by then stays read
+READ_S = 10.0  # per query; groups read by then stay in the index
 
 Fields = dict[str, str]
 
 
 class StillReading(Exception):
-    """The job has more groups than can be read for one question."""
+    """The job has more groups than can be read in one query."""
 
     def __init__(self, job_id: str) -> None:
         super().__init__(f"the groups of job {job_id} are still being read; ask again")
@@ -48,7 +47,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Prompts:
-    """Of one job, as far as its stream has been read."""
+    """The index of one job, as far as its stream has been read."""
 
     cursor: str | None = None  # the last entry that was read; None: not begun
     places: deque[Place] = field(default_factory=deque)  # in the order of the stream
@@ -62,7 +61,7 @@ class Prompts:
             self._drop_oldest()
 
     def drop_before(self, iteration: int) -> None:
-        """Those at the front that are no longer kept."""
+        """Drop the groups at the front that are no longer kept."""
         while self.places and self.places[0].group.iteration < iteration:
             self._drop_oldest()
 
@@ -75,14 +74,14 @@ class Prompts:
 
 
 class Alike:
-    """Of all jobs of one broker."""
+    """The indices of all jobs of one broker."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._jobs: OrderedDict[str, Prompts] = OrderedDict()
 
     async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
-        """The kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
+        """Return the kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
         try:
             job = await self._ledger.job_fields(job_id)
         except JobNotFound:
@@ -101,7 +100,7 @@ class Alike:
         found = [place for place in alike if place.group.iteration >= first_kept][-MAX_ALIKE:]
         names = [(place.group.iteration, place.group.group_id) for place in found]
         accepted = await accepted_entries(self._ledger, job_id, names)
-        # What is in the stream without having been accepted, no trainer takes.
+        # Entries in the stream that were not accepted are left out: no trainer takes them.
         known = [place.group for place, entry in zip(found, accepted, strict=True) if place.entry == entry]
         return sorted(known, key=lambda group: group_order(group.group_id))
 
@@ -113,7 +112,7 @@ class Alike:
         return prompts
 
     async def _start(self, job_id: str, job: Fields) -> str:
-        """The entry before the oldest iteration that has room."""
+        """Return the entry before the oldest iteration that fits into the index."""
         num_prompts = int(json.loads(job["config"])["rollout"]["num_prompts_per_iteration"])
         first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
         if first <= int(job.get("num_trimmed", "0")):
@@ -124,13 +123,13 @@ class Alike:
         return before(oldest) if oldest else "-"
 
     async def _read_on(self, job_id: str, prompts: Prompts) -> None:
-        """To the end of the stream."""
+        """Read to the end of the stream."""
         assert prompts.cursor is not None, "it is not said where to begin"
         while entries := await self._ledger.rollouts(job_id, prompts.cursor, SLICE):
             for entry, payload in entries:
                 try:
                     prompts.add(place_of(entry, decode_group(payload)))
-                except ValueError:  # a stranger's
+                except ValueError:  # an entry of another program
                     continue
             prompts.cursor = entries[-1][0]
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Re-checks a job: its audit log by itself, then the ledger and the groups that are still kept against the log."""
+"""The audit of a job: it checks the audit log by itself, then the ledger and the groups still kept against the log."""
 
 from collections.abc import AsyncIterator
 
@@ -7,11 +7,11 @@ from onbeat.streams.codec import decode_group, payload_digest, span_versions
 from onbeat.streams.ledger import Ledger
 from onbeat.types import AuditReport, IterationState, JobState
 
-MAX_ROUNDS = 100  # a running job writes on while its log is read
+MAX_ROUNDS = 100  # a running job continues to write while its log is read
 
 
 async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditReport:
-    """Raises JobNotFound. A violation is in the report: the first one. `kept_head`: the head of an earlier report."""
+    """Audit a job and report the first violation. `kept_head`: the head of an earlier report. Raises JobNotFound."""
     max_staleness = int((await ledger.job_fields(job_id))["max_staleness"])
     audit, num_contents, violation = Audit(job_id, max_staleness, kept_head), 0, None
     try:
@@ -36,7 +36,7 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
 
 
 async def read_log(ledger: Ledger, audit: Audit) -> dict[str, str]:
-    """The job's fields in a moment in which the log was read to its end."""
+    """Read the log to its end. Returns the job's fields of the same moment."""
     last = "-"
     for _ in range(MAX_ROUNDS):
         while entries := await ledger.audit_entries(audit.job_id, last):
@@ -49,7 +49,7 @@ async def read_log(ledger: Ledger, audit: Audit) -> dict[str, str]:
 
 
 def check_job(audit: Audit, fields: dict[str, str]) -> None:
-    """The job's fields follow from its log."""
+    """Check that the job's fields follow from its log."""
     require(audit.num_entries > 0, "the job has no audit log; it is older than this release")
     config_digest = payload_digest(fields["config"].encode())
     require(audit.config_digest == config_digest, "the job's configuration is not the one that it was created with")
@@ -67,7 +67,7 @@ def check_job(audit: Audit, fields: dict[str, str]) -> None:
 
 
 async def check_iterations(ledger: Ledger, audit: Audit) -> None:
-    """The ledger of each committed iteration follows from the log."""
+    """Check that the ledger of each committed iteration follows from the log."""
     for number, logged in enumerate(audit.iterations[: audit.next_iteration]):
         fields, groups = await ledger.iteration_fields(audit.job_id, number), await ledger.groups(audit.job_id, number)
         for name, value in {
@@ -84,7 +84,7 @@ async def check_iterations(ledger: Ledger, audit: Audit) -> None:
 
 
 async def check_contents(ledger: Ledger, audit: Audit) -> int:
-    """Every kept group is the accepted one, and none is missing that was not trimmed. Returns how many there are."""
+    """Check that every kept group is the accepted one and that only trimmed ones are missing. Returns their number."""
     accepted = {
         entry: (group_id, logged.digests[group_id])
         for logged in audit.iterations
@@ -92,13 +92,13 @@ async def check_contents(ledger: Ledger, audit: Audit) -> int:
     }
     found = set()
     async for entry, payload in stored_groups(ledger, audit.job_id):
-        if entry in accepted:  # a foreign one: no trainer takes it
+        if entry in accepted:  # other entries are foreign: no trainer takes them
             group_id, digest = accepted[entry]
             is_same = payload_digest(payload) == digest
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             check_versions(audit, group_id, payload)
             found.add(group_id)
-    num_trimmed = int((await ledger.job_fields(audit.job_id)).get("num_trimmed", "0"))  # now: they may just have gone
+    num_trimmed = int((await ledger.job_fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
     lost = sorted(needed - found)
     require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
@@ -106,7 +106,7 @@ async def check_contents(ledger: Ledger, audit: Audit) -> int:
 
 
 def check_versions(audit: Audit, group_id: str, payload: bytes) -> None:
-    """By the tokens themselves, and not by what their rollout said of them."""
+    """Check policy versions by the tokens themselves, not by what their rollout reported."""
     try:
         group = decode_group(payload)
     except ValueError as error:

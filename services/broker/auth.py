@@ -1,4 +1,4 @@
-"""Who may call what, and how often: the roles that routes ask for, the keys in force, token buckets."""
+"""The access rules, which limit who may call what and how often: required roles, keys in force, token buckets."""
 
 import hmac
 import logging
@@ -13,8 +13,8 @@ from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they tell no more than whether the broker works
-DASHBOARD = re.compile(r"/|/assets/[^/]+")  # the same files for everybody; what they show they ask for with a key
+OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they reveal only whether the broker works
+DASHBOARD = re.compile(r"/|/assets/[^/]+")  # the same files for every caller; they request their data with a key
 READING = frozenset({"GET", "HEAD"})
 SUBMITTING = re.compile(r"/v1/(jobs(/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
 
@@ -25,7 +25,7 @@ NO_DIGEST = "0" * 64
 
 
 def required_role(method: str, path: str) -> Role | None:
-    """None: anybody. What is listed nowhere, a route of tomorrow included, is for admins."""
+    """Return the role that a call requires; None: no key is needed. Unlisted (and future) routes are for admins."""
     if method in READING:
         return None if path in OPEN_PATHS or DASHBOARD.fullmatch(path) else Role.READ
     if method == "POST" and SUBMITTING.fullmatch(path):
@@ -34,9 +34,9 @@ def required_role(method: str, path: str) -> Role | None:
 
 
 class KeyRing:
-    """The keys of a file, as it is now: looked at again at most once per second. Raises ValueError if broken at first.
+    """The current keys of a file, which is checked at most once per second. Raises ValueError if it is broken at first.
 
-    Later a broken or missing file is logged as an error, and the keys of before stay in force.
+    If the file is broken or missing later, an error is logged and the previous keys stay in force.
     """
 
     def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
@@ -46,7 +46,7 @@ class KeyRing:
         self._keys = {key.id: key for key in read_keys(path)}
 
     def find(self, sent: str) -> ApiKey | None:
-        """The entry of a key that is known, not revoked and not expired. Takes as long for any wrong key."""
+        """Return the entry of a key that is known, not revoked and not expired. Takes as long for any wrong key."""
         self._refresh()
         entry = self._keys.get(id_of(sent))
         is_right = hmac.compare_digest(digest_of(sent), entry.sha256 if entry else NO_DIGEST)
@@ -68,7 +68,7 @@ class KeyRing:
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Another one after every change, a swapped link included; None when there is no file."""
+    """Return a value that differs after every change, a swapped link included; None when there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -79,15 +79,15 @@ def identity_of(path: Path) -> tuple[int, int, int] | None:
 class RateLimit:
     """A token bucket for each name: `burst` calls at once, `rate_per_s` in the long run.
 
-    Remembers the MAX_BUCKETS names that called last; whoever is forgotten starts with a full bucket.
+    It remembers the MAX_BUCKETS names that called last; a forgotten name starts with a full bucket.
     """
 
     def __init__(self, rate_per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate_per_s, self._burst, self._clock = rate_per_s, float(burst), clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # tokens at a time; the last to call is the last in it
+        self._buckets: dict[str, tuple[float, float]] = {}  # tokens, and when; the last caller is last
 
     def wait_s(self, name: str) -> float:
-        """Take a token: 0 if there was one, else the seconds until there is."""
+        """Take a token. Returns 0 if there was one, else the seconds until there is."""
         now = self._clock()
         tokens, since = self._buckets.pop(name, (self._burst, now))
         tokens = min(self._burst, tokens + (now - since) * self._rate_per_s)

@@ -1,4 +1,4 @@
-"""Hands chats to the rollouts of a job and waits for what they answer; every wait has a deadline."""
+"""The chats of a broker: it hands them to rollouts of the job and waits for the answers; every wait has a deadline."""
 
 import contextlib
 import time
@@ -13,13 +13,13 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, JobState
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)  # a rollout stays with a paused job
-READ_S = 1.0  # a broker that stops is noticed this late
-ROLLOUT_SILENT_S = 15.0  # a rollout that has taken a chat says so every second
+READ_S = 1.0  # the longest delay until a stopping broker ends a chat
+ROLLOUT_SILENT_S = 15.0  # a rollout that has taken a chat reports it every second
 RETRY_AFTER_S = 5
 
 
 class ChatFailed(Exception):
-    """The answer is an error: its status of HTTP, a code for programs and what to do."""
+    """An error as the answer: its HTTP status, a code for programs and a message that says what to do."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,9 +29,9 @@ class ChatFailed(Exception):
 @dataclass(frozen=True)
 class ChatLimits:
     max_waiting: int  # requests of a job that no rollout has taken
-    take_s: float  # for a rollout to take one
-    answer_s: float  # for the whole answer
-    max_tokens: int  # that may be asked for
+    take_s: float  # time for a rollout to take one
+    answer_s: float  # time for the whole answer
+    max_tokens: int  # the most that a request may ask for
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TrainedModel:
 
 
 class Conversation:
-    """One request that a rollout is asked to answer. To be closed, whatever happens."""
+    """A request that a rollout is asked to answer. It must be closed, whatever happens."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Conversation:
         self._replies: deque[Reply] = deque()
 
     async def next(self) -> Piece | Done:
-        """What comes next; Done is the last. Raises ChatFailed."""
+        """Return the next piece of the answer; Done is the last. Raises ChatFailed."""
         while True:
             while self._replies:
                 reply = self._replies.popleft()
@@ -79,7 +79,7 @@ class Conversation:
                 self._replies.append(reply)
 
     async def close(self) -> None:
-        """The rollout stops, if it has not finished."""
+        """Withdraw the request; the rollout stops if it has not finished."""
         await self._chats.withdraw(self._model.job_id, self._entry)
         await self._chats.close(self._model.job_id, self._request.id)
 
@@ -124,16 +124,16 @@ class ChatDesk:
         self._chats = Chats(ledger.redis)
 
     async def models(self) -> list[TrainedModel]:
-        """Of jobs that rollouts serve, the oldest first."""
+        """Return the models of jobs that rollouts serve, the oldest first."""
         started = await existing_jobs(self._ledger, await self._ledger.lists.started())
         models = []
         for job_id, fields in started.items():
-            with contextlib.suppress(ValueError, LookupError):  # a record that cannot be read is no model
+            with contextlib.suppress(ValueError, LookupError):  # an unreadable record is not a model
                 models.append(model_of(job_id, fields))
         return [model for model in models if model.state in SERVED_STATES]
 
     async def find(self, name: str) -> TrainedModel:
-        """By the job's id, or by its name if no other job has it. Raises ChatFailed."""
+        """Find a model by its job's id, or by the job's name if no other job has it. Raises ChatFailed."""
         model = await self._read(name)
         if model is None:
             named = [model for model in await self.models() if model.name == name]
@@ -155,7 +155,7 @@ class ChatDesk:
         return model
 
     async def open(self, model: TrainedModel, request: ChatRequest) -> Conversation:
-        """Raises ChatFailed when there is no room for it."""
+        """Submit a request. Raises ChatFailed when it asks for too many tokens or the queue is full."""
         if request.max_tokens is not None and request.max_tokens > self._limits.max_tokens:
             message = f"max_tokens is {request.max_tokens}; at most {self._limits.max_tokens} (ONBEAT_CHAT_MAX_TOKENS)"
             raise ChatFailed(400, "invalid_value", message, "max_tokens")
@@ -175,6 +175,6 @@ class ChatDesk:
 
 
 def model_of(job_id: str, fields: dict[str, str]) -> TrainedModel:
-    """Raises ValueError or LookupError for a record that cannot be read."""
+    """Return the model of a job. Raises ValueError or LookupError for a record that cannot be read."""
     created_at, state = float(fields["created_at"]), JobState(fields["state"])
     return TrainedModel(job_id, fields["name"], fields["pool"], state, created_at)

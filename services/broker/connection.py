@@ -1,4 +1,4 @@
-"""One connection of a client, with an end to its silence: uvicorn itself waits for a request's headers for ever."""
+"""A client's connection with timeouts: uvicorn itself waits for a request's headers for ever."""
 
 import asyncio
 from typing import Any
@@ -7,11 +7,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def connection_class(timeout_s: float) -> type[asyncio.Protocol]:
-    """For uvicorn's `http`. h11 holds little of a request's headers before it asks us; httptools would take any size.
+    """Return a class for uvicorn's `http`. h11 limits a request's headers before it asks us; httptools does not.
 
-    A connection ends when the headers of its next request, or the rest of a body that nobody wanted, are not here
-    `timeout_s` after the one before. While a request is being answered its body has a deadline of its own: `BodyLimit`.
-    Nor does it stay when the client takes nothing of a full buffer of answers for so long.
+    A connection ends when the headers of its next request, or the rest of a body that was not read, have not arrived
+    `timeout_s` after the previous response. While a request is being answered, its body has its own deadline:
+    `BodyLimit`. A connection also ends when the client takes nothing from a full buffer of responses for `timeout_s`.
     """
 
     class Connection(H11Protocol):

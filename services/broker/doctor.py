@@ -1,4 +1,4 @@
-"""The whole installation at a glance: Redis, clocks, trainers, rollouts, streams, and every active job explained."""
+"""The diagnosis of an installation: Redis, clocks, trainers, rollouts, streams, and every active job explained."""
 
 import asyncio
 import time
@@ -15,17 +15,17 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.explain import RECENT_S, count, explain_job
 
-DEADLINE_S = 10.0  # for everything
-REFUSAL_S = 2.0  # and then for learning whether it is the password
+DEADLINE_S = 10.0  # for the whole diagnosis
+REFUSAL_S = 2.0  # in addition, to find out whether the password is wrong
 LEAVING_S = 120.0  # a trainer or rollout has this long to notice that its job is over
 MAX_SKEW_S = 2.0  # heartbeats and deadlines are compared across machines
-MAX_JOBS = 50  # started ones that are explained, the oldest first
-MAX_PENDING = 5  # and pending ones: what the first ones wait for, the others wait for as well
+MAX_JOBS = 50  # started jobs that are explained, the oldest first
+MAX_PENDING = 5  # pending jobs that are explained; the others wait for the same
 FULL = 0.9  # share of maxmemory
 
 
 async def diagnose(ledger: Ledger, *, is_conducting: bool) -> Diagnosis:
-    """Never raises because something is ill; ends within DEADLINE_S and REFUSAL_S."""
+    """Examine everything; faults become findings, not exceptions. It ends within DEADLINE_S + REFUSAL_S."""
     findings = [explain_broker(is_conducting=is_conducting)]
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -55,7 +55,7 @@ async def find_refusal(ledger: Ledger) -> str:
 
 
 def diagnosis(findings: list[Finding]) -> Diagnosis:
-    """Problems first."""
+    """Return the findings as a diagnosis, problems first."""
     ordered = sorted(findings, key=lambda finding: not finding.is_problem)
     return Diagnosis(is_healthy=not any(finding.is_problem for finding in ordered), findings=ordered)
 
@@ -88,7 +88,7 @@ def explain_skew(skew_s: float) -> Finding:
 
 
 async def examine_storage(ledger: Ledger) -> list[Finding]:
-    """Does Redis keep what it is given? It may refuse to tell."""
+    """Examine whether Redis persists its data. This user may not be allowed to ask."""
     try:
         info = await ledger.redis.info("persistence") | await ledger.redis.info("memory")
     except ResponseError as error:
@@ -124,7 +124,7 @@ async def explain_persistence(ledger: Ledger, info: dict[str, Any]) -> Finding:
 
 
 async def examine_pools(ledger: Ledger) -> list[Finding]:
-    """The default pool, and those of the jobs that are explained."""
+    """Examine the default pool and those of the jobs that are explained."""
     unfinished = await ledger.lists.started_and_next(MAX_PENDING)
     pools = {
         "default",
@@ -144,7 +144,7 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
 
 
 def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerRecord], now: float) -> Finding:
-    """`pool default: 1 trainer alive (trainer-a is training job-1), 2 rollouts alive (...)`"""
+    """Describe a pool: `pool default: 1 trainer alive (trainer-a is training job-1), 2 rollouts alive (...)`."""
     told = []
     kinds: dict[str, Sequence[TrainerRecord | WorkerRecord]] = {"trainer": trainers, "rollout": workers}
     for kind, processes in kinds.items():
@@ -168,7 +168,7 @@ def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:
 
 
 def explain_silence(process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
-    """None when it is alive, has said farewell, or is long gone."""
+    """Report a process that is silent or has a wrong clock; None if it is alive, has stopped, or is long gone."""
     silent_s = now - process.last_seen_at
     if silent_s < -MAX_SKEW_S:
         sentence = f"the clock of {process.id} is {-silent_s:.1f} s ahead of that of Redis; synchronise them (NTP)"
@@ -181,7 +181,8 @@ def explain_silence(process: TrainerRecord | WorkerRecord, now: float) -> Findin
 
 
 async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, now: float) -> Finding | None:
-    """A heartbeat has a thread of its own, and goes on when the work itself is stuck in the device or in a library."""
+    """Report a process that still works on an ended job; None if it does not. Heartbeats have their own thread and
+    continue when the work itself is stuck in the device or in a library."""
     if process.job_id is None or now - process.last_seen_at > SILENT_S:
         return None
     try:

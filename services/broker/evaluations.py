@@ -1,7 +1,7 @@
-"""Evaluations of one job: opens those that are due, scores those that are drained, gives up those that are stuck.
+"""The evaluations of one job: due ones are opened, drained ones are scored, and stuck ones are given up.
 
-Evaluation e is due when version e is published and iteration e is open: training's prompts go first. e is 0, every
-`every_iterations`, and the number of iterations: the end.
+Evaluation e is due when version e is published and iteration e is open: training's prompts go first. e is 0, each
+multiple of `every_iterations`, and the number of iterations: the end.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from services.broker.tasks import build_evaluation_tasks, read_held_out
 
 logger = logging.getLogger(__name__)
 
-NUM_SAMPLES = 16  # responses of an evaluation that are kept for people
+NUM_SAMPLES = 16  # responses of an evaluation that are kept for people to read
 
 Fields = dict[str, str]
 
 
 def due_evaluation(fields: Fields, num_iterations: int) -> int | None:
-    """By the fields of the job; None when nothing is due yet."""
+    """Return the number of the evaluation that is due by the job's fields; None when none is due yet."""
     evaluation = int(fields.get("next_evaluation", "0"))
     has_opened = int(fields["num_opened"]) > evaluation or evaluation == num_iterations
     has_version = int(fields["next_iteration"]) >= evaluation
@@ -35,7 +35,7 @@ def due_evaluation(fields: Fields, num_iterations: int) -> int | None:
 
 
 class Evaluator:
-    """Holds nothing that must survive: the prompts are read again by whoever needs them."""
+    """A job's evaluator. It holds nothing that must survive: another broker reads the prompts again."""
 
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
         self._ledger, self._process, self._job_id = ledger, process, job_id
@@ -86,7 +86,7 @@ class Evaluator:
             logger.info("job %s: evaluation %d: %s", self._job_id, evaluation, reward)
 
     async def give_up(self, silent_s: float) -> bool:
-        """End what is open, so that training need not wait for it. False when nothing is."""
+        """End open evaluations, so that training need not wait for them. Returns False when none is open."""
         open_ones = await self._ledger.evaluations.open_ones(self._job_id)
         for evaluation in open_ones:
             fields = await self._ledger.evaluations.fields(self._job_id, evaluation)
@@ -97,7 +97,7 @@ class Evaluator:
 
 
 def score(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Means over all responses; `pass_at_k` over prompts with several. Empty when every group failed."""
+    """Return means over all responses; `pass_at_k` over prompts with several. Empty when every group failed."""
     scored = [group.responses for group in groups if group.responses]
     responses = [response for of_group in scored for response in of_group]
     if not responses:

@@ -1,4 +1,4 @@
-"""Why a job is where it is: who waits for whom, since when, and what happens next. Reads only, decides nothing."""
+"""The explanation of a job's situation: what waits for what, since when, and what happens next. It only reads."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
 from services.broker.situation import Fields, Situation, Unit, read_situation
 
-RECENT_S = 600.0  # a dead rollout that holds nothing is worth a word for so long
+RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
 CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
 SLOW_OPENING_S = 60.0  # for preparing prompts
 JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job
@@ -27,12 +27,12 @@ START_ROLLOUT = "`onbeat up`, or `python -m services.rollout` with ONBEAT_POOL="
 
 
 def count(number: int, noun: str) -> str:
-    """`1 prompt`, `2 prompts`"""
+    """Return a number with its noun: `1 prompt`, `2 prompts`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
-    """Problems first. Raises JobNotFound."""
+    """Explain a job, problems first. Raises JobNotFound."""
     fields = await ledger.job_fields(job_id)
     state = JobState(fields["state"])
     if state.is_final:
@@ -123,12 +123,13 @@ EXPLANATIONS: dict[JobState, Callable[[Situation], list[Finding]]] = {
 
 
 def trainers_away_s(fields: Fields, trainers: Iterable[TrainerRecord], now: float) -> float:
-    """Since a pending job could last have been taken: while trainers of its pool live, it rightly waits its turn."""
+    """Return the seconds since a pending job could last have been taken: while trainers of its pool are alive, it
+    rightly waits its turn."""
     return now - max([float(fields["created_at"]), *(trainer.last_seen_at for trainer in trainers)])
 
 
 def num_lost_trainers(newest_first: Iterable[Event]) -> int:
-    """Takeovers since the last commit, as far back as events are kept."""
+    """Count takeovers since the last commit, as far back as events are kept."""
     since_commit = takewhile(lambda event: event.kind != "iteration.committed", newest_first)
     return sum(event.kind == "job.taken_over" for event in since_commit)
 
@@ -165,7 +166,7 @@ def explain_trainer(s: Situation) -> Finding:
 
 
 def last_seen(s: Situation) -> str:
-    """`; the last one, trainer-a, stopped 40 s ago`"""
+    """Return ` (the last one, trainer-a, stopped 40 s ago)`; '' if no trainer is known."""
     if not s.trainers:
         return ""
     last = max(s.trainers.values(), key=lambda trainer: trainer.last_seen_at)
@@ -177,7 +178,7 @@ def last_seen(s: Situation) -> str:
 
 
 def explain_opening(s: Situation) -> Finding | None:
-    """None while an iteration is open."""
+    """Explain why no iteration is open; None while one is open."""
     iteration, published = int(s.fields["next_iteration"]), s.fields.get("policy_version", "none")
     about: dict[str, Any] = {"who": s.job_id, "since_s": s.silent_s}
     if iteration >= s.config.schedule.num_iterations:
@@ -196,7 +197,11 @@ def explain_opening(s: Situation) -> Finding | None:
 
 
 def explain_unit(s: Situation, unit: Unit) -> Finding:
-    """`iteration 3 (policy version 3): 5 of 8 groups accepted; 2 are with rollout-a (renewed 1 s ago, attempt 1)`"""
+    """Describe an open iteration or evaluation.
+
+    `iteration 3 (policy version 3): 5 of 8 groups accepted; 2 with rollout-a (claimed or renewed 1 s ago, attempt 1 at
+    most)`
+    """
     fields = unit.fields
     start = f"{unit.name} (policy version {fields['policy_version']}): "
     start += f"{fields['num_accepted']} of {fields['num_groups']} groups accepted"
@@ -214,7 +219,7 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
 
 
 def describe_leases(s: Situation, unit: Unit) -> list[str]:
-    """Where the groups are that have not been accepted."""
+    """Describe where the groups are that have not been accepted."""
     held: dict[str, list[Lease]] = {}
     for entry in unit.waiting.values():
         if (lease := s.leases.get(entry)) and not lease.is_handed_back:
@@ -270,7 +275,7 @@ def missing_rollouts(s: Situation) -> list[Finding]:
 
 
 def silent_rollouts(s: Situation) -> list[Finding]:
-    """Those that hold prompts of this job, or have served it a while ago."""
+    """Explain silent rollouts that hold prompts of this job or have served it recently."""
     held = s.held_by_worker()
     ours = [worker for worker in s.workers.values() if worker.job_id == s.job_id]
     served = {worker.id for worker in ours if s.silence_s(worker) < RECENT_S}

@@ -1,4 +1,4 @@
-"""One group as a page shows it: found by its id, with what the engine said of every token. Reads only."""
+"""The group that a page shows: found by its id, with the engine's data for every token. Nothing is written here."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from onbeat.types import EvaluationState, GroupDetail, GroupSummary, Sample, Tok
 from services.broker.alike import Alike, summary_of
 from services.broker.records import group_samples, read_evaluation_samples
 
-MAX_TOKENS = 100_000  # of one answer
-LEAST_LOGPROB = -1e6  # for one that is not finite, which JSON has not: its job fails for it
+MAX_TOKENS = 100_000  # per answer
+LEAST_LOGPROB = -1e6  # replaces one that is not finite, which JSON cannot express; its job fails for it
 
-EVALUATION = "eval-"  # what ids of its groups begin with
+EVALUATION = "eval-"  # prefix of its groups' ids
 
 
 class GroupNotFound(Exception):
@@ -24,7 +24,7 @@ class GroupNotFound(Exception):
 
 
 async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
-    """The stored RolloutGroup. Raises JobNotFound, GroupNotFound, GroupsTrimmed."""
+    """Return the stored RolloutGroup. Raises JobNotFound, GroupNotFound, GroupsTrimmed."""
     job = await ledger.job_fields(job_id)
     if group_id.startswith(EVALUATION):
         number = group_id.split("-")[1]
@@ -44,12 +44,12 @@ async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:
 
 
 def detail_json(payload: bytes, advantages: Sequence[float | None]) -> str:
-    """A GroupDetail. Takes its time for many tokens."""
+    """Return a GroupDetail as JSON. This is slow for many tokens."""
     return group_detail(decode_group(payload), advantages).model_dump_json()
 
 
 def group_detail(group: RolloutGroup, advantages: Sequence[float | None] = ()) -> GroupDetail:
-    """Without the tokens of those responses that no longer fit into MAX_TOKENS."""
+    """Return the group's details, without the tokens of those responses that no longer fit into MAX_TOKENS."""
     tokens: list[list[Token]] = []
     num_tokens = 0
     for response in group.responses:
@@ -87,7 +87,7 @@ def tokens_of(response: Response) -> list[Token]:
 
 
 async def read_alike(ledger: Ledger, alike: Alike, job_id: str, group_id: str) -> list[GroupSummary]:
-    """The groups with this one's prompt, itself included, in order.
+    """Return the groups with the same prompt, this one included, in order.
 
     Raises JobNotFound, GroupNotFound, GroupsTrimmed, StillReading.
     """
@@ -101,7 +101,8 @@ async def read_alike(ledger: Ledger, alike: Alike, job_id: str, group_id: str) -
 
 
 async def read_alike_evaluations(ledger: Ledger, job_id: str, group_id: str) -> list[GroupSummary]:
-    """A held-out prompt has the same number in each evaluation. Counts the responses that are kept."""
+    """Return the same prompt's groups in all evaluations: a held-out prompt has the same number in each. Only kept
+    responses count."""
     _, number, index = group_id.split("-")
     found: dict[int, list[Sample]] = {}
     for record in await read_evaluations(ledger, job_id):
@@ -124,5 +125,5 @@ async def read_alike_evaluations(ledger: Ledger, job_id: str, group_id: str) -> 
             reward_mean=fmean(sample.reward for sample in samples),
         )
         for evaluation, samples in found.items()
-        if samples and samples[0].prompt == own[0].prompt  # the data may have been changed between them
+        if samples and samples[0].prompt == own[0].prompt  # the data may have changed between evaluations
     ]

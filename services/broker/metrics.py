@@ -1,4 +1,4 @@
-"""Prometheus metrics. What happened to jobs is read from the ledger at every scrape: any broker tells the same."""
+"""The broker's Prometheus metrics. Job metrics are read from the ledger at each scrape: all brokers report the same."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 class WeightGauges:
-    """Of the newest policy version of each job that a rollout has served."""
+    """The gauges of each job's newest policy version that a rollout has served."""
 
     def __init__(self) -> None:
         self._open_s = GaugeMetricFamily(
@@ -51,7 +51,7 @@ class WeightGauges:
 
 
 class JobGauges:
-    """What the ledger says of jobs, filled once for one rendering."""
+    """The gauges of jobs, filled from the ledger once for one rendering."""
 
     def __init__(self) -> None:
         self.jobs = GaugeMetricFamily("onbeat_jobs", "Jobs by state.", labels=["state"])
@@ -73,14 +73,14 @@ class JobGauges:
 
 @dataclass
 class JobTotals:
-    """Group counts of a job over its iterations; those that can no longer change are read once."""
+    """The group counts of a job over its iterations; those that can no longer change are read once."""
 
     settled: Counter[str] = field(default_factory=Counter)
     num_settled: int = 0
 
 
 class Snapshot(Collector):
-    """Families computed just now, for one rendering."""
+    """A collector of families that are computed for one rendering."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -90,12 +90,12 @@ class Snapshot(Collector):
 
 
 def known_method(method: str) -> str:
-    """Few values, where a client may choose any word."""
+    """Return the method, or `other` if it is unknown: a client may send any word, but a label needs few values."""
     return method if method in METHODS else "other"
 
 
 class TraceMeters:
-    """Of this broker."""
+    """The metrics of this broker's traces."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.traces = prometheus_client.Counter(
@@ -120,7 +120,7 @@ class Meters:
         self._totals: dict[str, JobTotals] = {}
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """`method`: whatever a client sent."""
+        """Count an answered request. `method`: the word that the client sent."""
         self._latency.labels(known_method(method), route, str(status)).observe(seconds)
 
     async def render(self, ledger: Ledger) -> tuple[bytes, str]:
@@ -154,7 +154,7 @@ class Meters:
         return gauges.families
 
     async def _add_job(self, ledger: Ledger, job_id: str, fields: dict[str, str], gauges: JobGauges) -> JobState:
-        """Raises ValueError or LookupError when the record of the job cannot be read."""
+        """Add a job's values. Raises ValueError or LookupError when the record of the job cannot be read."""
         state, version = JobState(fields["state"]), int(fields.get("policy_version", "-1"))
         next_iteration, num_opened = int(fields["next_iteration"]), int(fields["num_opened"])
         counts = await self._count_groups(ledger, job_id, next_iteration, num_opened)
@@ -179,7 +179,8 @@ class Meters:
 
 
 async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[str]:
-    """A failed group is accepted as one without training data: it counts as failed here, not as accepted."""
+    """Count an iteration's groups by outcome. A failed group is accepted as one without training data: here it counts
+    as failed, not as accepted."""
     fields = await ledger.iteration_fields(job_id, iteration)
     counts = Counter({outcome: int(fields.get(name, "0")) for outcome, name in OUTCOMES.items()})
     counts["accepted"] -= counts["failed"]
@@ -187,6 +188,6 @@ async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[
 
 
 async def newest_served(ledger: Ledger, job_id: str, version: int) -> WeightsRecord | None:
-    """Of the versions up to the published one the newest that a rollout serves; not every number is published."""
+    """Return the record of the newest served version up to the published one; not every number is published."""
     served = [candidate for candidate in await ledger.ready_times(job_id) if candidate <= version]
     return await ledger.weights(job_id, max(served)) if served else None

@@ -1,4 +1,4 @@
-"""Around every request: who sends it, whether it may be sent, and what is noted of it.
+"""The middleware around every request: timing, access log, authorization and limits.
 
 RequestTimer -> Envelope -> Gate -> BodyLimit -> the route: a refusal costs no more than its headers.
 """
@@ -23,16 +23,16 @@ from services.broker.settings import is_loopback
 access_log = logging.getLogger("onbeat.access")
 
 MAX_HEADER_BYTES = 16 * 1024  # URL included
-FAILURES_PER_S, FAILURE_BURST = 0.2, 10  # of wrong keys from one address; a right key gets in all the same
+FAILURES_PER_S, FAILURE_BURST = 0.2, 10  # wrong keys from one address; a right key is admitted all the same
 CLEAN_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 CLEAN_JOB_ID = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
 class Gate:
-    """Lets a request through if its key has the role that the route asks for, and has not called too often.
+    """A gate that admits a request if its key has the role that the route requires and has not called too often.
 
-    `keys` None: everybody is an admin. `is_local`: then only for programs of this machine, not for what a web page in
-    its browser sends.
+    `keys` None: every caller is an admin. `is_local`: then only programs of this machine are admitted, not requests
+    from a web page in its browser.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None, limit: RateLimit, is_local: bool) -> None:
@@ -52,7 +52,7 @@ class Gate:
         role, headers = required_role(scope["method"], scope["path"]), Headers(scope=scope)
         if (
             "transfer-encoding" in headers and "content-length" in headers
-        ):  # RFC 9112, 6.1: two lengths, one of them false
+        ):  # RFC 9112, 6.1: one of the two lengths is false
             detail = "a body is announced by Content-Length or by Transfer-Encoding, not by both"
             return problem(400, "Bad request", detail, headers={"Connection": "close"})
         is_probe = role is None and scope["path"] in OPEN_PATHS
@@ -86,14 +86,14 @@ def size_of_headers(scope: Scope) -> int:
 
 
 def bearer_token(headers: Headers) -> str:
-    """'' without one; two of them are none."""
+    """Return the bearer token; '' without one or with two Authorization headers."""
     sent = headers.getlist("authorization")
     scheme, _, token = (sent[0] if len(sent) == 1 else "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def refuse_unknown(*, has_key: bool) -> ProblemResponse:
-    """The same for any key that is not in force: nobody learns which ids exist."""
+    """Refuse any key that is not in force in the same way, so that the answer does not reveal which ids exist."""
     if has_key:
         detail = "the API key is not known, or is revoked or expired; ask whoever runs this broker for another one"
         challenge = 'Bearer realm="onbeat", error="invalid_token"'
@@ -114,7 +114,7 @@ def refuse_haste(wait_s: float, what: str) -> ProblemResponse:
 
 
 def is_from_here(headers: Headers) -> bool:
-    """Not from a page of another site, and not to a name of another site that was made to point here."""
+    """Return whether the request is neither from another site's page nor to another site's name that points here."""
     host = headers.get("host", "")
     name = re.sub(r":\d*$", "", host)  # without the port
     is_own_page = headers.get("origin") in (None, f"http://{host}", f"https://{host}")
@@ -135,7 +135,7 @@ def address_of(scope: Scope) -> str:
 
 
 class Envelope:
-    """A request id, headers that browsers heed, and a line in the access log for what changes something or is refused.
+    """A request id, security headers for browsers, and an access log line for requests that write or are refused.
 
     The line has no body, no query and nothing that a client could choose freely.
     """
@@ -185,7 +185,8 @@ def note_access(scope: Scope, status: int, location: str) -> None:
 
 
 class BodyLimit:
-    """A body has so many bytes at most, and is here within `timeout_s` of its headers. Answers may take their time."""
+    """A limit that rejects bodies larger than `max_bytes` or not received within `timeout_s` of the headers. Responses
+    are not limited."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
@@ -202,7 +203,7 @@ class BodyLimit:
 
         async def receive_limited() -> Message:
             nonlocal num_bytes, is_complete
-            if is_complete:  # whoever asks for more waits for the end of the connection
+            if is_complete:  # a further call waits for the end of the connection
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

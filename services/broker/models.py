@@ -1,4 +1,4 @@
-"""What the broker can know of a model without loading it: that it is there as a whole, and how long its context is."""
+"""The checks of a model that the broker can make without loading it: complete files, and the length of its context."""
 
 import json
 import re
@@ -22,7 +22,7 @@ Complaint = tuple[str, str]  # field, message with a remedy
 
 
 def review_model(config: JobConfig, has_model_folders: bool) -> list[Complaint]:
-    """`has_model_folders`: the trainers' folders can be seen from here."""
+    """Return complaints about the job's model. `has_model_folders`: the trainers' folders can be seen from here."""
     path = config.model.path
     if path.startswith("bundled:"):
         return review_bundled(config, path.removeprefix("bundled:"))
@@ -82,7 +82,7 @@ def review_head(folder: Path, model: dict[str, Any]) -> list[Complaint]:
 
 
 def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
-    """Weights and tokenizer, by their names, headers and sizes."""
+    """Check weights and tokenizer by their names, headers and sizes."""
     weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not weights:
         pickled = next((path.name for pattern in PICKLED for path in folder.glob(pattern)), None)
@@ -109,9 +109,9 @@ def review_vocabulary(folder: Path, stated: object, shapes: dict[str, tuple[int,
 
 
 def read_header(path: Path) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Return what is missing of a safetensors file ('' if nothing), and the shapes of its tensors by name.
+    """Return what is missing from a safetensors file ('' if nothing), and the shapes of its tensors by name.
 
-    The file: 8 bytes of length, a JSON header, the tensors that it names.
+    The file has 8 bytes of length, a JSON header, and the tensors that it names.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -146,14 +146,15 @@ def text_config(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_tokens(model: dict[str, Any]) -> int | None:
-    """Return `max_position_embeddings`, of the text model too."""
+    """Return `max_position_embeddings` of the model or its text model, or None."""
     name = "max_position_embeddings"
     value = model.get(name, text_config(model).get(name))
     return value if isinstance(value, int) and value > 0 else None
 
 
 def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:
-    """A `longrope` model has other rotary embeddings for long passes: results would depend on what shares a pass."""
+    """Complain if a `longrope` model may get long passes: other rotary embeddings would make results depend on what
+    shares a pass."""
     text = text_config(model)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(rope, dict) or (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
@@ -167,7 +168,7 @@ def review_rotary(config: JobConfig, model: dict[str, Any]) -> list[Complaint]:
 
 
 def review_context(config: JobConfig, supported: int | None) -> list[Complaint]:
-    """A response must leave room for at least one prompt token."""
+    """Check the context length: a response must leave room for at least one prompt token."""
     wanted, response = config.model.max_context_tokens, config.rollout.max_response_tokens
     if supported is not None and wanted is not None and wanted > supported:
         return [

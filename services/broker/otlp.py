@@ -1,7 +1,7 @@
-"""Traces on the wire: OTLP over HTTP, protobuf. Imported only when traces are exported.
+"""The wire format of traces: OTLP over HTTP, protobuf. This module is imported only when traces are exported.
 
-The SDK's exporter is not used: it reads its own environment and retries by itself, where we can read anything again
-from the ledger at any time, and want deadlines that hold.
+The SDK's exporter is not used: it reads its own environment and retries by itself, while the broker can read anything
+again from the ledger at any time, and needs deadlines that hold.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from onbeat import __version__
 from services.broker.settings import is_loopback
 from services.broker.trace_spans import Attributes, TraceSpan, span_id, trace_id
 
-SPANS_AT_ONCE = 512  # of one request
-RETRYABLE = frozenset({429, 502, 503, 504})  # as the protocol says; all others are final
+SPANS_AT_ONCE = 512  # per request
+RETRYABLE = frozenset({429, 502, 503, 504})  # by the protocol; all others are final
 SAMPLED = 1  # flag of W3C's trace context
 
 
 class CollectorUnavailable(Exception):
-    """Try again later."""
+    """The collector cannot take spans now; a later try may succeed."""
 
 
 class CollectorRefused(Exception):
-    """It will never take this."""
+    """The collector will never take these spans."""
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def encode(job_id: str, iteration: int, spans: Iterable[TraceSpan]) -> bytes:
-    """One request."""
+    """Encode spans as one request."""
     by_process: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         by_process.setdefault((span.service, span.instance), []).append(to_message(job_id, iteration, span))
@@ -84,7 +84,7 @@ def to_message(job_id: str, iteration: int, span: TraceSpan) -> Span:
 
 
 def to_nanoseconds(time_s: float) -> int:
-    """In whole microseconds: a float does not hold more."""
+    """Convert seconds to nanoseconds, in whole microseconds: a float does not hold more."""
     return round(time_s * 1e6) * 1000
 
 
@@ -104,7 +104,7 @@ def to_value(value: str | int | float) -> AnyValue:
 
 
 class Collector:
-    """`endpoint`: its base URL, with http or https. `tls_ca`: PEM authority of its certificate, or None."""
+    """A collector's client. `endpoint`: its http(s) base URL. `tls_ca`: PEM authority of its certificate, or None."""
 
     def __init__(self, endpoint: str, headers: dict[str, str], tls_ca: Path | None, timeout_s: float) -> None:
         self.url = f"{endpoint.rstrip('/')}/v1/traces"
@@ -117,7 +117,7 @@ class Collector:
         )
 
     async def send(self, job_id: str, iteration: int, spans: Sequence[TraceSpan]) -> None:
-        """Up to SPANS_AT_ONCE spans of one trace. Raises CollectorUnavailable or CollectorRefused."""
+        """Send up to SPANS_AT_ONCE spans of one trace. Raises CollectorUnavailable or CollectorRefused."""
         body = encode(job_id, iteration, spans)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -138,7 +138,7 @@ class Collector:
 
 
 def rejected_spans(answer: httpx.Response) -> int:
-    """Of a request that was taken in part."""
+    """Return the number of spans that were rejected from a request that was accepted in part."""
     if not answer.headers.get("content-type", "").startswith("application/x-protobuf"):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""How many jobs of one API key may wait at a time, so that nobody fills the queue, the lists and Redis for all."""
+"""The limit of pending jobs per API key, so that no caller fills the queue, the lists and Redis for all others."""
 
 import contextlib
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from onbeat.errors import OnbeatError
 from onbeat.streams.job_lists import JobLists
 
-ANYBODY = "anybody"  # the submitter of all jobs where there are no API keys
+ANYBODY = "anybody"  # the submitter of all jobs if there are no API keys
 
 
 class QuotaExceeded(OnbeatError):
@@ -19,7 +19,7 @@ class QuotaExceeded(OnbeatError):
 
 
 class Quota:
-    """Of one broker. Several brokers may together let in a few more, each what it is just creating."""
+    """The quota of one broker. Several brokers together may admit a few more: the jobs that each is just creating."""
 
     def __init__(self, lists: JobLists, limit: int) -> None:
         self._lists, self._limit = lists, limit

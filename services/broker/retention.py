@@ -1,8 +1,8 @@
-"""What is no longer kept: contents of old iterations, jobs that were over long ago, what a dead process left behind.
+"""The removal of old data: contents of old iterations, jobs that ended long ago, remains of dead processes.
 
-It also finds jobs that a dead process left in the wrong list, and pending ones that nobody came for.
+It also finds jobs that a dead process left in the wrong list, and pending ones that no trainer came for.
 
-Level-triggered like the conductor: any number of brokers may run it, and one that died half way is repeated.
+It is level-triggered like the conductor: any number of brokers may run it, and an interrupted removal is repeated.
 """
 
 import asyncio
@@ -21,12 +21,13 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0
 JOBS_AT_ONCE, PAUSE_S = 20, 1.0
-NEVER_CREATED_S = 3600.0  # an id that is listed for so long without a job
+NEVER_CREATED_S = 3600.0  # an id that is listed for this long without a job is forgotten
 DAY_S = 86_400.0
 
 
 class Retention:
-    """`run` ends only by cancellation. `job_retention_days`: final jobs are deleted after so long; 0: never."""
+    """The removal loop; `run` ends only by cancellation. Jobs that are over are deleted after `job_retention_days` (0:
+    never)."""
 
     def __init__(self, ledger: Ledger, job_retention_days: float) -> None:
         self._ledger, self._job_retention_s = ledger, job_retention_days * DAY_S
@@ -41,7 +42,7 @@ class Retention:
             await asyncio.sleep(LOOK_S)
 
     async def step(self, pause_s: float = 0.0) -> None:
-        """Look at every job once, a few at a time: many jobs take long, and cost no more at any time."""
+        """Look at every job once, a few at a time: many jobs take longer, but cost no more at any time."""
         job_ids = await self._ledger.job_ids()
         for first in range(0, len(job_ids), JOBS_AT_ONCE):
             batch = job_ids[first : first + JOBS_AT_ONCE]
@@ -50,7 +51,7 @@ class Retention:
             for job_id in batch:
                 try:
                     await self._look_at(job_id, found.get(job_id), now)
-                except (JobNotFinal, JobNotFound) as conflict:  # somebody else was at it
+                except (JobNotFinal, JobNotFound) as conflict:  # another process was faster
                     logger.info("%s", conflict)
                 except (ValueError, LookupError, TypeError) as error:
                     self._leave_alone(job_id, error)
@@ -71,7 +72,7 @@ class Retention:
             await trim(self._ledger, job_id, fields)
 
     def _leave_alone(self, job_id: str, error: Exception) -> None:
-        """One odd record is no reason to keep the data of all others."""
+        """Skip a job whose record cannot be read, and log it once; the data of others is still removed."""
         if job_id not in self._unreadable:
             logger.warning("the record of job %s cannot be read: %s: %s", job_id, type(error).__name__, error)
         self._unreadable.add(job_id)
@@ -81,7 +82,7 @@ class Retention:
         return bool(self._job_retention_s) and is_final and now - float(fields["finished_at"]) > self._job_retention_s
 
     async def _clean_up(self, job_id: str) -> None:
-        """An id without a job: whoever was deleting it died, or whoever was about to create it."""
+        """Remove an id without a job: the process that was deleting or creating the job died."""
         if await self._ledger.is_deleted(job_id):
             await self._ledger.delete_job(job_id)
             return
@@ -96,7 +97,7 @@ async def trim(ledger: Ledger, job_id: str, fields: dict[str, str]) -> None:
     if durable <= first:
         return
     num_kept = json.loads(fields["config"]).get("retention", {}).get("rollout_iterations")
-    if num_kept is None:  # a job from before there was this section: all is kept
+    if num_kept is None:  # the job is older than this section: all is kept
         return
     iteration = first
     while await ledger.trim_iteration(job_id, iteration, num_kept):

@@ -1,4 +1,4 @@
-"""Where this broker runs: read from the environment, prefix ONBEAT_."""
+"""The broker's settings, read from the environment with the prefix ONBEAT_."""
 
 import importlib.util
 import ipaddress
@@ -78,7 +78,7 @@ class Settings(RedisSettings, BaseSettings):
 
     @model_validator(mode="after")
     def check_tls(self) -> Self:
-        """The server itself would tell less, and ask a terminal for a password."""
+        """Check certificate and key: the server itself would report less, and ask a terminal for a password."""
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("CERT", "KEY") if self.tls_cert else ("KEY", "CERT")
             raise ValueError(f"ONBEAT_TLS_{given} is set but ONBEAT_TLS_{missing} is not; set both or neither")
@@ -92,7 +92,7 @@ class Settings(RedisSettings, BaseSettings):
 
     @model_validator(mode="after")
     def check_tracing(self) -> Self:
-        """At the start, not at the first iteration."""
+        """Check the tracing settings at the start, not at the first iteration."""
         if self.otlp_endpoint is None:
             return self
         if not is_base_url(self.otlp_endpoint):
@@ -114,7 +114,7 @@ class Settings(RedisSettings, BaseSettings):
         return self
 
     def otlp_headers(self) -> dict[str, str]:
-        """Raises ValueError for a file that is missing or broken."""
+        """Read the headers for the collector. Raises ValueError for a file that is missing or broken."""
         return {} if self.otlp_headers_file is None else read_headers(self.otlp_headers_file)
 
     @model_validator(mode="after")
@@ -129,7 +129,7 @@ class Settings(RedisSettings, BaseSettings):
 
 
 def read_headers(path: Path) -> dict[str, str]:
-    """One `name=value` a line. Raises ValueError without the values, which are secrets."""
+    """Read one `name=value` per line. Raises ValueError without the values, which are secrets."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -145,10 +145,10 @@ def read_headers(path: Path) -> dict[str, str]:
 
 
 def is_base_url(text: str) -> bool:
-    """Without user, query and fragment."""
+    """Return whether the text is an HTTP(S) URL without user, query and fragment."""
     try:
         return re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", text) is not None and urlsplit(text).port != 0
-    except ValueError:  # of the port, or of an IPv6 address
+    except ValueError:  # from the port or an IPv6 address
         return False
 
 
@@ -162,5 +162,5 @@ def has_otlp() -> bool:
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host == "localhost"

@@ -1,4 +1,4 @@
-"""All that the ledger knows of one active job at a moment, read once, to be explained. Reads only."""
+"""The ledger's data of one active job at one moment, read once, to be explained. Nothing is written here."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that there is to know of an active job, read once. Times are by the Redis clock."""
+    """The data of an active job, read once. Times are by the Redis clock."""
 
     job_id: str
     now: float
@@ -43,12 +43,12 @@ class Situation:
 
     @property
     def lease_left_s(self) -> float:
-        """Of the trainer; negative: it ran out so long ago."""
+        """The seconds left of the trainer's lease; negative: the seconds since it expired."""
         return float(self.fields.get("lease_until", "0")) - self.now
 
     @property
     def silent_s(self) -> float:
-        """Without progress."""
+        """The seconds without progress."""
         return max(0.0, self.now - float(self.fields["progress_at"]))
 
     @property
@@ -77,7 +77,7 @@ class Situation:
 
 
 async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
-    """Raises ValidationError when this is no job of this version."""
+    """Read a job's situation. Raises ValidationError when the job is not of this version."""
     job_id, config = fields["id"], JobConfig.model_validate_json(fields["config"])
     iterations, evaluations = [], []
     for number in range(int(fields["next_iteration"]), int(fields["num_opened"])):

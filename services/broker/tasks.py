@@ -1,4 +1,4 @@
-"""Prompts as PromptTasks: a pure function of the job's config and the number of the iteration or evaluation."""
+"""The PromptTasks of prompts: a pure function of the job's config and the number of the iteration or evaluation."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from services.broker.datasets.process import DatasetProcess
 
 
 async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProcess) -> list[PromptTask]:
-    """Iteration t takes the dataset's items t*n to t*n + n-1. Raises DatasetError."""
+    """Produce the tasks of iteration t from the dataset's items t*n to t*n + n-1. Raises DatasetError."""
     num_prompts = config.rollout.num_prompts_per_iteration
     items = await process.read(DatasetSpec.of_job(config), iteration * num_prompts, num_prompts)
     return build_tasks(config, iteration, items)
@@ -32,9 +32,9 @@ def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> l
 
 
 async def longest_first(ledger: Ledger, job_id: str, tasks: list[PromptTask]) -> list[PromptTask]:
-    """The order in which the prompts go out: what may take longest begins first, so that it is not what all wait for.
+    """Order the prompts for dispatch: those that may take longest begin first, so that others do not wait for them.
 
-    By the mean length of the responses when the prompt was last generated; one that was not yet is taken for average.
+    The order is by the mean length of the responses when the prompt was last generated; a new prompt counts as average.
     Only the order changes: group ids, prompts and seeds stay together, so the same set of groups is trained.
     """
     rows = [task.data_row for task in tasks if task.HasField("data_row")]
@@ -49,7 +49,7 @@ async def longest_first(ledger: Ledger, job_id: str, tasks: list[PromptTask]) ->
 async def read_held_out(
     evaluation: EvaluationConfig, job_seed: int, process: DatasetProcess, num_prompts: int
 ) -> list[PromptItem]:
-    """The first prompts of an evaluation's data. Raises DatasetError."""
+    """Read the first prompts of an evaluation's data. Raises DatasetError."""
     try:
         return await process.read(DatasetSpec.of_evaluation(evaluation, job_seed), 0, num_prompts)
     except DatasetError as error:
@@ -57,7 +57,7 @@ async def read_held_out(
 
 
 def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[PromptItem]) -> list[PromptTask]:
-    """The same prompts with the same seeds each time: what differs between two evaluations is the policy."""
+    """Build tasks with the same prompts and seeds each time: only the policy differs between two evaluations."""
     assert config.evaluation is not None
     tasks = []
     for index, item in enumerate(items):
@@ -71,7 +71,7 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
 
 
 def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
-    """What training and evaluation have in common."""
+    """Build the part of a task that training and evaluation have in common."""
     rollout, reward = config.rollout, config.reward
     return PromptTask(
         messages=[Message(role=message.role, content=message.content) for message in item.messages],
@@ -89,6 +89,6 @@ def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
 
 
 def task_seed(*place: int | str) -> int:
-    """31 bits: fits every generator that an engine may feed with it."""
+    """Return a seed of 31 bits: it fits every generator that an engine may use."""
     digest = hashlib.sha256("/".join(map(str, place)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

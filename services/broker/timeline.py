@@ -1,8 +1,8 @@
-"""Who did what while the last iterations were made, put together from what the ledger has anyway.
+"""The timeline of the last iterations, by process, put together from data that the ledger has anyway.
 
     generate, score   a group's durations, laid backwards from the moment of its acceptance: the id of its entry
     pull, load        a rollout's durations, backwards from the event that it serves the version
-    the trainer       its own spans, stored with the commit; "wait" is what lies between them
+    the trainer       its own spans, stored with the commit; "wait" is the time between them
 
 All moments are by the Redis clock, so that lanes of different machines fit together.
 """
@@ -21,8 +21,8 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import Event, Lane, Span, Timeline
 
 TRAINER = "trainer"
-MIN_WAIT_S = 0.005  # shorter ones are what the loop itself takes between two steps
-MAX_GROUPS = 1000  # of one iteration: the first ones
+MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
+MAX_GROUPS = 1000  # per iteration: the first ones
 MAX_REMEMBERED = 32  # iterations whose groups are not read again
 
 Fields = dict[str, str]
@@ -38,7 +38,7 @@ class Groups:
 
 
 class Timelines:
-    """Of all jobs of one broker. Accepted groups never change, so each is read once."""
+    """The timelines of all jobs of one broker. Accepted groups never change, so each is read once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -46,7 +46,7 @@ class Timelines:
         self._reading = asyncio.Lock()
 
     async def read(self, job_id: str, num_iterations: int) -> Timeline:
-        """Of the last `num_iterations` that were opened. Raises JobNotFound."""
+        """Return the timeline of the last `num_iterations` that were opened. Raises JobNotFound."""
         job = await self._ledger.job_fields(job_id)
         num_opened, now = int(job["num_opened"]), await self._ledger.now()
         if num_opened == 0:
@@ -59,7 +59,7 @@ class Timelines:
         start = float(hashes[shown[0] - read[0]]["opened_at"])
         end = float(hashes[-1].get("committed_at") or job.get("finished_at") or now)
         spans = weight_spans(await newest_events(self._ledger, job_id), await self._held(job_id, hashes))
-        busy: list[tuple[float, float]] = []  # what the trainer has told of
+        busy: list[tuple[float, float]] = []  # times that the trainer has reported
         for number, fields in zip(read, hashes, strict=True):
             async with self._reading:
                 spans += await self._group_spans(job_id, number)
@@ -70,7 +70,7 @@ class Timelines:
         return await asyncio.to_thread(put_together, start, end, list(shown), spans, busy)
 
     async def _held(self, job_id: str, hashes: Iterable[Fields]) -> dict[tuple[int, str], float]:
-        """(policy version, rollout) -> how long its weights lay there before the engine served them."""
+        """Return by (policy version, rollout) how long weights lay there before the engine served them, in seconds."""
         found: dict[tuple[int, str], float] = {}
         for version in sorted({int(fields["policy_version"]) for fields in hashes}):
             if (record := await self._ledger.weights(job_id, version)) is not None:
@@ -79,7 +79,7 @@ class Timelines:
         return found
 
     async def _group_spans(self, job_id: str, iteration: int) -> list[Span]:
-        """Of the accepted groups, as far as they are still kept."""
+        """Return the spans of the accepted groups, as far as they are still kept."""
         groups = self._groups.setdefault((job_id, iteration), Groups())
         self._groups.move_to_end((job_id, iteration))
         while len(self._groups) > MAX_REMEMBERED:
@@ -95,15 +95,15 @@ class Timelines:
                 if entry in wanted:
                     groups.num_groups += 1
                     groups.spans += group_spans(decode_group(payload), accepted_at=order(entry)[0] / 1000)
-            read_to = found[-1][0] if found else max(wanted, key=order)  # they are no longer kept
+            read_to = found[-1][0] if found else max(wanted, key=order)  # else they are no longer kept
             wanted = {entry for entry in wanted if order(entry) > order(read_to)}
-            # Not beyond `newest`: what was accepted between the two reads is the next call's.
+            # The cursor stays at or before `newest`: groups accepted between the two reads are left to the next call.
             groups.cursor = max(groups.cursor, min(read_to, newest, key=order), key=order)
         return groups.spans
 
 
 def order(entry: str) -> tuple[int, int]:
-    """Of an entry of a stream: milliseconds and number. `-` comes before all."""
+    """Return milliseconds and number of a stream entry's id. `-` comes before all."""
     if entry == "-":
         return 0, 0
     milliseconds, _, number = entry.partition("-")
@@ -111,7 +111,7 @@ def order(entry: str) -> tuple[int, int]:
 
 
 def before(entry: str) -> str:
-    """The largest id below this one."""
+    """Return the largest id below this one."""
     milliseconds, number = order(entry)
     return f"{milliseconds}-{number - 1}" if number else f"{milliseconds - 1}-18446744073709551615"
 
@@ -120,7 +120,7 @@ def before(entry: str) -> str:
 
 
 def group_spans(group: RolloutGroup, accepted_at: float) -> Iterator[Span]:
-    """None of a group that failed before anything was generated."""
+    """Yield the spans of a group; none if it failed before anything was generated."""
     generated_at = accepted_at - group.timings.score_s
     kinds = {
         "generate": (generated_at - group.timings.generate_s, generated_at),
@@ -133,7 +133,7 @@ def group_spans(group: RolloutGroup, accepted_at: float) -> Iterator[Span]:
 
 
 def weight_spans(events: Iterable[Event], held: dict[tuple[int, str], float]) -> list[Span]:
-    """`held`: only of the versions that are wanted."""
+    """Return the load spans of all updates, and the pull spans of those in `held`."""
     spans = []
     for event in events:
         if event.kind != "worker.updated":
@@ -152,7 +152,7 @@ def commit_before(fields: Fields) -> float:
 
 
 def trainer_spans(iteration: int, fields: Fields) -> list[Span]:
-    """From the commit before to this one. None before that, or of a trainer that does not tell."""
+    """Return the trainer's spans from the previous commit to this one; [] before this commit or if it reports none."""
     told = json.loads(fields.get("metrics", "{}")).get("spans", [])
     work = [
         Span(lane=TRAINER, kind=kind, start=start, end=start + took_s, iteration=iteration)
@@ -175,7 +175,7 @@ def trainer_spans(iteration: int, fields: Fields) -> list[Span]:
 def put_together(
     start: float, end: float, iterations: list[int], spans: Sequence[Span], told: Sequence[tuple[float, float]]
 ) -> Timeline:
-    """`told`: the times that the trainer's spans cover."""
+    """Build the timeline. `told`: the times that the trainer's spans cover."""
     seen = sorted((s for s in spans if s.end > start and s.start < end), key=lambda span: (span.start, span.lane))
     rollouts = sorted({span.lane for span in seen} - {TRAINER})
     trainer_s = covered_s(told, start, end)
@@ -188,7 +188,7 @@ def put_together(
 
 
 def covered_s(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds of a window in which at least one of the spans runs.
+    """Return the seconds of a window in which at least one of the spans runs.
 
     >>> covered_s([(0, 2), (1, 3), (5, 9)], start=1, end=6)
     3.0

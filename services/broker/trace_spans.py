@@ -1,4 +1,4 @@
-"""One committed iteration as one trace, from its prompts to its gradient, put together from the ledger after the fact.
+"""The trace of a committed iteration, from its prompts to its gradient, put together from the ledger afterwards.
 
     iteration
       pull, load              of the weights that generated it, by rollout
@@ -6,8 +6,8 @@
         wait_for_rollout, generate, score, wait_for_trainer, micro_batch
       checkpoint, optimizer, publish
 
-Ids are hashes of job, iteration and the span's path: whoever knows these knows the ids, and a span that is exported
-again is the same span. All moments are by the Redis clock.
+Ids are hashes of job, iteration and the span's path: they can be computed from these, and a span that is exported again
+is the same span. All moments are by the Redis clock.
 """
 
 import json
@@ -23,7 +23,7 @@ from onbeat.types import Event, IterationRecord, Span
 from services.broker.timeline import TRAINER, before, order, trainer_spans, weight_spans
 from services.broker.trace_steps import Step, Steps, find_steps
 
-MAX_GROUPS = 1000  # of one iteration: those accepted first
+MAX_GROUPS = 1000  # per iteration: those accepted first
 MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (
     *("policy_version", "num_groups", "num_failed_groups", "num_responses", "prompt_tokens", "response_tokens"),
@@ -35,24 +35,24 @@ Attributes = Mapping[str, str | int | float]
 
 
 def trace_id(job_id: str, iteration: int) -> str:
-    """32 hex digits: the first ones of the SHA-256 of `JOB/ITERATION`."""
+    """Return 32 hex digits: the first ones of the SHA-256 of `JOB/ITERATION`."""
     return sha256(f"{job_id}/{iteration}".encode()).hexdigest()[:32]
 
 
 def span_id(job_id: str, iteration: int, path: str) -> str:
-    """16 hex digits: the first ones of the SHA-256 of `JOB/ITERATION/PATH`."""
+    """Return 16 hex digits: the first ones of the SHA-256 of `JOB/ITERATION/PATH`."""
     return sha256(f"{job_id}/{iteration}/{path}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    path: str  # unique in its trace; it ends with what tells it from others of its name
+    path: str  # unique in its trace; its end distinguishes it from others of its name
     name: str
     parent: str  # path; '' of the root
     start: float  # Unix seconds
     end: float
     service: str  # broker | rollout | trainer
-    instance: str = ""  # worker id; '' where the ledger does not say which one it was
+    instance: str = ""  # worker id; '' if the ledger does not have it
     attributes: Attributes | None = None
     link: tuple[int, str] | None = None  # iteration and path of a span that belongs to it, perhaps of another trace
     error: str = ""
@@ -60,7 +60,7 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """What a trace tells of a group: no text."""
+    """The data of a group that a trace contains: no text."""
 
     group_id: str
     worker_id: str
@@ -73,7 +73,7 @@ class TracedGroup:
 
 @dataclass(frozen=True)
 class JobHistory:
-    """What the traces of several iterations of a job are made from."""
+    """The data that the traces of several iterations of a job are made from."""
 
     job_id: str
     fields: Fields
@@ -84,7 +84,7 @@ class JobHistory:
         return int(json.loads(self.fields["config"]).get("training", {}).get("num_updates_per_iteration", 1))
 
     def trainer_at(self, time: float) -> str:
-        """'' where it cannot be told: another one has taken over since."""
+        """Return the trainer's id; '' if it is unknown because another trainer has taken over since."""
         takeovers = [(event.time, str(event.data["owner"])) for event in self.events if event.kind == "job.taken_over"]
         known = [owner for at, owner in takeovers if at <= time]
         if known:
@@ -96,11 +96,11 @@ class JobHistory:
 
 
 async def read_history(ledger: Ledger, job_id: str, first_iteration: int) -> JobHistory:
-    """For the traces from `first_iteration` on. Raises JobNotFound."""
+    """Read the history for the traces from `first_iteration` on. Raises JobNotFound."""
     fields = await ledger.job_fields(job_id)
     version = int((await ledger.iteration_fields(job_id, first_iteration)).get("policy_version", "0"))
     since = float(fields["created_at"])
-    if version > 0:  # it was made by the iteration before it, and was pulled as soon as it was announced
+    if version > 0:  # the iteration before made it, and it was pulled as soon as it was announced
         since = float((await ledger.iteration_fields(job_id, version - 1)).get("opened_at", since))
     events: list[Event] = []
     cursor = f"{int(since * 1000) - 1}-0"
@@ -111,9 +111,9 @@ async def read_history(ledger: Ledger, job_id: str, first_iteration: int) -> Job
 
 
 async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[TraceSpan] | None:
-    """Of a committed iteration, the root first. None when its groups are no longer kept.
+    """Return the trace of a committed iteration, the root first; None when its groups are no longer kept.
 
-    Raises JobNotFound, and ValueError for what a trainer of another make may have written.
+    Raises JobNotFound, and ValueError for data that another trainer implementation may have written.
     """
     (record,) = await read_iterations(ledger, job.job_id, iteration - 1, 1)
     numbers = range(max(0, iteration - 1), iteration + 1)
@@ -137,7 +137,7 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
 
 
 async def read_groups(ledger: Ledger, job_id: str, iteration: int) -> list[TracedGroup] | None:
-    """The first MAX_GROUPS that were accepted. None when they are no longer kept."""
+    """Read the first MAX_GROUPS that were accepted; None when they are no longer kept."""
     states = (await ledger.groups(job_id, iteration)).values()
     accepted = sorted((state.removeprefix("accepted:") for state in states if state.startswith("accepted:")), key=order)
     wanted, groups = set(accepted[:MAX_GROUPS]), list[TracedGroup]()
@@ -176,8 +176,8 @@ def traced_group(entry: str, group: RolloutGroup) -> TracedGroup:
 
 
 def updates_for(events: Iterable[Event], record: IterationRecord, earlier: Sequence[Fields]) -> list[Event]:
-    """When rollouts came to serve the iteration's weights. In `bounded` several iterations may have the same version:
-    each such event belongs to the first of them that was committed after it, and so to one trace."""
+    """Return the events of rollouts that began to serve the iteration's weights. In `bounded` several iterations may
+    have the same version: each event belongs to the first of them that was committed after it, and so to one trace."""
     since = 0.0
     for fields in earlier:
         if int(fields["policy_version"]) == record.policy_version:
@@ -196,7 +196,7 @@ def updates_for(events: Iterable[Event], record: IterationRecord, earlier: Seque
 
 
 def root_span(job: JobHistory, record: IterationRecord, spans: Sequence[TraceSpan]) -> TraceSpan:
-    """Around all that is in it: pulling its weights may begin before its opening, and a clock be a little off."""
+    """Return a span around all others: pulling the weights may begin before the opening, and a clock may be off."""
     attributes: dict[str, str | int | float] = {
         "onbeat.job_id": job.job_id,
         "onbeat.job_name": job.fields.get("name", ""),
@@ -216,7 +216,7 @@ def root_span(job: JobHistory, record: IterationRecord, spans: Sequence[TraceSpa
 
 
 def hand_over_spans(events: Iterable[Event], held: Mapping[str, float | None]) -> Iterator[TraceSpan]:
-    """`held`: rollout -> how long its weights lay there before the engine served them."""
+    """Yield pull and load spans. `held`: rollout -> how long its weights lay there before the engine served them."""
     for event in events:
         worker, version = str(event.data["worker_id"]), int(event.data["policy_version"])
         held_s = held.get(worker)
@@ -235,7 +235,7 @@ def hand_over_spans(events: Iterable[Event], held: Mapping[str, float | None]) -
 
 
 def group_spans(group: TracedGroup, record: IterationRecord, steps: Steps, trainer: str) -> Iterator[TraceSpan]:
-    """Durations that a rollout has measured are laid backwards from the moment of acceptance."""
+    """Yield a group's spans. Durations measured by a rollout are laid backwards from the moment of acceptance."""
     step = steps.of(group.group_id, group.accepted_at)
     opened_at, accepted_at = record.opened_at, group.accepted_at
     generated_at = max(opened_at, accepted_at - group.score_s)
@@ -278,7 +278,7 @@ def step_attributes(step: Step) -> Attributes:
 
 
 def step_spans(told: Sequence[Span], iteration: int, trainer: str) -> Iterator[TraceSpan]:
-    """What the trainer does for the iteration as a whole. Its snapshot and its announcement are one `publish`."""
+    """Yield the trainer's spans for the iteration as a whole. Its snapshot and its announcement are one `publish`."""
 
     def span(path: str, kind: str, start: float, end: float) -> TraceSpan:
         return TraceSpan(path, kind, "iteration", start, end, TRAINER, trainer)

@@ -1,6 +1,6 @@
-"""When the trainer worked on which group: its micro-batches as they were recorded, laid on the spans that it has told.
+"""The times at which the trainer worked on each group: recorded micro-batches are matched with the reported spans.
 
-A trainer tells the spans of its first rank, in order, without names. The record says which groups each micro-batch has.
+A trainer reports the spans of its first rank, in order, without names. The record has the groups of each micro-batch.
 """
 
 from collections.abc import Sequence
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 from onbeat.types import Span
 
-MERGED_FROM = 500  # so many spans may be neighbours in one (services/trainer/spans.py)
+MERGED_FROM = 500  # with this many spans, neighbours may have been merged (services/trainer/spans.py)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What became of a group in training."""
+    """The training of one group."""
 
-    start: float  # of its micro-batch, Unix seconds
+    start: float  # start of its micro-batch, Unix seconds
     end: float
     used_at: float  # end of the optimizer step
     update: int  # number of that step in the iteration
-    index: int | None  # of the micro-batch, in the order of recording; None: not recorded
-    rank: int  # of the trainer's replica
-    is_timed: bool  # False: it was some time between start and end, nobody has told when
+    index: int | None  # number of the micro-batch, in the order of recording; None: not recorded
+    rank: int  # rank of the trainer's replica
+    is_timed: bool  # False: it was at an unknown time between start and end
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step and the micro-batches before it."""
+    """An optimizer step and the micro-batches before it."""
 
     micro_batches: list[Span]
     optimizer: Span
@@ -41,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Steps:
-    updates: list[Update]  # empty: the trainer has told nothing, or other than was to be expected
+    updates: list[Update]  # empty: the trainer reported none, or an unexpected number
     batches: dict[str, Batch]  # by group
     num_updates: int
     num_groups: int
@@ -73,7 +73,8 @@ def find_steps(
     num_replicas: int,
     committed_at: float,
 ) -> Steps:
-    """`recorded`: (rank, group ids) of each micro-batch, in order. Rank 0 has those of replicas that are gone, too."""
+    """Match groups with spans. `recorded`: (rank, group ids) of each micro-batch, in order; rank 0 also has those of
+    replicas that are gone."""
     updates = split_updates(told)
     if len(updates) != num_updates:
         updates = []
@@ -86,7 +87,7 @@ def find_steps(
         ]
         told_of = [index for index, rank, _ in of_update if rank % max(1, num_replicas) == 0]
         spans = updates[number].micro_batches if updates and len(told) < MERGED_FROM else []
-        # One more is the row without gradient that stands for an update without signal: the last one.
+        # There may be one more span, the last: the row without gradient of an update without signal.
         is_clear = len(spans) - len(told_of) in (0, 1)
         span_of = dict(zip(told_of, spans, strict=False)) if is_clear else {}
         batches |= {id_: Batch(index, rank, span_of.get(index)) for index, rank, ids in of_update for id_ in ids}
@@ -105,7 +106,7 @@ def split_updates(told: Sequence[Span]) -> list[Update]:
 
 
 def update_of(group_id: str, num_updates: int, num_groups: int) -> int:
-    """By its place in the iteration, as the trainer shares groups out.
+    """Return the number of the update that trains a group, by its place in the iteration, as in the trainer.
 
     >>> [update_of(f"7-{index}", num_updates=2, num_groups=5) for index in range(5)]
     [0, 0, 0, 1, 1]

@@ -1,13 +1,13 @@
-"""Exports each committed iteration as an OpenTelemetry trace: after the fact, from the ledger, and off by default.
+"""The export of each committed iteration as an OpenTelemetry trace: afterwards, from the ledger, and off by default.
 
-Level-triggered like the conductor. The ledger is the queue: it says which iterations are committed and how far their
-export is, and keeps what they are made from. So a collector that is away, or a broker that starts again, costs nothing
-but a delay, up to MAX_BEHIND iterations of a job.
+It is level-triggered like the conductor. The ledger is the queue: it records which iterations are committed and how far
+the export is, and keeps their data. So an unavailable collector or a restarted broker only costs a delay, up to
+MAX_BEHIND iterations of a job.
 
     look (1 s) --> jobs with committed iterations that are left --> hold the job --> read, send, count as done
 
-One broker at a time holds a job. One that dies between sending and counting leaves an iteration that is sent once more,
-with the same ids.
+One broker at a time holds a job. If it dies between sending and counting, an iteration is sent again, with the same
+ids.
 """
 
 import asyncio
@@ -31,24 +31,24 @@ from services.broker.trace_spans import JobHistory, TraceSpan, read_history, rea
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-LEASE_S = 30.0  # of a job; longer than a request may take (otlp_timeout_s)
-MAX_BEHIND = 1000  # iterations of a job that are made up for
+LEASE_S = 30.0  # lease of a job; longer than a request may take (otlp_timeout_s)
+MAX_BEHIND = 1000  # committed iterations of a job that are still exported
 CATCH_UP_S = 3600.0  # a job that has been over for longer is left alone
-AT_ONCE = 20  # iterations of a job before the others have their turn
-MAX_REST_S = 60.0  # between two tries of a collector that is away, and between two lines that say so
-CLOSE_S = 3.0  # for what was committed just before this broker ends
+AT_ONCE = 20  # iterations of a job before other jobs have their turn
+MAX_REST_S = 60.0  # the longest retry delay of an unavailable collector, and the time between two warnings
+CLOSE_S = 3.0  # for iterations committed just before this broker ends
 
 
-# Of a trainer or a rollout of another make: what they tell cannot be read, or cannot be sent.
+# Data from another trainer or rollout implementation raises these when it cannot be read or sent.
 ODD = (ValueError, TypeError, LookupError, ArithmeticError)
 
 
 class LostJob(Exception):
-    """Another broker exports it, or it is gone."""
+    """Another broker exports the job, or the job is gone."""
 
 
 class Tracer:
-    """Of one broker. Nothing that happens here ends it."""
+    """The exporter of one broker. No failure here ends the broker."""
 
     def __init__(self, ledger: Ledger, settings: Settings, meters: TraceMeters) -> None:
         assert settings.otlp_endpoint is not None, "tracing is off"
@@ -57,8 +57,8 @@ class Tracer:
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
         self._broker = uuid.uuid4().hex
         self._held: set[str] = set()  # jobs
-        self._settled: set[str] = set()  # jobs of which nothing will be left any more
-        self._rest_s, self._rest_until = 0.0, 0.0  # while the collector is away; by time.monotonic()
+        self._settled: set[str] = set()  # jobs that will have nothing left to export
+        self._rest_s, self._rest_until = 0.0, 0.0  # retry delay, and its end by time.monotonic()
         self._said_at = -MAX_REST_S  # by time.monotonic()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -69,7 +69,7 @@ class Tracer:
         self._task.add_done_callback(log_crash)
 
     async def close(self) -> None:
-        """Exports what was committed last, if that is quickly done, and leaves the rest to other brokers."""
+        """Export the last committed iterations, if that is quick, and leave the rest to other brokers."""
         self._stopping.set()
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=CLOSE_S)
@@ -94,7 +94,7 @@ class Tracer:
                     await self._stopping.wait()
 
     async def step(self) -> None:
-        """Look at every job once, unless the collector is left alone for now."""
+        """Look at every job once, unless the retry delay of the collector is not over."""
         if time.monotonic() < self._rest_until:
             return
         now = await self._ledger.now()
@@ -129,10 +129,10 @@ class Tracer:
                 history = history or await read_history(self._ledger, job.job_id, iteration)
                 await self._export(history, iteration)
             if await self._hold(job.job_id, next_iteration=iteration + 1) > iteration + 1:
-                return  # another broker had the job meanwhile, and is further
+                return  # another broker had the job meanwhile and is further ahead
 
     async def _hold(self, job_id: str, next_iteration: int | None = None) -> int:
-        """The first iteration that is left to export; all before `next_iteration` are done. Raises LostJob."""
+        """Return the first iteration left to export; all before `next_iteration` are done. Raises LostJob."""
         left = await self._ledger.traces.hold(job_id, self._broker, LEASE_S, next_iteration)
         if left is None:
             self._held.discard(job_id)
@@ -141,7 +141,7 @@ class Tracer:
         return left
 
     async def _export(self, history: JobHistory, iteration: int) -> None:
-        """Raises LostJob, JobNotFound and CollectorUnavailable: it is still to be done."""
+        """Export an iteration. Raises LostJob, JobNotFound and CollectorUnavailable: it is still to be done then."""
         job_id = history.job_id
         try:
             spans = await read_trace(self._ledger, history, iteration)
@@ -172,7 +172,7 @@ class Tracer:
                 self._rest_s, self._said_at = 0.0, -MAX_REST_S
             await self._hold(job_id)
 
-    # ---- a collector that is away --------------------------------------------------------------------------------
+    # ---- an unavailable collector --------------------------------------------------------------------------------
 
     def _rest(self, problem: CollectorUnavailable) -> None:
         self._meters.failures.inc()
@@ -181,7 +181,7 @@ class Tracer:
         self._say(f"no traces to {self._collector.url} for now: {problem}")
 
     def _say(self, message: str) -> None:
-        """Once in a while."""
+        """Log a warning, at most once per MAX_REST_S."""
         if time.monotonic() - self._said_at >= MAX_REST_S:
             self._said_at = time.monotonic()
             logger.warning("%s", message)

@@ -1,4 +1,4 @@
-"""Prompts: where a job's data comes from. A dataset is a sequence that is a pure function of its spec.
+"""The datasets that a job's prompts come from. A dataset is a sequence that is a pure function of its spec.
 
 Data is only touched in a child process (`process`): generators and parsers run user-chosen options and files, and none
 of them may stall or take down the broker.
@@ -14,7 +14,7 @@ from onbeat.errors import OnbeatError
 
 
 class DatasetError(OnbeatError):
-    """The data cannot be used: which field of the job is to blame, and what to do."""
+    """The data cannot be used. The error names the field of the job that is to blame, and what to do."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -27,22 +27,22 @@ class ChatMessage(BaseModel):
 
 
 class PromptItem(BaseModel):
-    """One prompt: either `messages` or `text`, and what the reward needs to know of it."""
+    """A prompt: either `messages` or `text`, and the context that its reward needs."""
 
     messages: list[ChatMessage] = []
     text: str = ""
     context: dict[str, Any]
-    row: int | None = None  # the same whenever the data come to this prompt again; None: they never do
+    row: int | None = None  # the same each time the data repeat this prompt; None: they never do
 
 
 class DatasetSpec(BaseModel):
-    """Everything that a dataset depends on, besides the data folder."""
+    """The inputs that a dataset depends on, besides the data folder."""
 
     model_config = ConfigDict(frozen=True)
 
     data: DataConfig
     seed: int
-    num_items: int  # all that the job will ever take
+    num_items: int  # the total that the job will take
 
     @classmethod
     def of_job(cls, config: JobConfig) -> "DatasetSpec":
@@ -51,8 +51,8 @@ class DatasetSpec(BaseModel):
 
     @classmethod
     def of_evaluation(cls, evaluation: EvaluationConfig, job_seed: int) -> "DatasetSpec":
-        """A file is read in its own order. Procedural items come from seeds that training never reaches: item i of a
-        dataset is made from seed + i, and a job has fewer than 2**31 prompts."""
+        """Return the spec of held-out data. A file is read in its own order. Procedural items come from seeds that
+        training never reaches: item i of a dataset is made from seed + i, and a job has fewer than 2**31 prompts."""
         data = evaluation.data
         if isinstance(data, FileData):
             data = data.model_copy(update={"shuffle": False})
@@ -61,16 +61,16 @@ class DatasetSpec(BaseModel):
 
 class PromptDataset(Protocol):
     def item(self, index: int) -> PromptItem:
-        """The prompt number `index` of the job, 0 <= index < num_items. Raises DatasetError."""
+        """Return prompt number `index` of the job, 0 <= index < num_items. Raises DatasetError."""
         ...
 
     def is_current(self) -> bool:
-        """False when what lies underneath has changed and the dataset must be opened again."""
+        """Return False when the underlying data has changed and the dataset must be opened again."""
         ...
 
 
 def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
-    """Raises DatasetError. Imports what the type of data needs, and nothing else."""
+    """Open the dataset; imports only what the type of data needs. Raises DatasetError."""
     if isinstance(spec.data, FileData):
         from services.broker.datasets.files import FileDataset
 

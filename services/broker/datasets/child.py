@@ -1,6 +1,6 @@
 """The process that touches data: one JSON request per line in, one JSON answer per line out, until standard input ends.
 
-Started by `process`. A request that takes longer than its limit ends this process, even if the broker is gone.
+`process` starts it. A request that takes longer than its limit ends this process, even if the broker is gone.
 """
 
 import json
@@ -70,7 +70,7 @@ def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str
 
 
 def problem_of(pattern: str) -> str:
-    """'' if it is a regular expression."""
+    """Return why the pattern is not a regular expression, or ''."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:

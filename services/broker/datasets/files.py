@@ -1,4 +1,4 @@
-"""JSONL and Parquet files. Rows are read when they are needed: the file may be larger than memory."""
+"""Datasets from JSONL and Parquet files. Rows are read when they are needed: the file may be larger than memory."""
 
 import functools
 import hashlib
@@ -16,8 +16,8 @@ from onbeat.config import FileData
 from services.broker.datasets import ChatMessage, DatasetError, PromptItem
 
 MAX_SHOWN = 80  # characters of a wrong path
-ROLES = ("system", "developer", "user", "assistant", "tool")  # that chat templates know
-NUM_CHECKED_ROWS = 10_000  # rows that are read through when the file is opened
+ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
+NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 
 Row = dict[str, Any]
 
@@ -26,11 +26,11 @@ class RowReader(Protocol):
     num_rows: int
 
     def row(self, index: int) -> Row:
-        """Raises DatasetError naming the line or row."""
+        """Read a row. Raises DatasetError naming the line or row."""
         ...
 
     def place(self, index: int) -> str:
-        """How a person finds the row: `line 7`."""
+        """Return the row's place for error messages: `line 7`."""
         ...
 
 
@@ -42,7 +42,7 @@ class FileDataset:
 
     @classmethod
     def open(cls, data: FileData, seed: int, data_dir: Path) -> "FileDataset":
-        """Find the file and read its first rows through. Raises DatasetError."""
+        """Find the file and check its first rows. Raises DatasetError."""
         path = resolve_path(data.path, data_dir)
         check_options(data)
         readers: dict[str, Callable[[Path], RowReader]] = {"jsonl": JsonlReader, "parquet": ParquetReader}
@@ -92,7 +92,7 @@ class FileDataset:
 
 
 def resolve_path(given: str, data_dir: Path) -> Path:
-    """The file inside the data folder. Says nothing about what lies outside. Raises DatasetError."""
+    """Return the file inside the data folder. Errors reveal nothing about files outside. Raises DatasetError."""
     try:
         root = data_dir.resolve()
         path = (root / given).resolve()
@@ -149,7 +149,7 @@ def pick(row: Row, name: str, field: str, where: str) -> Any:
 
 
 def to_messages(prompt: Any, data: FileData, where: str) -> list[ChatMessage]:
-    """[] for a plain prompt. Raises DatasetError when the prompt has neither of the two shapes."""
+    """Return the prompt's messages, [] for a plain prompt. Raises DatasetError if it has neither of the two shapes."""
     if is_text(prompt):
         if not prompt.strip():
             raise DatasetError("data.prompt_field", f"{where}: the prompt is empty")
@@ -175,12 +175,12 @@ def is_message(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """JSON can carry halves of surrogate pairs, which are no text."""
+    """Return whether the value is text. JSON can carry halves of surrogate pairs, which are not."""
     return isinstance(value, str) and value.encode("utf-8", "ignore").decode() == value
 
 
 def to_answer(answer: Any) -> Any:
-    """Rewards compare text: a number becomes what people write; lists and mappings stay. Raises ValueError for NaN and
+    """Convert a number to text, because rewards compare text; lists and mappings stay. Raises ValueError for NaN and
     infinity."""
     if isinstance(answer, float) and not math.isfinite(answer):
         raise ValueError(f"the answer is {answer}; leave such rows out")
@@ -189,7 +189,7 @@ def to_answer(answer: Any) -> Any:
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> "array[int]":
-    """A permutation of the rows: a pure function of (seed, epoch)."""
+    """Return a permutation of the rows: a pure function of (seed, epoch)."""
     order = array("q", range(num_rows))
     digest = hashlib.sha256(f"epoch/{seed}/{epoch}".encode()).digest()
     random.Random(int.from_bytes(digest[:8], "big")).shuffle(order)
@@ -205,7 +205,7 @@ def file_identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def refuse_other_formats(start: bytes) -> None:
-    """Raises DatasetError, by name, for what people take for JSONL."""
+    """Raise DatasetError, naming the format, for formats that are mistaken for JSONL."""
     formats = {
         b"\xff\xfe": "UTF-16",
         b"\xfe\xff": "UTF-16",
@@ -220,7 +220,7 @@ def refuse_other_formats(start: bytes) -> None:
 
 
 class JsonlReader:
-    """One JSON object per line; blank lines do not count. Keeps 16 bytes per row."""
+    """A reader of one JSON object per line; blank lines do not count. It keeps 16 bytes per row in memory."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -250,7 +250,7 @@ class JsonlReader:
 
 
 class ParquetReader:
-    """Holds a few row groups at a time."""
+    """A reader that holds a few row groups at a time."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow

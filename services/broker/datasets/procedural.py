@@ -11,7 +11,7 @@ RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the n
 
 
 class ReasoningGymDataset:
-    """The unmodified question is the user message."""
+    """A dataset of generated tasks. The unmodified question is the user message."""
 
     def __init__(self, data: ReasoningGymData, seed: int, num_items: int, dataset: Any) -> None:
         self._data, self._seed, self._num_items = data, seed, num_items
@@ -19,7 +19,7 @@ class ReasoningGymDataset:
 
     @classmethod
     def open(cls, data: ReasoningGymData, seed: int, num_items: int) -> "ReasoningGymDataset":
-        """Raises DatasetError for an unknown task or for options that the task refuses."""
+        """Open the task's dataset. Raises DatasetError for an unknown task or for options that the task refuses."""
         from reasoning_gym.factory import DATASETS, create_dataset
 
         if data.task not in DATASETS:
@@ -48,7 +48,7 @@ class ReasoningGymDataset:
     def item(self, index: int) -> PromptItem:
         entry = self._dataset[index]
         context = {name: entry[name] for name in ("question", "answer", "metadata")}
-        # With these a scorer can build the very same dataset and entry, where JSON is not faithful enough.
+        # With these a scorer can build the same dataset and entry again, where JSON is not faithful enough.
         context |= {"task": self._data.task, "options": self._data.options}
         context |= {"seed": self._seed, "size": self._num_items, "index": index}
         messages = [ChatMessage(role="user", content=entry["question"])]
@@ -58,7 +58,7 @@ class ReasoningGymDataset:
 
 
 def nearest(wrong: str, known: Any) -> str:
-    """What to suggest instead of an unknown name."""
+    """Suggest known names instead of an unknown one."""
     close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(close)}?"

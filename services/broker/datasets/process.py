@@ -1,4 +1,4 @@
-"""The broker's side of the data process: starts it when it is first needed, and again after it died."""
+"""The broker's side of the data process: it starts the process when first needed, and again after it has died."""
 
 import asyncio
 import json
@@ -14,28 +14,28 @@ from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 30
-GRACE_S = 5.0  # the child ends itself at its limit; this long after, it is ended from here
+GRACE_S = 5.0  # the child ends itself at its limit; after this much longer, the broker kills it
 
 
 class DatasetProcess:
-    """One request at a time; the next ones wait. Never blocks the event loop."""
+    """A client that sends one request at a time; the next ones wait. It never blocks the event loop."""
 
     def __init__(self, data_dir: Path, timeout_s: float, memory_mb: int) -> None:
         self._data_dir, self._timeout_s, self._memory_mb = data_dir, timeout_s, memory_mb
         self._lock = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
         self._stderr: IO[bytes] | None = None
-        self._is_mid_exchange = False  # a request without its answer, left behind by a cancelled caller
+        self._is_mid_exchange = False  # a cancelled caller left a request without its answer
 
     async def read(self, spec: DatasetSpec, first: int, count: int) -> list[PromptItem]:
-        """Items `first` to `first + count - 1`. Raises DatasetError, also when the limits of time or memory are hit."""
+        """Read items `first` to `first + count - 1`. Raises DatasetError, also when a time or memory limit is hit."""
         answer = await self._ask({"spec": spec.model_dump(mode="json"), "first": first, "count": count})
         if "error" in answer:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         return [PromptItem.model_validate(item) for item in answer["items"]]
 
     async def check_pattern(self, pattern: str) -> str:
-        """Return why a regular expression cannot be used, or ''. To compile one can take minutes."""
+        """Return why a regular expression cannot be used, or ''. Compiling one can take minutes."""
         try:
             return str((await self._ask({"pattern": pattern}))["problem"])
         except DatasetError as error:
@@ -89,7 +89,7 @@ class DatasetProcess:
         return self._child
 
     async def _end_child(self, child: asyncio.subprocess.Process, is_late: bool) -> str:
-        """End what is left of the child; returns why it gave no answer."""
+        """End the child if it still runs. Returns why it gave no answer."""
         if is_late and child.returncode is None:
             child.kill()
         code = await child.wait()  # it is ending by itself, or was just killed
