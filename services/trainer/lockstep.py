@@ -1,4 +1,4 @@
-"""The feed of sharded replicas in lockstep: rank 0 takes groups from the stream and deals them out by tokens.
+"""The lockstep feed of sharded replicas: rank 0 takes groups from the stream and deals them out, balanced by tokens.
 
 Every forward and backward of a sharded model is a collective, so all ranks see the same micro-batches in the same
 order, each with its own share of them. A rank with fewer rows than another runs idle passes.

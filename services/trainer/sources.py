@@ -175,6 +175,6 @@ def is_loopback(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     try:
         parsed = ipaddress.ip_address(host)
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host == "localhost"
     return parsed.is_loopback or parsed.is_unspecified

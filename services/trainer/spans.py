@@ -9,7 +9,7 @@ MAX_SPANS = 500  # per iteration, in Redis
 
 @dataclass(frozen=True)
 class Span:
-    """`start` and `end` by time.monotonic()."""
+    """An activity from `start` to `end`, by time.monotonic()."""
 
     kind: str  # "micro_batch" | "optimizer" | "publish" | "checkpoint"
     start: float

@@ -33,7 +33,7 @@ CANDIDATES = [  # the fastest first
     ("sdpa", False),
     ("eager", False),
 ]
-TRIAL_ERRORS = (  # a model that is built differently from what is expected raises these
+TRIAL_ERRORS = (  # models that are built in an unexpected way raise these
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -57,7 +57,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Reference:
-    """A tiny random model of the architecture and what transformers computes with it."""
+    """A tiny random model of the architecture and the results of transformers with it."""
 
     config: Any
     model: Any

@@ -158,7 +158,7 @@ def first_line(error: Exception) -> str:
 
 
 class Tracking:
-    """All trackers of a job, from here to the end of the `with` block."""
+    """The trackers of a job, which run until the end of the `with` block."""
 
     def __init__(self, job: Job, job_id: str, config: JobConfig, folder: Path, look_s: float = LOOK_S) -> None:
         """Start the trackers. `folder`: the job's own."""
