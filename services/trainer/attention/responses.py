@@ -1,4 +1,4 @@
-"""Attention of a group's responses over [prompt | own] keys: two calls without a mask or copies of the prompt's keys.
+"""Attention of a group's responses over [prompt | own] keys: two calls without a mask or copies of the prompt's keys:
 
     all response tokens over the prompt      one batch row; query heads that share a key head are more rows of it
     each response over itself, causally      a batch of G rows, padded at the end, where causality hides the padding

@@ -7,8 +7,8 @@ batched ones:
     response rows    over [prefix | prompt | own], own causally, with one softmax over all
 
 Prompts and responses are padded at the end, where causality hides the padding from real rows, and a mask hides that of
-a prompt from responses; the gradient of padded rows is zero. The prefix is a group without responses, and every other
-group adds to the gradient of its keys.
+a prompt from responses; the gradient of padded rows is zero. The prefix is a group without responses; every other group
+adds to the gradient of the prefix's keys.
 
 Legend: T places of the packed row, F of its prefix; N groups together, P places of the longest prompt, G responses, R
 places of the longest. H query heads, K key/value heads, each shared by Q = H / K query heads, D head size. X rows of
