@@ -137,10 +137,11 @@ def find_answer(row: Row, data: FileData, where: str) -> Any:
 
 def pick(row: Row, name: str, field: str, where: str) -> Any:
     """Return the value of a field: by its own name, or by a path of names with dots between them."""
-    value = row.get(name)
+    value: Any = row.get(name)
     if value is None:
-        path = name.split(".")
-        value = functools.reduce(lambda part, key: part.get(key) if isinstance(part, dict) else None, path, row)
+        value = row
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
     if value is None:
         there = ", ".join(sorted(row)) or "nothing"
         hint = "; or null: no answers" if field == "data.answer_field" else ""
