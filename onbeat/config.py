@@ -9,26 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from onbeat.objectives import AnyObjective
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.section import Float, Fraction, Int, PositiveFloat, PositiveInt, Section
 
-def refuse_boolean(value: Any) -> Any:
-    """To Python true is the number 1."""
-    if isinstance(value, bool):
-        raise ValueError("should be a number, not true or false")
-    return value
-
-
-Int = Annotated[int, BeforeValidator(refuse_boolean)]
-Float = Annotated[float, BeforeValidator(refuse_boolean)]
-PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(refuse_boolean)]
-PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_boolean)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0), BeforeValidator(refuse_boolean)]
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries that read and write JSON end at about 250
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -121,163 +108,6 @@ class RolloutConfig(Section):
         description="prompts go out by the length of their responses in the epoch before, or as they come in the data; "
         "what is trained is the same",
     )
-
-
-Normalization = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
-NORMALIZATION = (
-    "the loss is summed over tokens and divided by: all tokens; each response's own, then the number of responses; "
-    "the number of responses; that times max_response_tokens"
-)
-
-
-class KlConfig(Section):
-    coef: Float = Field(0.0, ge=0, description="0 skips the reference model altogether")
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="of the divergence, from the sampled tokens; k1 for the reward only: in the loss its expected "
-        "gradient is 0",
-    )
-    placement: Literal["loss", "reward"] = Field(
-        "loss", description="a term of the token loss, or subtracted from each response's reward before advantages"
-    )
-
-    @model_validator(mode="after")
-    def check_estimator(self) -> "KlConfig":
-        if self.coef > 0 and (self.estimator, self.placement) == ("k1", "loss"):
-            raise ValueError(
-                "kl.estimator: k1 in the loss pulls nowhere, since its expected gradient is 0; use k2 or k3, or "
-                "placement = 'reward'"
-            )
-        return self
-
-
-class TruncatedImportance(Section):
-    """Weight min(r, cap) on each token, r = trainer / rollout probability."""
-
-    type: Literal["truncated"] = "truncated"
-    cap: Float = Field(2.0, gt=0, description="largest weight of a token")
-
-
-class BandImportance(Section):
-    """Weight r inside the band; tokens outside leave loss and denominator (IcePop)."""
-
-    type: Literal["band"] = "band"
-    low: Float = Field(0.5, gt=0, le=1, description="smallest weight that stays")
-    high: Float = Field(5.0, ge=1, description="largest weight that stays")
-
-
-class Objective(Section):
-    kl: KlConfig = KlConfig()
-    old_policy: Literal["behaviour", "proximal"] = Field(
-        "behaviour",
-        description="denominator of the importance ratio: the policy that generated, or the one at the iteration's "
-        "start, which with `importance` is the decoupled objective (arXiv 2505.24298); proximal: `bounded` only",
-    )
-    importance: TruncatedImportance | BandImportance | None = Field(
-        None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"
-    )
-
-
-class GrpoObjective(Objective):
-    """DeepSeekMath (arXiv 2402.03300)."""
-
-    type: Literal["grpo"] = "grpo"
-    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
-    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
-
-
-class DrGrpoObjective(Objective):
-    """arXiv 2503.20783: no division by the standard deviation, constant normaliser."""
-
-    type: Literal["dr_grpo"]
-    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
-    normalization: Normalization = Field("constant", description=NORMALIZATION)
-
-
-class DapoObjective(Objective):
-    """arXiv 2503.14476: clip-higher and token mean; its dynamic sampling would change the iteration's fixed set."""
-
-    type: Literal["dapo"]
-    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(0.28, gt=0, description="and at 1 + clip_high")
-    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
-
-
-class RlooObjective(Objective):
-    """arXiv 2402.14740: leave-one-out baseline."""
-
-    type: Literal["rloo"]
-    normalization: Normalization = Field("sequence_sum", description=NORMALIZATION)
-
-
-class GspoObjective(Objective):
-    """arXiv 2507.18071: one ratio per response."""
-
-    type: Literal["gspo"]
-    clip_low: Float = Field(3e-4, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(4e-4, gt=0, description="and at 1 + clip_high")
-    normalization: Normalization = Field("sequence_mean", description=NORMALIZATION)
-
-
-class CispoObjective(Objective):
-    """arXiv 2506.13585: clipped weights instead of clipped updates."""
-
-    type: Literal["cispo"]
-    clip_low: Float = Field(1.0, gt=0, le=1, description="the weight is clipped at 1 - clip_low")
-    clip_high: Float = Field(4.0, gt=0, description="and at 1 + clip_high")
-    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
-
-
-class ReinforcePpObjective(Objective):
-    """arXiv 2501.03262: scaled by the whole iteration, therefore not in `periodic`."""
-
-    type: Literal["reinforce_pp"]
-    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
-    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
-
-    @model_validator(mode="after")
-    def check_kl_placement(self) -> "ReinforcePpObjective":
-        if self.kl.placement == "reward":
-            raise ValueError(
-                "objective.kl.placement: reinforce_pp scales by rewards known before the pass; use placement = 'loss'"
-            )
-        return self
-
-
-class OnlineDpoObjective(Objective):
-    """arXiv 2410.18252: the best and the worst response of a group as a preference pair."""
-
-    type: Literal["online_dpo"]
-    beta: Float = Field(0.1, gt=0, description="of the preference loss: larger stays closer to the reference")
-
-
-ObjectiveConfig = Annotated[
-    GrpoObjective
-    | DrGrpoObjective
-    | DapoObjective
-    | RlooObjective
-    | GspoObjective
-    | CispoObjective
-    | ReinforcePpObjective
-    | OnlineDpoObjective,
-    Field(discriminator="type"),
-]
-
-# Which objective is allowed in which mode. A batch-wide statistic has to wait for the whole iteration: in `periodic`
-# that would undo the overlap, in `bounded` the next iteration is generated meanwhile.
-MODES_OF_OBJECTIVE: dict[str, tuple[str, ...]] = {
-    "grpo": ("periodic", "sync", "bounded"),
-    "dr_grpo": ("periodic", "sync", "bounded"),
-    "dapo": ("periodic", "sync", "bounded"),
-    "rloo": ("periodic", "sync", "bounded"),
-    "gspo": ("periodic", "sync", "bounded"),
-    "cispo": ("periodic", "sync", "bounded"),
-    "reinforce_pp": ("sync", "bounded"),
-    "online_dpo": ("periodic", "sync", "bounded"),
-}
 
 
 class OptimizerConfig(Section):
@@ -453,7 +283,7 @@ class JobConfig(Section):
     data: DataConfig
     reward: RewardConfig
     rollout: RolloutConfig
-    objective: ObjectiveConfig = Field(default_factory=GrpoObjective)
+    objective: AnyObjective = Field(default_factory=GrpoObjective)
     optimizer: OptimizerConfig = OptimizerConfig()
     gac: GacConfig = GacConfig()
     training: TrainingConfig = TrainingConfig()
@@ -482,11 +312,6 @@ class JobConfig(Section):
         if twice := sorted({each for each in types if types.count(each) > 1}):
             raise ValueError(f"two trackers of type {twice[0]}; a job has one run in each")
         return trackers
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def default_objective(cls, value: Any) -> Any:
-        return {"type": "grpo", **value} if isinstance(value, dict) else value
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -519,11 +344,12 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def check_mode(self) -> "JobConfig":
-        allowed = MODES_OF_OBJECTIVE[self.objective.type]
+        objective, allowed = self.objective, self.objective.modes
         if self.schedule.mode not in allowed:
+            reason = "needs statistics of the whole iteration and " if objective.needs_whole_iteration else ""
             raise ValueError(
-                f"schedule.mode: objective {self.objective.type} needs statistics of the whole iteration and cannot "
-                f"run in {self.schedule.mode}; use {' or '.join(allowed)}, or another objective"
+                f"schedule.mode: objective {objective.type} {reason}cannot run in {self.schedule.mode}; "
+                f"use {' or '.join(allowed)}, or another objective"
             )
         return self
 

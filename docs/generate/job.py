@@ -6,7 +6,8 @@ from typing import Any
 
 from docs.generate.examples import EXAMPLES
 from docs.generate.markdown import code, generated_note, join, sentence, table
-from onbeat.config import MODES_OF_OBJECTIVE, JobConfig
+from onbeat.config import JobConfig
+from onbeat.objectives import BUILT_IN
 
 Schema = dict[str, Any]
 
@@ -39,16 +40,14 @@ def page() -> str:
     top = [field_row(name, field, schema) for name, field in plain.items()]
     top += [section_row(name, field, schema) for name, field in sections.items()]
     return join(
-        generated_note("onbeat/config.py"),
+        generated_note("onbeat/config.py and onbeat/objectives/"),
         INTRODUCTION,
         "## The whole file",
         table(HEADS, top),
         *(section(name, field, definitions) for name, field in sections.items()),
         "## Objectives and schedules",
         "Which objective runs in which `schedule.mode`:",
-        table(
-            ["objective", "modes"], [(code(o), ", ".join(map(code, modes))) for o, modes in MODES_OF_OBJECTIVE.items()]
-        ),
+        table(["objective", "modes"], [(code(o), ", ".join(map(code, kind.modes))) for o, kind in BUILT_IN.items()]),
     )
 
 

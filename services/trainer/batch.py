@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from onbeat.config import JobConfig, OnlineDpoObjective
+from onbeat.config import JobConfig
+from onbeat.objectives.base import Responses
 from onbeat.streams.codec import Response, RolloutGroup
-from services.trainer.algorithm.online_dpo import best_and_worst
 from services.trainer.attention import PackedLayout, build_layout
-from services.trainer.objective import has_signal
 
 MIN_PREFIX = 16  # tokens; every kernel makes a call or two more for a prefix
 
@@ -27,23 +26,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(Responses):
     """The parts of groups in one row: T places, N response tokens, R responses."""
 
     token_ids: torch.Tensor  # [T] int64, the inputs
     layout: PackedLayout
     target_ids: torch.Tensor  # [N] int64, the response tokens
-    rollout_logprobs: torch.Tensor  # [N] float32
-    response_lengths: torch.Tensor  # [R] int64, tokens
-    group_rewards: list[torch.Tensor]  # [G] float32 of each group, all of its responses
-    members: list[torch.Tensor]  # [M] int64 of each group: indices of its responses in this row; together R
     group_ids: list[str]
-
-    def response_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum token values [N] by response, [R]."""
-        index = torch.arange(len(self.response_lengths), device=values.device).repeat_interleave(self.response_lengths)
-        sums = torch.zeros(len(self.response_lengths), dtype=values.dtype, device=values.device)
-        return sums.index_add(0, index, values)
 
 
 def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
@@ -117,10 +106,8 @@ def rows(groups: Sequence[RolloutGroup], config: JobConfig) -> list[list[Part]]:
 
 def parts_of(group: RolloutGroup, config: JobConfig) -> list[Part]:
     """Split the group's trained responses into as few parts as fit the budget, with at least one response each."""
-    members = trained_members(group, config)
-    objective = config.objective
-    has_kl_reward = objective.kl.coef > 0 and objective.kl.placement == "reward"
-    if has_kl_reward or isinstance(objective, OnlineDpoObjective):
+    members = config.objective.trained_members(group_rewards(group))
+    if config.objective.needs_whole_group:
         return [Part(group, members)]
     parts: list[tuple[int, ...]] = []
     for member in members:
@@ -138,18 +125,10 @@ def idle_batch(device: torch.device) -> MicroBatch:
     return pack([RolloutGroup(group_id="idle", prompt_token_ids=[0], responses=[response])], device)
 
 
-def trained_members(group: RolloutGroup, config: JobConfig) -> tuple[int, ...]:
-    """Return the indices of responses to train: all, or the pair of online DPO (any two if there is none)."""
-    if isinstance(config.objective, OnlineDpoObjective):
-        return tuple(sorted(best_and_worst(group_rewards(group)) or (0, 1)))
-    return Part.whole(group).members
-
-
 def cost(group: RolloutGroup, config: JobConfig) -> int:
     """Return the maximum number of packed-row places that training the group takes; 0 if it has no signal."""
-    if not has_signal(config.objective, group_rewards(group)):
-        return 0
-    return num_places(group, trained_members(group, config))
+    rewards = group_rewards(group)
+    return num_places(group, config.objective.trained_members(rewards)) if config.objective.has_signal(rewards) else 0
 
 
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:

@@ -1,11 +1,11 @@
-"""GAC on the accumulated gradient: it keeps the last one, measures the cosine, projects or skips (`algorithm/gac`)."""
+"""GAC on the accumulated gradient: it keeps the last one, measures the cosine, projects or skips (`gac`)."""
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from onbeat.config import GacConfig
-from services.trainer.algorithm.gac import GacAction, GacDecision, decide
 from services.trainer.distributed import World
+from services.trainer.gac import GacAction, GacDecision, decide
 
 Gradients = dict[str, torch.Tensor]
 

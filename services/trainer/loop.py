@@ -23,24 +23,16 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
+from onbeat.objectives.base import Loss
 from onbeat.streams.codec import RolloutGroup, check_logprobs, span_versions
 from onbeat.types import JobState
-from services.trainer.algorithm.gac import GacAction
-from services.trainer.algorithm.reinforce_pp import batch_scale
 from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import ALONE, World
 from services.trainer.engine_probe import NUM_PROBED, check_mismatch
+from services.trainer.gac import GacAction
 from services.trainer.link import Link
 from services.trainer.lockstep import create_feed
-from services.trainer.objective import (
-    Loss,
-    compute_loss,
-    has_advantages,
-    has_signal,
-    loss_denominator,
-    needs_whole_iteration,
-)
 from services.trainer.policy import Policy, old_version
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats, Tally
@@ -84,7 +76,7 @@ class TrainLoop:
             self._feed.micro_batches(iteration, group_ids) for group_ids in shares(self._config, iteration)
         ]
         scale = 1.0
-        if needs_whole_iteration(self._config.objective):
+        if self._config.objective.needs_whole_iteration:
             updates = [list(micro_batches) for micro_batches in updates]
             scale = self._iteration_scale([group for update in updates for groups in update for group in groups])
         num_responses = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
@@ -121,11 +113,11 @@ class TrainLoop:
         trained = []
         for group in groups:
             self._verify(group)
-            is_trained = has_signal(self._config.objective, group_rewards(group))
+            is_trained = self._config.objective.has_signal(group_rewards(group))
             stats.add_group(group, is_trained)
             if is_trained:
                 trained.append(group)
-            elif group.responses and has_advantages(self._config.objective):
+            elif group.responses and self._config.objective.has_advantages:
                 stats.advantages[group.group_id] = [0.0] * len(group.responses)
         self._accumulate_rows(rows(trained, self._config), stats, scale)
 
@@ -160,7 +152,7 @@ class TrainLoop:
         """All policies on the same packed row, then the objective."""
         probed = self._probed_logprobs(batch)
         logprobs, entropy = self._policy.logprobs(batch, self._config.rollout.temperature, self._old_version())
-        loss = compute_loss(self._config.objective, batch, logprobs, scale)
+        loss = self._config.objective.loss(batch, logprobs, scale)
         behaviour_logprobs = logprobs.old if self._has_behaviour_logprobs() else probed
         stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
         return loss
@@ -181,12 +173,11 @@ class TrainLoop:
         tally = stats.tally
         if tally.num_responses == 0:  # all of its groups failed: nothing to learn from, and no step
             return
-        divisor = loss_denominator(
-            self._config, tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs
-        )
+        num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.rollout.max_response_tokens
+        divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
         self._publisher.wait_for_reader()
-        decision = self._policy.control.apply(optimizer.rescale(divisor))
+        decision = self._policy.control.apply(optimizer.rescale(max(1, divisor)))
         stats.add_decision(decision)
         stats.values["train/grad_norm"] = self._clip()
         if decision.action is GacAction.SKIP and self._config.gac.mode == "control":
@@ -219,11 +210,11 @@ class TrainLoop:
         return old_version(self._config, self._behaviour_version, self._current_version, self._num_updates_done)
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
-        """REINFORCE++'s divisor, from all groups of the iteration on all replicas; 1 when every group failed."""
+        """The objective's, from all groups of the iteration on all replicas; 1 when every group failed."""
         own = json.dumps([[response.reward for response in group.responses] for group in groups if group.responses])
         messages = self._world.all_gather_bytes(own.encode())
         everywhere = [torch.tensor(rewards) for message in messages for rewards in json.loads(message)]
-        return batch_scale(everywhere) if everywhere else 1.0
+        return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0
 
     # ---- do the engines follow ---------------------------------------------------------------------------------------
 

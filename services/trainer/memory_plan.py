@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onbeat.config import JobConfig, OnlineDpoObjective
+from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import MicroBatch, Part, pack
 from services.trainer.lora import add_adapters
@@ -38,7 +38,6 @@ from services.trainer.model import (
     separate_inputs,
     target_logprobs,
 )
-from services.trainer.objective import needs_reference
 from services.trainer.packing import choose_passes
 from services.trainer.policy import has_old_policies
 from services.trainer.settings import Settings
@@ -84,7 +83,7 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
         "weights": (frozen * item + trained * (item if shared == 1 else MASTER_BYTES)) // shared,
         "optimizer": trained * (MOMENTS_BYTES + MASTER_BYTES * has_masters_beside) // shared,
     }
-    if needs_reference(config.objective) and config.lora is None:
+    if config.objective.needs_reference and config.lora is None:
         held["reference model"] = whole * item // shared
     if has_old_policies(config):
         held["older policies"] = whole * item // shared
@@ -223,12 +222,10 @@ class KeptInputs(torch.autograd.Function):
 def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
     """As many whole groups as the token budget takes, all responses at full length; of a larger group a part."""
     rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
-    is_pair = isinstance(config.objective, OnlineDpoObjective)
-    size = 2 if is_pair else rollout.num_samples_per_prompt
+    size = len(config.objective.trained_members(torch.zeros(rollout.num_samples_per_prompt)))
     response_places = max(1, rollout.max_response_tokens - 1)
     places = prompt_tokens + size * response_places
-    is_whole = is_pair or (config.objective.kl.coef > 0 and config.objective.kl.placement == "reward")
-    if places > budget and not is_whole:
+    if places > budget and not config.objective.needs_whole_group:
         size, num_groups = max(1, (budget - prompt_tokens) // response_places), 1
     else:
         num_groups = max(1, min(rollout.num_prompts_per_iteration, budget // places))

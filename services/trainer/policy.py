@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from onbeat.config import JobConfig, OnlineDpoObjective
+from onbeat.config import JobConfig
+from onbeat.objectives.base import Logprobs
 from services.trainer.batch import MicroBatch
 from services.trainer.distributed import ALONE, World
 from services.trainer.gradient_control import GradientControl
@@ -29,7 +30,6 @@ from services.trainer.model import (
     response_logprobs,
     tri_model_logprobs,
 )
-from services.trainer.objective import Logprobs, needs_reference
 from services.trainer.optimizer import MasterAdamW
 from services.trainer.packing import choose_passes
 from services.trainer.sharding import gather_full, load_shards, shard
@@ -91,7 +91,7 @@ class Policy:
         dtype = next(model.parameters()).dtype
         old = frozen_base(model) if has_old_policies(config) else None
         reference = None
-        if needs_reference(config.objective):
+        if config.objective.needs_reference:
             reference = model if config.lora else freeze_copy(model)
         if is_sharded:
             for each in (model, old, None if reference is model else reference):
@@ -171,7 +171,7 @@ def old_version(config: JobConfig, behaviour_version: int, current_version: int,
 
     `current_version` is that of the weights at the iteration's start; each update since has moved them.
     """
-    if isinstance(config.objective, OnlineDpoObjective):
-        return None  # online DPO has no ratio
+    if not config.objective.has_importance_ratio:
+        return None
     wanted = behaviour_version if config.objective.old_policy == "behaviour" else current_version
     return None if wanted == current_version and num_updates_done == 0 else wanted

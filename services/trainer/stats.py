@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from onbeat.objectives.base import Loss
+from onbeat.objectives.base.kl import kl_estimate
 from onbeat.streams.codec import RolloutGroup, group_digest
-from services.trainer.algorithm.gac import GacAction, GacDecision
-from services.trainer.algorithm.kl import kl_estimate
 from services.trainer.batch import MicroBatch
-from services.trainer.objective import Loss
+from services.trainer.gac import GacAction, GacDecision
 from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained

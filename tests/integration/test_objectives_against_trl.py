@@ -5,8 +5,8 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from onbeat.objectives.base import Logprobs
 from services.trainer.batch import pack
-from services.trainer.objective import Logprobs, compute_loss, group_advantages, loss_denominator
 from tests.integration.tiny_models import write_tied_model
 from tests.unit.test_objectives import example, flat
 from tests.unit.trainer_fixtures import job_config
@@ -78,14 +78,15 @@ def test_loss_and_gradient_equal_trl(name, model_dir, tmp_path):
     lengths = batch.response_lengths.tolist()
 
     trainer = flat(nested).requires_grad_()
-    loss = compute_loss(config.objective, batch, Logprobs(trainer, flat(old), flat(ref)))
-    found = loss.loss_sum / loss_denominator(config, sum(lengths), len(lengths), 0)
+    loss = config.objective.loss(batch, Logprobs(trainer, flat(old), flat(ref)))
+    most = config.rollout.max_response_tokens
+    found = loss.loss_sum / config.objective.denominator(sum(lengths), len(lengths), 0, most)
     found_grad = torch.autograd.grad(found, trainer)[0]
 
     mask = pad(torch.ones(sum(lengths)), lengths)
     padded = {"trainer": pad(trainer.detach(), lengths).requires_grad_(), "old": pad(flat(old), lengths)}
     padded |= {"ref": pad(flat(ref), lengths)}
-    by_group = [group_advantages(config.objective, rewards, 1.0) for rewards in batch.group_rewards]
+    by_group = [config.objective.group_advantages(rewards) for rewards in batch.group_rewards]
     padded["advantages"] = torch.cat(by_group)
     expected = their_loss(model_dir, theirs, tmp_path, padded, mask)
     expected_grad = torch.autograd.grad(expected, padded["trainer"])[0][mask.bool()]

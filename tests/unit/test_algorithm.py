@@ -1,4 +1,4 @@
-"""Objectives against worked numbers."""
+"""Objectives, and what they are made of, against worked numbers."""
 
 import math
 
@@ -6,34 +6,32 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from onbeat.config import KlConfig
-from services.trainer.algorithm.advantages import grpo_advantages
-from services.trainer.algorithm.grpo import grpo_token_loss
-from services.trainer.algorithm.gspo import gspo_token_loss
-from services.trainer.algorithm.importance import band_weights, truncated_weights
-from services.trainer.algorithm.inputs import LossInputs
-from services.trainer.algorithm.kl import kl_estimate
-from services.trainer.algorithm.normalization import denominator, token_weights
-from services.trainer.algorithm.rloo import rloo_token_loss
+from onbeat.objectives.base import LossInputs
+from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
+from onbeat.objectives.base.kl import KlConfig, kl_estimate
+from onbeat.objectives.base.normalization import denominator, token_weights
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.objectives.gspo import GspoObjective
+from onbeat.objectives.rloo import RlooObjective
 
 
 def test_grpo_advantages_worked_by_hand():
     # rewards 0 0 1 1: mean 1/2, sample variance 4 * (1/4) / 3 = 1/3
-    advantages = grpo_advantages(torch.tensor([0.0, 0.0, 1.0, 1.0]), eps=0.0)
-    expected = 0.5 / math.sqrt(1 / 3)
+    advantages = GrpoObjective().group_advantages(torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
     torch.testing.assert_close(advantages, torch.tensor([-expected, -expected, expected, expected]))
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
 def test_equal_rewards_teach_exactly_nothing(reward):
-    assert torch.equal(grpo_advantages(torch.full((7,), reward)), torch.zeros(7))
+    assert torch.equal(GrpoObjective().group_advantages(torch.full((7,), reward)), torch.zeros(7))
 
 
 def test_grpo_clips_only_where_the_surrogate_would_gain():
     log = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
     inputs = LossInputs(log, torch.zeros(5), advantages, torch.tensor([5]))
-    loss, is_clipped = grpo_token_loss(inputs, clip_low=0.2, clip_high=0.3)
+    loss, is_clipped = GrpoObjective(clip_low=0.2, clip_high=0.3).token_loss(inputs)
     torch.testing.assert_close(loss, torch.tensor([-1.3, 1.5, -0.5, 0.8, -2.0]))
     assert is_clipped.tolist() == [True, False, False, True, False]
     loss.sum().backward()
@@ -44,7 +42,7 @@ def test_ratio_one_gives_the_plain_policy_gradient():
     logprobs = torch.tensor([-0.3, -2.0], requires_grad=True)
     advantages = torch.tensor([0.7, -1.2])
     inputs = LossInputs(logprobs, logprobs.detach(), advantages, torch.tensor([2]))
-    grpo_token_loss(inputs, 0.2, 0.2)[0].sum().backward()
+    GrpoObjective().token_loss(inputs)[0].sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
 
 
@@ -106,16 +104,16 @@ def test_policies_far_apart_give_finite_losses_and_gradients(gap, advantage):
     old = logprobs.detach() - gap
     inputs = LossInputs(logprobs, old, torch.full((2,), advantage), torch.tensor([2]))
     losses = [
-        grpo_token_loss(inputs, 0.2, 0.2)[0],
-        gspo_token_loss(inputs, 3e-4, 4e-4)[0],
-        rloo_token_loss(inputs),
+        GrpoObjective().token_loss(inputs)[0],
+        GspoObjective(type="gspo").token_loss(inputs)[0],
+        RlooObjective(type="rloo").token_loss(inputs)[0],
         kl_estimate("k3", logprobs, old),
     ]
     for loss in losses:
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
-    weights, is_kept = band_weights(old, logprobs.detach(), 0.5, 5.0)
+    weights, is_kept = BandImportance().weights(old, logprobs.detach())
     assert not is_kept.any()
     assert torch.equal(weights, torch.zeros(2))
-    assert truncated_weights(old, logprobs.detach(), 2.0).isfinite().all()
+    assert TruncatedImportance().weights(old, logprobs.detach())[0].isfinite().all()

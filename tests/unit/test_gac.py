@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.config import GacConfig
-from services.trainer.algorithm.gac import GacAction, decide
+from services.trainer.gac import GacAction, decide
 from services.trainer.gradient_control import GradientControl
 
 

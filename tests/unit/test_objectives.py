@@ -1,15 +1,21 @@
 """Every objective against a plain-Python loop over floats, written from the papers' formulas, and its gradient."""
 
+import inspect
 import math
 import random
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from services.trainer.algorithm.reinforce_pp import batch_scale
+from onbeat import objectives
+from onbeat.objectives import BUILT_IN
+from onbeat.objectives.base import Logprobs
+from onbeat.objectives.grpo import GrpoObjective
 from services.trainer.batch import group_rewards, pack
-from services.trainer.objective import Logprobs, compute_loss, loss_denominator
 from tests.unit.trainer_fixtures import job_config, make_group
 
 LENGTHS = [(3, 1, 4), (2, 5, 2)]
@@ -107,10 +113,10 @@ def importance(kind, ratio):
 
 def found_loss(config, groups, trainer, old, ref):
     batch = pack(groups, torch.device("cpu"))
-    scale = batch_scale([group_rewards(group) for group in groups])
-    loss = compute_loss(config.objective, batch, Logprobs(trainer, old, ref), scale)
-    num_tokens = len(trainer) - loss.num_rejected_tokens
-    return loss.loss_sum / loss_denominator(config, num_tokens, len(batch.response_lengths), loss.num_pairs)
+    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
+    loss = config.objective.loss(batch, Logprobs(trainer, old, ref), scale)
+    counts = (len(trainer) - loss.num_rejected_tokens, len(batch.response_lengths), loss.num_pairs)
+    return loss.loss_sum / config.objective.denominator(*counts, config.rollout.max_response_tokens)
 
 
 KINDS = ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "reinforce_pp"]
@@ -181,3 +187,26 @@ def test_online_dpo_pairs_best_with_worst():
     margins = [log_ratio(0, 1) - log_ratio(0, 0), log_ratio(1, 0) - log_ratio(1, 2)]
     expected = statistics.fmean(math.log(1 + math.exp(-0.5 * margin)) for margin in margins)
     assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+# ---- one file, one objective ---------------------------------------------------------------------------------------
+
+
+def test_registry_is_what_the_folder_has():
+    files = {path.stem for path in Path(objectives.__file__).parent.glob("*.py")} - {"__init__"}
+    assert set(BUILT_IN) == files
+    for name, objective in BUILT_IN.items():
+        assert objective.__module__ == f"onbeat.objectives.{name}"
+        assert objective(type=name).type == name
+
+
+def test_grpos_file_alone_says_what_grpo_is():
+    assert {"advantages", "token_loss"} <= vars(GrpoObjective).keys()
+    assert {"type", "clip_low", "clip_high"} == inspect.get_annotations(GrpoObjective).keys()
+
+
+def test_objectives_are_read_where_there_is_no_pytorch():
+    code = "import sys; sys.modules['torch'] = None; import services.broker.admission, onbeat.objectives as o; "
+    code += "print(sorted(type(o.BUILT_IN[name](type=name)).__name__ for name in o.BUILT_IN))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(sorted(each.__name__ for each in BUILT_IN.values())), done.stderr

@@ -6,20 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onbeat.config import MODES_OF_OBJECTIVE
-from services.trainer import loop as loop_module
-from services.trainer.algorithm.reinforce_pp import batch_scale
+from onbeat.objectives import BUILT_IN
+from onbeat.objectives.base import Logprobs
 from services.trainer.batch import cost, group_rewards, pack, rows
 from services.trainer.distributed import World
 from services.trainer.loop import TrainLoop
 from services.trainer.model import freeze_copy, response_logprobs, tri_model_logprobs
-from services.trainer.objective import Logprobs, compute_loss, group_advantages, has_signal, loss_denominator
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model, train
 
 CPU = torch.device("cpu")
-KINDS = list(MODES_OF_OBJECTIVE)
+KINDS = list(BUILT_IN)
 KL = {"kl": {"coef": 0.3}}
 TRUNCATED = {"importance": {"type": "truncated", "cap": 1.1}}
 BAND = {"importance": {"type": "band", "low": 0.8, "high": 1.2}}
@@ -83,7 +81,8 @@ def gradient(config, models, groups, computed):
     """The update's gradient by parameter, in float64, from passes over `computed`; and what it was divided by."""
     policy, old, reference = models
     policy.zero_grad()
-    stats, scale = IterationStats(0), batch_scale([group_rewards(group) for group in groups])
+    stats = IterationStats(0)
+    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
     for group in groups:
         stats.add_group(group, group in computed)
     for row in rows(computed, config):
@@ -91,13 +90,12 @@ def gradient(config, models, groups, computed):
         trainer, entropy, *others = tri_model_logprobs(policy, old, reference, batch, 1.0)
         has_reference = config.objective.kl.coef > 0 or config.objective.type == "online_dpo"
         logprobs = Logprobs(trainer, others[0], others[1] if has_reference else None)
-        loss = compute_loss(config.objective, batch, logprobs, scale)
+        loss = config.objective.loss(batch, logprobs, scale)
         stats.add_loss(batch, trainer, None, loss, entropy)
         loss.loss_sum.backward()
     tally = stats.tally
-    divisor = loss_denominator(
-        config, tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs
-    )
+    counts = (tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs)
+    divisor = max(1, config.objective.denominator(*counts, config.rollout.max_response_tokens))
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / divisor
         for name, parameter in policy.named_parameters()
@@ -109,7 +107,7 @@ def gradient(config, models, groups, computed):
 @pytest.mark.parametrize(("kind", "extra"), CASES)
 def test_update_is_the_one_with_every_group_computed(kind, extra, budget, models, groups):
     config = config_of(kind, extra, training={"max_tokens_per_micro_batch": budget})
-    signal = [group for group in groups if has_signal(config.objective, group_rewards(group))]
+    signal = [group for group in groups if config.objective.has_signal(group_rewards(group))]
     assert [groups[1], groups[3]] == [group for group in signal if group in (groups[1], groups[3])]
     expected, expected_tally, expected_divisor = gradient(config, models, groups, groups)
     found, tally, divisor = gradient(config, models, groups, signal)
@@ -126,7 +124,7 @@ def test_equal_rewards_have_signal_exactly_where_a_pass_over_them_changes_anythi
         found, _, divisor = gradient(config, models, [group], [group])
         _, _, divisor_without = gradient(config, models, [group], [])
         has_effect = has_effect or divisor != divisor_without or any(value.any() for value in found.values())
-    assert [has_signal(config.objective, group_rewards(group)) for group in uniform] == [has_effect] * 3
+    assert [config.objective.has_signal(group_rewards(group)) for group in uniform] == [has_effect] * 3
     assert [cost(group, config) > 0 for group in uniform] == [has_effect] * 3
 
 
@@ -136,7 +134,7 @@ def test_advantages_of_equal_rewards_are_exact_zeros_however_the_mean_is_rounded
     sizes = [(reward, size) for reward in (0.1, 0.3, 0.7, 1e-3) for size in range(2, 20)]
     assert any((r := torch.full((size,), reward)).mean() != r[0] for reward, size in sizes)
     for reward, size in sizes:
-        assert torch.equal(group_advantages(objective, torch.full((size,), reward), 1e-8), torch.zeros(size))
+        assert torch.equal(objective.group_advantages(torch.full((size,), reward), 1e-8), torch.zeros(size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +143,7 @@ def test_rewards_decide_as_the_loss_sees_them(kind):
     config = config_of(kind, "plain")
     for rewards, expected in (([1.0, 1.0 + 1e-12, 1.0], False), ([1.0, 1.0 + 1e-6, 1.0], True), ([], False)):
         group = make_group("0-0", 4, (2, 3, 4)[: len(rewards)], rewards=rewards)
-        assert has_signal(config.objective, group_rewards(group)) == expected
+        assert config.objective.has_signal(group_rewards(group)) == expected
         assert (cost(group, config) > 0) == expected
 
 
@@ -162,25 +160,25 @@ def strict(kind, num_iterations=1, **sections):
     return job_config(objective={"type": kind}, schedule=schedule, **sections)
 
 
-def record_passes(monkeypatch):
+def record_passes(monkeypatch, kind):
     """Group ids of every row that a loop computes from here on."""
     passes = []
 
-    def recorded(objective, batch, *args, call=loop_module.compute_loss):
+    def recorded(objective, batch, *args, call=BUILT_IN[kind].loss):
         passes.append(batch.group_ids)
         return call(objective, batch, *args)
 
-    monkeypatch.setattr(loop_module, "compute_loss", recorded)
+    monkeypatch.setattr(BUILT_IN[kind], "loss", recorded)
     return passes
 
 
-def compute_every_group(monkeypatch):
-    monkeypatch.setattr(loop_module, "has_signal", lambda objective, rewards: len(rewards) > 0)
+def compute_every_group(monkeypatch, kind):
+    monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pass_is_run_for_a_group_without_signal(kind, tmp_path, monkeypatch):
-    passes = record_passes(monkeypatch)
+    passes = record_passes(monkeypatch, kind)
     _, link = train(strict(kind), mixed_iteration(0, uniform={0, 2}), tmp_path, arrivals=4)
     assert passes == [["0-1", "0-3"]]
     metrics = link.commits[0][2]
@@ -195,7 +193,7 @@ def test_weights_are_the_same_bits_with_and_without_the_passes(kind, tmp_path, m
     groups = mixed_iteration(0, {0, 2}) + mixed_iteration(1, {0, 1, 2, 3}) + mixed_iteration(2, {3})
     config = strict(kind, 3, training={"max_tokens_per_micro_batch": 1})
     _, link = train(config, groups, tmp_path / "found", arrivals=4)
-    compute_every_group(monkeypatch)
+    compute_every_group(monkeypatch, kind)
     _, link_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
     digests = [[digest for _, digest, _ in each.commits] for each in (link, link_of_all)]
     assert digests[0] == digests[1]
@@ -204,7 +202,7 @@ def test_weights_are_the_same_bits_with_and_without_the_passes(kind, tmp_path, m
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mismatch_stays_in_sight_when_no_group_of_an_update_has_signal(kind, tmp_path, monkeypatch):
-    passes = record_passes(monkeypatch)
+    passes = record_passes(monkeypatch, kind)
     groups = mixed_iteration(0, {0, 1, 2, 3})
     _, link = train(strict(kind), groups, tmp_path, arrivals=2)
     assert passes == [["0-0"]]
@@ -220,7 +218,7 @@ def test_mismatch_stays_in_sight_when_no_group_of_an_update_has_signal(kind, tmp
 
 
 def test_every_update_without_signal_computes_one_row_whatever_the_size_of_its_groups(tmp_path, monkeypatch):
-    passes = record_passes(monkeypatch)
+    passes = record_passes(monkeypatch, "grpo")
     training = {"num_updates_per_iteration": 2, "max_tokens_per_micro_batch": 1}
     train(strict("grpo", training=training), mixed_iteration(0, {0, 1, 2, 3}), tmp_path, arrivals=4)
     assert passes == [["0-0"], ["0-2"]]

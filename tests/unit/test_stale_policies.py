@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from onbeat.errors import JobFailed
+from onbeat.objectives.base import Logprobs
 from services.trainer.batch import pack
 from services.trainer.loop import shares
 from services.trainer.model import response_logprobs
-from services.trainer.objective import Logprobs, compute_loss
 from services.trainer.policy import old_version
 from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, tiny_config, tiny_model, train
 
@@ -58,7 +58,7 @@ def test_the_second_update_divides_by_the_policy_that_generated(tmp_path):
     for share in (groups[:2], groups[2:]):
         batch = pack(share, torch.device("cpu"))
         logprobs, _ = response_logprobs(by_hand, batch, 1.0)
-        loss = compute_loss(config.objective, batch, Logprobs(logprobs, logprobs_of(start, share), None))
+        loss = config.objective.loss(batch, Logprobs(logprobs, logprobs_of(start, share), None))
         (loss.loss_sum / len(logprobs)).backward()
         adam.step()
         adam.zero_grad()

@@ -6,8 +6,8 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
+from onbeat.objectives.grpo import GrpoObjective
 from onbeat.streams.codec import GroupFailure
-from services.trainer import loop as loop_module
 from services.trainer import stats as stats_module
 from services.trainer.stats import IterationStats
 from tests.unit.trainer_fixtures import job_config, make_group, train
@@ -67,12 +67,12 @@ def test_group_that_is_split_over_rows_is_told_whole(tmp_path):
 def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
     penalised = []
 
-    def record(*args, call=loop_module.compute_loss):
+    def record(*args, call=GrpoObjective.loss):
         loss = call(*args)
         penalised.append(loss.advantages)
         return loss
 
-    monkeypatch.setattr(loop_module, "compute_loss", record)
+    monkeypatch.setattr(GrpoObjective, "loss", record)
     kl = {"coef": 5.0, "placement": "reward", "estimator": "k2"}
     schedule = {"mode": "sync", "num_iterations": 2}
     config = job_config(objective={"type": "grpo", "kl": kl}, schedule=schedule)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onbeat.config import MODES_OF_OBJECTIVE
 from onbeat.errors import JobFailed
+from onbeat.objectives import BUILT_IN
+from onbeat.objectives.grpo import GrpoObjective
 from onbeat.streams.codec import GroupFailure, RolloutGroup
 from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, tiny_config, tiny_model, train
 
@@ -31,8 +32,8 @@ def largest_gap(left, right):
 NORMALIZATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
 OBJECTIVES = [
     {"type": kind, **({} if kind == "online_dpo" else {"normalization": normalization})}
-    for kind, modes in MODES_OF_OBJECTIVE.items()
-    if "periodic" in modes
+    for kind, objective in BUILT_IN.items()
+    if "periodic" in objective.modes
     for normalization in (
         ["-"] if kind == "online_dpo" else ["token_mean", "sequence_mean", "sequence_sum", "constant"]
     )
@@ -190,16 +191,14 @@ def test_a_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
 
 def test_a_non_finite_gradient_names_its_groups_and_spares_the_weights(tmp_path, monkeypatch):
     """The loss is finite, but the derivative of one group's is not: sqrt at 0."""
-    from services.trainer import loop
 
-    def compute_loss(objective, batch, logprobs, scale):
-        loss = original(objective, batch, logprobs, scale)
+    def broken(objective, batch, logprobs, scale, call=GrpoObjective.loss):
+        loss = call(objective, batch, logprobs, scale)
         if "0-2" in batch.group_ids:
             loss = replace(loss, loss_sum=loss.loss_sum + (logprobs.trainer - logprobs.old).sum().abs().sqrt())
         return loss
 
-    original = loop.compute_loss
-    monkeypatch.setattr(loop, "compute_loss", compute_loss)
+    monkeypatch.setattr(GrpoObjective, "loss", broken)
     model = tiny_model(tiny_config(), torch.float32)
     before = parameters(model)
     with pytest.raises(JobFailed, match=r"gradient is not finite.*no step was taken.*groups 0-2$"):

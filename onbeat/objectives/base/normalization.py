@@ -9,13 +9,21 @@ sum, and the accumulated gradient is divided once, before clipping: exactly the 
     constant:       sum over all tokens / (number of responses * max_response_tokens)
 """
 
-import torch
+from typing import Literal
+
+from onbeat.objectives.base.inputs import Tensor
+
+Normalization = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+NORMALIZATION = (
+    "the loss is summed over tokens and divided by: all tokens; each response's own, then the number of responses; "
+    "the number of responses; that times max_response_tokens"
+)
 
 
-def token_weights(
-    normalization: str, response_lengths: torch.Tensor, kept_lengths: torch.Tensor | None = None
-) -> torch.Tensor:
+def token_weights(normalization: str, response_lengths: Tensor, kept_lengths: Tensor | None = None) -> Tensor:
     """[R] tokens per response (and how many of them stay in the loss) -> [N] weight of each token in the sum."""
+    import torch
+
     if normalization == "sequence_mean":
         kept = response_lengths if kept_lengths is None else kept_lengths
         return (1.0 / kept).repeat_interleave(response_lengths)

@@ -1,0 +1,88 @@
+"""What an objective sees of a micro-batch, and what it gives back.
+
+The broker imports objectives and has no PyTorch: so torch is imported inside of functions, here and beside.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor as Tensor
+else:
+    Tensor = Any
+
+# Beyond e^20 a ratio only says that the policies have nothing in common; beyond e^88 it is infinite in float32, and its
+# gradient NaN even where it is clipped.
+MAX_LOG_RATIO = 20.0
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio), finite: no gradient flows beyond the bound."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sum_by_response(values: Tensor, response_lengths: Tensor) -> Tensor:
+    """[N], [R] -> [R]."""
+    import torch
+
+    index = torch.arange(len(response_lengths), device=values.device).repeat_interleave(response_lengths)
+    sums = torch.zeros(len(response_lengths), dtype=values.dtype, device=values.device)
+    return sums.index_add(0, index, values)
+
+
+@dataclass(frozen=True)
+class Responses:
+    """N tokens of R responses, in response order, and the groups that they belong to."""
+
+    rollout_logprobs: Tensor  # [N] float32
+    response_lengths: Tensor  # [R] int64, tokens
+    group_rewards: list[Tensor]  # [G] float32 of each group, all of its responses
+    members: list[Tensor]  # [M] int64 of each group: which of its responses are here; together R
+
+    def response_sum(self, values: Tensor) -> Tensor:
+        """[N] -> [R]."""
+        return sum_by_response(values, self.response_lengths)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of every response token, all [N] float32; only `trainer` carries a gradient."""
+
+    trainer: Tensor
+    old: Tensor
+    ref: Tensor | None
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """N response tokens of R responses, in response order. Only `trainer_logprobs` carries a gradient."""
+
+    trainer_logprobs: Tensor  # [N] float32
+    old_logprobs: Tensor  # [N] float32, the behaviour policy's, as the trainer computes them
+    advantages: Tensor  # [N] float32
+    response_lengths: Tensor  # [R] int64
+
+    def __post_init__(self) -> None:
+        assert self.trainer_logprobs.shape == self.old_logprobs.shape == self.advantages.shape
+        assert int(self.response_lengths.sum()) == len(self.trainer_logprobs)
+
+    @property
+    def importance_ratio(self) -> Tensor:
+        """[N], exactly 1 where the old policy is the policy."""
+        return ratio_of(self.trainer_logprobs - self.old_logprobs)
+
+    def response_mean(self, values: Tensor) -> Tensor:
+        """[N] -> [N]: each token gets the mean over its response."""
+        means = sum_by_response(values, self.response_lengths) / self.response_lengths
+        return means.repeat_interleave(self.response_lengths)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An unnormalised sum over a micro-batch, what the band rejected, and quantities for the report."""
+
+    loss_sum: Tensor
+    num_rejected_tokens: int
+    num_pairs: int
+    token_metrics: dict[str, Tensor]  # [N] each
+    advantages: Tensor | None = None  # [R]; None: pairs have none

@@ -1,0 +1,54 @@
+"""Per-token estimators of KL(policy || reference) from the sampled token (Schulman, "Approximating KL divergence").
+
+With r = ref - policy (log ratio): k1 = -r, unbiased but noisy; k2 = r^2 / 2, low variance; k3 = exp(r) - 1 - r,
+unbiased and never negative.
+
+As a term of the loss only its gradient counts. Expected over the policy's own samples, k2 has that of KL(policy ||
+reference), k3 that of KL(reference || policy), and k1 none: as a reward it is right, in the loss it is refused.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from onbeat.objectives.base.inputs import Tensor, ratio_of
+from onbeat.section import Float, Section
+
+
+class KlConfig(Section):
+    coef: Float = Field(0.0, ge=0, description="0 skips the reference model altogether")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="of the divergence, from the sampled tokens; k1 for the reward only: in the loss its expected "
+        "gradient is 0",
+    )
+    placement: Literal["loss", "reward"] = Field(
+        "loss", description="a term of the token loss, or subtracted from each response's reward before advantages"
+    )
+
+    @model_validator(mode="after")
+    def check_estimator(self) -> "KlConfig":
+        if self.coef > 0 and (self.estimator, self.placement) == ("k1", "loss"):
+            raise ValueError(
+                "kl.estimator: k1 in the loss pulls nowhere, since its expected gradient is 0; use k2 or k3, or "
+                "placement = 'reward'"
+            )
+        return self
+
+
+def kl_estimate(estimator: str, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[N] -> [N], in nats. Raises KeyError for an estimator other than k1, k2, k3."""
+    log_ratio = ref_logprobs - trainer_logprobs
+    return {"k1": k1, "k2": k2, "k3": k3}[estimator](log_ratio)
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    return ratio_of(log_ratio) - 1.0 - log_ratio

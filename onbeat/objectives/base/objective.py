@@ -1,0 +1,136 @@
+"""What the trainer asks of every objective, and what those with advantages share. The formulas are one folder up.
+
+rewards of a group  -> advantages [G]  -> each token's share of the loss [N]  -> importance weights, KL term
+                    -> one unnormalised sum for each micro-batch, divided once at the barrier (`normalization`)
+"""
+
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from onbeat.objectives.base.importance import BandImportance, TruncatedImportance
+from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor
+from onbeat.objectives.base.kl import KlConfig, kl_estimate
+from onbeat.objectives.base.normalization import NORMALIZATION, Normalization, denominator, token_weights
+from onbeat.section import Section
+
+TokenLoss = tuple[Tensor, Tensor | None]  # [N], and where a clip cut the gradient off, [N] bool; None: nowhere
+
+
+class Objective(Section):
+    """An instance is the job's section `[objective]`: its fields are keys of the job. Methods keep no state."""
+
+    kl: KlConfig = KlConfig()
+    old_policy: Literal["behaviour", "proximal"] = Field(
+        "behaviour",
+        description="denominator of the importance ratio: the policy that generated, or the one at the iteration's "
+        "start, which with `importance` is the decoupled objective (arXiv 2505.24298); proximal: `bounded` only",
+    )
+    importance: TruncatedImportance | BandImportance | None = Field(
+        None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"
+    )
+    type: str
+
+    modes: ClassVar[tuple[str, ...]] = ("periodic", "sync", "bounded")  # of the schedule
+    # A batch-wide statistic has to wait for the whole iteration: in `periodic` that would undo the overlap.
+    needs_whole_iteration: ClassVar[bool] = False
+    has_importance_ratio: ClassVar[bool] = True  # which divides by the old policy
+    has_advantages: ClassVar[bool] = True  # one for each response, not just for the two of a pair a preference
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coef > 0
+
+    @property
+    def needs_whole_group(self) -> bool:
+        """Whether the loss ties a group's responses together, so that all are in one micro-batch."""
+        return self.kl.coef > 0 and self.kl.placement == "reward"
+
+    def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
+        """The responses that a pass is for, of a group with these rewards [G]; ascending."""
+        return tuple(range(len(rewards)))
+
+    def iteration_scale(self, rewards_by_group: list[Tensor]) -> float:
+        """What advantages are divided by, from the rewards [G] of all groups; called if `needs_whole_iteration`."""
+        return 1.0
+
+    @abstractmethod
+    def has_signal(self, rewards: Tensor) -> bool:
+        """Whether a group with these rewards [G] can change the update: if not, its passes are redundant."""
+
+    @abstractmethod
+    def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
+        """The objective on one micro-batch, as a sum; `scale` is the iteration's."""
+
+    @abstractmethod
+    def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
+        """What the sum over all micro-batches is divided by; rejected tokens do not count."""
+
+
+class PolicyObjective(Objective):
+    """Advantages from a group's rewards, and a token loss from advantages and probabilities: all that differs."""
+
+    normalization: Normalization = Field("token_mean", description=NORMALIZATION)
+
+    @abstractmethod
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Rewards [G] of one group, not all equal -> [G]; independent of every other group and of arrival order."""
+
+    @abstractmethod
+    def token_loss(self, inputs: LossInputs) -> TokenLoss:
+        """Of each token by itself or by its response, so that it is the same in every micro-batch."""
+
+    def group_advantages(self, rewards: Tensor, scale: float = 1.0) -> Tensor:
+        """[G] -> [G]; exact zeros if all are equal, however their mean is rounded: such a group teaches nothing."""
+        import torch
+
+        if bool((rewards == rewards[0]).all()):
+            return torch.zeros_like(rewards)
+        return self.advantages(rewards) / scale
+
+    def has_signal(self, rewards: Tensor) -> bool:
+        """Zero advantages make the loss 0 for all parameters. What is left then needs the pass: the gradient of a KL
+        term, and the tokens that a band takes out of the divisor.
+        """
+        is_band_in_divisor = isinstance(self.importance, BandImportance) and self.normalization == "token_mean"
+        has_other_terms = self.kl.coef > 0 or is_band_in_divisor
+        return len(rewards) > 0 and (has_other_terms or bool(self.group_advantages(rewards).any()))
+
+    def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
+        import torch
+
+        metrics: dict[str, Tensor] = {}
+        kl = torch.zeros_like(logprobs.old)
+        if logprobs.ref is not None:
+            kl = metrics["kl"] = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
+        advantages = self._advantages_of(batch, None if logprobs.ref is None else kl.detach(), scale)
+        advantages_N = advantages.repeat_interleave(batch.response_lengths)
+        inputs = LossInputs(logprobs.trainer, logprobs.old, advantages_N, batch.response_lengths)
+        token_loss, is_clipped = self.token_loss(inputs)
+        weights = torch.ones_like(logprobs.old)
+        is_kept = torch.ones_like(logprobs.old, dtype=torch.bool)
+        if self.importance is not None:
+            weights, is_kept = self.importance.weights(logprobs.old, batch.rollout_logprobs)
+        token_loss = token_loss * weights
+        if self.kl.placement == "loss":
+            token_loss = token_loss + self.kl.coef * kl * is_kept
+        metrics["clipped_frac"] = torch.zeros_like(is_kept) if is_clipped is None else is_clipped
+        metrics |= {"loss": token_loss, "rejected_frac": ~is_kept}
+        kept_lengths = batch.response_sum(is_kept.float()).clamp(min=1)
+        per_token = token_weights(self.normalization, batch.response_lengths, kept_lengths)
+        return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics, advantages)
+
+    def _advantages_of(self, batch: Responses, kl: Tensor | None, scale: float) -> Tensor:
+        """Those [R] of the responses that are here; a penalty in the reward [N] comes before them."""
+        import torch
+
+        rewards = batch.group_rewards
+        if self.kl.placement == "reward" and kl is not None:
+            penalties = batch.response_sum(self.kl.coef * kl).split([len(group) for group in rewards])
+            rewards = [group - penalty for group, penalty in zip(rewards, penalties, strict=True)]
+        by_group = [self.group_advantages(group, scale) for group in rewards]
+        return torch.cat([group[here] for group, here in zip(by_group, batch.members, strict=True)])
+
+    def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
+        return denominator(self.normalization, num_tokens, num_responses, max_response_tokens)

@@ -1,0 +1,28 @@
+"""CISPO: clip the importance weight, not the update (MiniMax-M1, arXiv 2506.13585), eq. 4 and 5.
+
+    L = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A trainer_logprobs,        A and rho are GRPO's
+
+No token loses its gradient; far off-policy ones only weigh less. The paper leaves the lower bound open (clip_low = 1).
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from onbeat.objectives.base import LossInputs, TokenLoss
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.section import Float
+
+
+class CispoObjective(GrpoObjective):
+    """arXiv 2506.13585: clipped weights instead of clipped updates."""
+
+    type: Literal["cispo"]  # type: ignore[assignment]
+    clip_low: Float = Field(1.0, gt=0, le=1, description="the weight is clipped at 1 - clip_low")
+    clip_high: Float = Field(4.0, gt=0, description="and at 1 + clip_high")
+
+    def token_loss(self, inputs: LossInputs) -> TokenLoss:
+        """And whether the weight was clipped."""
+        ratio = inputs.importance_ratio.detach()
+        weight = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        return -weight * inputs.advantages * inputs.trainer_logprobs, weight != ratio

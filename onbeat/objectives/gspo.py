@@ -1,0 +1,32 @@
+"""GSPO: one importance ratio per response (arXiv 2507.18071), eq. 5 and 7, in its token form (eq. 13).
+
+    s = exp(mean over the response's tokens of (trainer_logprobs - old_logprobs))
+    L = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A),        A is GRPO's
+
+The token form keeps the value s and lets the gradient flow through each token: s_t = sg(s) exp(logp_t - sg(logp_t)).
+The clip acts on whole responses. Usual bounds are of the order of 1e-4, far smaller than GRPO's.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from onbeat.objectives.base import LossInputs, TokenLoss, ratio_of
+from onbeat.objectives.base.normalization import NORMALIZATION, Normalization
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.section import Float
+
+
+class GspoObjective(GrpoObjective):
+    """arXiv 2507.18071: one ratio per response."""
+
+    type: Literal["gspo"]  # type: ignore[assignment]
+    clip_low: Float = Field(3e-4, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
+    clip_high: Float = Field(4e-4, gt=0, description="and at 1 + clip_high")
+    normalization: Normalization = Field("sequence_mean", description=NORMALIZATION)
+
+    def token_loss(self, inputs: LossInputs) -> TokenLoss:
+        log_ratio = inputs.trainer_logprobs.detach() - inputs.old_logprobs
+        response_ratio = ratio_of(inputs.response_mean(log_ratio))
+        token_ratio = response_ratio * (inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).exp()
+        return self.clipped_surrogate(token_ratio, inputs.advantages)

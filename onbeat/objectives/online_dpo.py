@@ -1,0 +1,66 @@
+"""Online DPO (arXiv 2410.18252, after arXiv 2305.18290, eq. 7): preference pairs from a group by reward.
+
+    L = -log sigmoid(beta [(log pi(w) - log ref(w)) - (log pi(l) - log ref(l))])
+
+w and l are the group's best and worst response (first of equals); log pi sums over the response. A group whose rewards
+are all equal has no pair. Needs no importance ratio, which is why it bears off-policy rollouts best.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from onbeat.objectives.base import Logprobs, Loss, Objective, Responses, Tensor
+from onbeat.objectives.base.kl import kl_estimate
+from onbeat.section import Float
+
+
+class OnlineDpoObjective(Objective):
+    """arXiv 2410.18252: the best and the worst response of a group as a preference pair."""
+
+    type: Literal["online_dpo"]
+    beta: Float = Field(0.1, gt=0, description="of the preference loss: larger stays closer to the reference")
+
+    has_importance_ratio: ClassVar[bool] = False
+    has_advantages: ClassVar[bool] = False
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def needs_whole_group(self) -> bool:
+        return True
+
+    def has_signal(self, rewards: Tensor) -> bool:
+        return len(rewards) > 0 and best_and_worst(rewards) is not None
+
+    def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
+        """The pair; any two if there is none."""
+        return tuple(sorted(best_and_worst(rewards) or (0, 1)))
+
+    def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
+        import torch
+        from torch.nn.functional import logsigmoid
+
+        assert logprobs.ref is not None
+        pairs, first = [], 0
+        for rewards, members in zip(batch.group_rewards, batch.members, strict=True):
+            if (pair := best_and_worst(rewards)) is not None:
+                place = {member: first + index for index, member in enumerate(members.tolist())}
+                pairs.append([place[member] for member in pair])
+            first += len(members)
+        best, worst = torch.tensor(pairs, dtype=torch.int64, device=logprobs.old.device).reshape(-1, 2).unbind(1)
+        log_ratio = batch.response_sum(logprobs.trainer) - batch.response_sum(logprobs.ref)  # [R]
+        pair_loss = -logsigmoid(self.beta * (log_ratio[best] - log_ratio[worst]))
+        kl = kl_estimate(self.kl.estimator, logprobs.trainer, logprobs.ref)
+        return Loss(pair_loss.sum(), 0, len(pairs), {"kl": kl})
+
+    def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
+        return num_pairs
+
+
+def best_and_worst(rewards: Tensor) -> tuple[int, int] | None:
+    """Indices of the pair, or None when all rewards [G] are equal."""
+    best, worst = int(rewards.argmax()), int(rewards.argmin())
+    return (best, worst) if rewards[best] > rewards[worst] else None

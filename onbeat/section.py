@@ -1,0 +1,23 @@
+"""What the sections of a job are made of: unknown keys are refused, and true is not the number 1."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def refuse_boolean(value: Any) -> Any:
+    """To Python true is the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(refuse_boolean)]
+Float = Annotated[float, BeforeValidator(refuse_boolean)]
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(refuse_boolean)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_boolean)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0), BeforeValidator(refuse_boolean)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
