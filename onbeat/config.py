@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from onbeat.objectives import AnyObjective
+from onbeat.objectives import IS_ACCEPTED, AnyObjective
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.section import Float, Fraction, Int, PositiveFloat, PositiveInt, Section
 
@@ -391,9 +391,10 @@ class JobConfig(Section):
     def of_job(cls, fields: Mapping[str, str]) -> "JobConfig":
         """Return the job of a ledger's record, with its dtype resolved if a trainer has recorded one.
 
-        Raises pydantic's ValidationError for a job of another version of Onbeat.
+        Its objective need not be installed here. Raises pydantic's ValidationError for a job of another version of
+        Onbeat.
         """
-        config = cls.model_validate_json(fields["config"])
+        config = cls.model_validate_json(fields["config"], context=IS_ACCEPTED)
         return config.with_dtype(fields["dtype"]) if "dtype" in fields else config
 
     @classmethod

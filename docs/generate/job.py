@@ -46,7 +46,7 @@ def page() -> str:
         table(HEADS, top),
         *(section(name, field, definitions) for name, field in sections.items()),
         "## Objectives and schedules",
-        "Which objective runs in which `schedule.mode`:",
+        "Which objective runs in which `schedule.mode` ([a package](../objectives.md) can bring another one):",
         table(["objective", "modes"], [(code(o), ", ".join(map(code, kind.modes))) for o, kind in BUILT_IN.items()]),
     )
 

@@ -1,4 +1,4 @@
-"""Objectives by name: the files of this folder.
+"""Objectives by name: the files of this folder, and classes of installed packages (entry points `onbeat.objectives`).
 
 A file is an objective: one class with its configuration, its advantages and its loss, named as the file is. The broker
 checks a job with the class that computes it, so nothing here needs PyTorch to be imported.
@@ -7,12 +7,15 @@ checks a job with the class that computes it, so nothing here needs PyTorch to b
 import importlib
 import pkgutil
 from functools import reduce
+from importlib.metadata import entry_points
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import ConfigDict, Field, SerializeAsAny, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 
 from onbeat.objectives.base import Objective
+
+GROUP = "onbeat.objectives"
 
 
 def read_folder() -> dict[str, type[Objective]]:
@@ -30,13 +33,71 @@ def is_of(value: Any, module: str) -> bool:
 
 
 BUILT_IN = read_folder()
+INSTALLED: dict[str, type[Objective]] = {}  # as far as jobs have named them
 
 
-def default_type(value: Any) -> Any:
-    return {"type": "grpo", **value} if isinstance(value, dict) else value
+def find_objective(name: str) -> type[Objective]:
+    """Import it, if a package has it. Raises ValueError, in one sentence, where it is not or cannot be used."""
+    if found := BUILT_IN.get(name) or INSTALLED.get(name):
+        return found
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in entries:
+        known = ", ".join(sorted({*BUILT_IN, *entries}))
+        raise ValueError(
+            f"no objective {name!r} is installed here; there are: {known}; "
+            "a package with another one belongs beside the broker and beside every trainer"
+        )
+    try:
+        loaded = entries[name].load()
+    except Exception as error:  # foreign code may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"objective {name!r} ({entries[name].value}) cannot be imported here: {reason}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Objective)):
+        raise ValueError(f"objective {name!r} ({entries[name].value}) is no class derived from Objective")
+    if missing := ", ".join(sorted(loaded.__abstractmethods__)):
+        raise ValueError(f"objective {name!r} ({entries[name].value}) does not define {missing}")
+    INSTALLED[name] = loaded
+    return loaded
+
+
+class ForeignObjective(Objective):
+    """Another machine's, of a job that was accepted: who computes no loss (rollouts, dashboards) goes on without it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def compute(self, *_: Any) -> Any:
+        raise AssertionError(f"objective {self.type} is not installed here")
+
+    has_signal = loss = denominator = compute  # type: ignore[assignment,pydantic-field]
+
+
+IS_ACCEPTED = {"is_accepted": True}  # context of a validation: the job has been checked, and is only read
+
+
+def read_objective(value: Any, read_built_in: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    """Return the class's instance for a section of a job; without a `type` it is GRPO's."""
+    if isinstance(value, Objective):
+        return value
+    name = value.get("type", "grpo") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        return read_built_in(value)
+    if name in BUILT_IN:
+        return read_built_in({**value, "type": name})
+    try:
+        installed = find_objective(name)
+    except ValueError as error:
+        if info.context == IS_ACCEPTED:
+            return ForeignObjective.model_validate(value)
+        raise ValueError(f"objective.type: {error}") from error
+    return installed.model_validate(value)
 
 
 if TYPE_CHECKING:
     AnyObjective = Objective
 else:
-    AnyObjective = Annotated[reduce(or_, BUILT_IN.values()), Field(discriminator="type"), BeforeValidator(default_type)]
+    AnyObjective = Annotated[
+        reduce(or_, BUILT_IN.values()),
+        Field(discriminator="type"),
+        WrapValidator(read_objective),
+        SerializeAsAny(),
+    ]

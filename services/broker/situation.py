@@ -78,7 +78,7 @@ class Situation:
 
 async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
     """Read a job's situation. Raises ValidationError when the job is not of this version."""
-    job_id, config = fields["id"], JobConfig.model_validate_json(fields["config"])
+    job_id, config = fields["id"], JobConfig.of_job(fields)
     iterations, evaluations = [], []
     for number in range(int(fields["next_iteration"]), int(fields["num_opened"])):
         waiting = await inspection.waiting_entries(ledger, job_id, number)

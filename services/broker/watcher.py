@@ -54,7 +54,7 @@ class JobWatcher:
             return True
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
         if self._config is None:
-            self._config = JobConfig.model_validate_json(fields["config"])
+            self._config = JobConfig.of_job(fields)
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
             self._evaluator.prepare(self._config)

@@ -99,7 +99,7 @@ def serve(
         if (claimed := json.loads(message)) is None:
             continue
         job_id, epoch, fields = claimed
-        config = JobConfig.model_validate_json(fields)
+        config = JobConfig.of_job({"config": fields})
         num_replicas = world.size if settings.parallelism == "ddp" else 1
         place = (world.rank, num_replicas)
         watchdog = None

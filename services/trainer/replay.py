@@ -18,6 +18,7 @@ from typing import Any
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, OnbeatError
+from onbeat.objectives import find_objective
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
@@ -123,6 +124,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
         return await Ledger(settings.connect_redis()).job_fields(job_id)
 
     config = JobConfig.of_job(asyncio.run(fields_of()))
+    find_objective(config.objective.type)  # raises ValueError where it is not installed
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)

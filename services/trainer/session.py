@@ -7,6 +7,7 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.local.malloc import give_back_freed, give_back_large_at_once
+from onbeat.objectives import find_objective
 from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.device import pin_cores
 from services.trainer.distributed import ALONE, World
@@ -27,6 +28,7 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
 
     Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, PeerLost, ValueError.
     """
+    find_objective(config.objective.type)  # raises ValueError where it is not installed
     if world.size > 1 and config.schedule.iteration_deadline_s >= settings.peer_timeout_s:
         raise ValueError(
             f"schedule.iteration_deadline_s is {config.schedule.iteration_deadline_s:.0f}, but this trainer's ranks "

@@ -1,4 +1,4 @@
-"""What docs/rewards.md and docs/engines.md have users write works as it is written: installed, and in a real job."""
+"""What docs/rewards.md, objectives.md and engines.md have users write works as it is: installed, and in a real job."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from services.rollout.settings import Settings as RolloutSettings
 from tests.docs.conftest import Workplace
 from tests.docs.pages import blocks_of, text_of
 from tests.docs.test_snippets import QUICKSTART, put_into
+from tests.e2e.stack import tiny_job
 
 RUN_S = 150.0
 
@@ -50,6 +51,17 @@ def test_own_reward_scores_a_job(workplace: Workplace) -> None:
     for sample in samples:
         assert {"right", "short"} <= sample.reward_parts.keys()
         assert sample.reward == pytest.approx(sample.reward_parts["right"] + 0.1 * sample.reward_parts["short"])
+
+
+def test_own_objective_trains_a_job(workplace: Workplace) -> None:
+    install("docs/objectives.md", "lenient.py", workplace.folder)
+    section = tomllib.loads(block_after("docs/objectives.md", "toml", "[objective]"))
+    job = tiny_job(workplace.folder, schedule={"num_iterations": 1}) | section
+    created = workplace.stack.client.jobs.create(job)
+    assert created.config["objective"]["below"] == 0.25
+    assert workplace.stack.wait(created.id).state is JobState.SUCCEEDED
+    (iteration,) = workplace.stack.client.jobs.iterations(created.id)
+    assert iteration.metrics["train/trained_tokens"] > 0
 
 
 async def test_own_reward_service_answers_as_described() -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from onbeat.config import JobConfig
+from onbeat.objectives import INSTALLED
 
 PREFIXED = re.compile(r"Value error, ([a-z_]+(?:\.[a-z_]+)*): (.+)", re.DOTALL)
 PLAIN_KEY = re.compile(r"\w{1,80}")
@@ -114,6 +115,8 @@ def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:
             continue
         fields = (section.model_fields.get(step) for section in sections)
         sections = [model for field in fields if field for model in models_of(field.annotation)]
+        if step == "objective":
+            sections += INSTALLED.values()
     return sections
 
 
