@@ -18,7 +18,8 @@ def run(
     engine: Engine = "vllm",
     report: Annotated[Path | None, typer.Option(help="Write the numbers of the run to this JSON file.")] = None,
     is_fresh: Annotated[
-        bool, typer.Option("--fresh", help="Cancel what an interrupted run left unfinished instead of resuming it.")
+        bool,
+        typer.Option("--fresh", help="Begin anew: cancel the unfinished job of this file instead of continuing it."),
     ] = False,
     rollout_cores: RolloutCores = None,
     trainer_cores: TrainerCores = None,
@@ -26,7 +27,8 @@ def run(
 ) -> None:
     """Start everything on this machine, train, show progress, stop everything.
 
-    Exit code 0 only if the job SUCCEEDED. Ctrl-C cancels the job. With a stack of `onbeat up`, the job runs there.
+    Exit code 0 only if the job SUCCEEDED. Ctrl-C, SIGTERM and a closed terminal keep the work: the same command
+    continues the job. With a stack of `onbeat up`, the job runs there.
     """
     from onbeat.config import JobConfig
     from onbeat.local.run import run_job

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 DAEMON_COMMAND = [sys.executable, "-P", "-m", "onbeat.local.daemon"]
 START_DEADLINE_S = 180.0
-STOP_DEADLINE_S = 90.0
+STOP_DEADLINE_S = 120.0
 
 
 def start_in_background(options: StackOptions) -> StackState:

@@ -3,7 +3,7 @@
     parent (onbeat run) --> guard --> service --> engine process, scoring processes, ...
 
 - the parent dies, even by SIGKILL: the guard notices within a second and stops the service
-- SIGTERM: only the service gets it and may drain; after `--grace-s` everything is killed
+- SIGTERM: only the service gets it and may drain; after `--grace-s`, or at SIGINT, everything is killed
 - the service dies: the processes that it leaves are killed, whatever session or process group they moved to, and their
   shared memory is removed
 - the guard itself is killed: the kernel kills the service (Linux), and the parent kills the process group
@@ -50,21 +50,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class StopSignal:
-    """A flag that SIGTERM and SIGINT set; they and SIGCHLD end a wait early."""
+    """Two flags: SIGTERM sets `is_set`, SIGINT `is_urgent`; they and SIGCHLD end a wait early."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_set = self.is_urgent = False
         self._reader, writer = socket.socketpair()
         self._reader.setblocking(False)
         writer.setblocking(False)
         self._writer = writer
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._set)
+        signal.signal(signal.SIGTERM, self._set)
+        signal.signal(signal.SIGINT, self._hurry)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def _set(self, *_: object) -> None:
         self.is_set = True
+
+    def _hurry(self, *_: object) -> None:
+        self.is_urgent = True
 
     def wait(self, timeout_s: float) -> None:
         if select.select([self._reader], [], [], timeout_s)[0]:
@@ -79,7 +82,7 @@ def supervise(child: int, parent: int, grace_s: float, stop: StopSignal) -> int:
         if deadline is None and (stop.is_set or is_orphan):
             deadline = time.monotonic() + (min(grace_s, ORPHAN_GRACE_S) if is_orphan else grace_s)
             os.kill(child, signal.SIGTERM)
-        if deadline is not None and time.monotonic() >= deadline:
+        if stop.is_urgent or (deadline is not None and time.monotonic() >= deadline):
             return 128 + signal.SIGKILL
         stop.wait(1.0 if deadline is None else min(1.0, max(0.0, deadline - time.monotonic())))
     return exit_code

@@ -2,11 +2,13 @@
 
 import asyncio
 import hashlib
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,7 +16,7 @@ from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.config import FileData, JobConfig
-from onbeat.errors import OnbeatError
+from onbeat.errors import ApiError, OnbeatError
 from onbeat.local.stack import LocalStack, StackOptions, describe_places
 from onbeat.local.state import create_data_dir, running_stack
 from onbeat.terminal.follow import follow
@@ -23,35 +25,40 @@ from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
 from onbeat.types import JobRecord, JobState
 
-CANCEL_DEADLINE_S = 20.0
+PAUSE_DEADLINE_S = 10.0
 INTERRUPTED = 130
 UP_POOL = "default"
 
 
 class JobRun:
-    """One job on the broker at `url`: submit or resume, follow, summarise; or cancel."""
+    """One job on the broker at `url`: submit or continue, follow, summarise; or pause."""
 
     def __init__(self, url: str, config: JobConfig, report_path: Path | None, console: Console) -> None:
         self._url, self._config, self._report_path, self._console = url, config, report_path, console
-        self._job_id: str | None = None
+        self.job: JobRecord | None = None  # once it is submitted
 
     async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
         async with AsyncClient(self._url) as client:
-            job = await self._submit(client, is_fresh)
-            self._job_id = job.id
+            job = self.job = await self._submit(client, is_fresh)
             self._console.print(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
             progress = await follow(client, job.id, self._console, tick)
             await self._finish(client, progress)
             return progress.job.state
 
     async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
-        """Jobs that an interrupted run left are resumed if they are this one, else they go first."""
+        """Continue the unfinished job of the same file. Of other files those that are paused stay so, and what a run
+        that was killed has left goes first."""
         for job in reversed([job for job in await client.jobs.list() if not job.state.is_final]):
-            if is_fresh:
-                await client.jobs.cancel(job.id)
-            elif is_same(job, self._config):
-                self._console.print(f"resuming at iteration {job.next_iteration} (--fresh starts anew)")
+            done = f"{job.next_iteration} of {job.num_iterations} iterations"
+            if is_same(job, self._config) and not is_fresh:
+                self._console.print(f"continuing job {job.id} after {done} (--fresh begins anew)")
                 return await client.jobs.resume(job.id) if job.state == JobState.PAUSED else job
+            if is_fresh and (is_same(job, self._config) or job.state != JobState.PAUSED):
+                await client.jobs.cancel(job.id)
+            elif job.state == JobState.PAUSED:
+                self._console.print(
+                    f"job {job.id} ({job.name}) has another job file and stays paused after {done}: a new job begins"
+                )
             else:
                 self._console.print(f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it")
         return await client.jobs.create(self._config)
@@ -61,19 +68,21 @@ class JobRun:
             write_report(self._report_path, await build_report(client, progress.job.id))
         await print_summary(client, progress, self._console)
 
-    async def cancel(self) -> None:
-        """Cancel the job and wait a little for its end."""
-        if self._job_id is None:
+    async def pause(self) -> None:
+        """Let the job wait for the next run; cancel it if it has not begun, as there is nothing to keep."""
+        if self.job is None:
             return
-        self._console.print(f"cancelling job {self._job_id} (Ctrl-C again to stop at once)")
-        async with AsyncClient(self._url) as client:
-            job = await client.jobs.get(self._job_id)
-            if not job.state.is_final:
-                await client.jobs.cancel(job.id)
-                job = await client.jobs.wait(job.id, timeout_s=CANCEL_DEADLINE_S)
+        async with asyncio.timeout(PAUSE_DEADLINE_S), AsyncClient(self._url) as client:
+            try:
+                self.job = await client.jobs.pause(self.job.id)
+            except ApiError as refusal:
+                if refusal.status != HTTPStatus.CONFLICT:
+                    raise
+                self.job = await client.jobs.get(self.job.id)
+                if self.job.state == JobState.PENDING:
+                    self.job = await client.jobs.cancel(self.job.id)
             if self._report_path is not None:
-                write_report(self._report_path, await build_report(client, job.id))
-        self._console.print(f"job {job.id} is {job.state}")
+                write_report(self._report_path, await build_report(client, self.job.id))
 
 
 def run_job(
@@ -88,21 +97,46 @@ def run_job(
     with terminations_as_interrupts():
         try:
             with open_stack(replace(options, pool=config.pool), console) as (url, tick):
-                return run_or_cancel(JobRun(url, config, report_path, console), is_fresh, tick, console)
+                run = JobRun(url, config, report_path, console)
+                exit_code = run_or_pause(run, is_fresh, tick, console)
         except KeyboardInterrupt:
-            console.print("stopped")
+            console.print("stopped; the same command continues where the job stands")
             return INTERRUPTED
+    if exit_code == INTERRUPTED and run.job is not None:
+        console.print(describe_stop(run.job, options.data_dir), soft_wrap=True)
+    return exit_code
 
 
-def run_or_cancel(job: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
+def run_or_pause(run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
     try:
-        return 0 if asyncio.run(job.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
+        return 0 if asyncio.run(run.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
     except KeyboardInterrupt:
         try:
-            asyncio.run(job.cancel())
+            asyncio.run(run.pause())
+            console.print("stopping (Ctrl-C again to stop at once)")
         except (OnbeatError, TimeoutError) as error:
-            console.print(f"the job was not cancelled in time: {error}")
+            console.print(f"the job was not paused in time, and goes on when services are back: {error}")
         return INTERRUPTED
+
+
+def describe_stop(job: JobRecord, data_dir: Path) -> str:
+    """Say where the job stands, and how it goes on."""
+    if job.state.is_final:
+        return f"job {job.id} is {job.state}"
+    if running_stack(data_dir) is not None:  # of `onbeat up`: its trainer keeps the job
+        text = f"job {job.id} is {job.state} after {job.next_iteration} of {job.num_iterations} iterations: the same "
+        return text + f"command continues it, `onbeat jobs cancel {job.id}` ends it"
+    written = sorted((data_dir / "jobs" / job.id / "checkpoints").glob("iteration-*/state.json"))
+    checkpoint = written[-1].parent if written else None
+    num_written = int(checkpoint.name.removeprefix("iteration-")) if checkpoint else 0
+    done = max(job.next_iteration, num_written)  # it may have committed one more before it stopped
+    text = f"job {job.id} is {job.state} after {done} of {job.num_iterations} iterations: "
+    text += "the same command continues it, --fresh begins anew"
+    if checkpoint is not None:
+        text += f"; its checkpoint is {checkpoint}"
+    if num_written < done:
+        text += f"; what was done since iteration {num_written} is computed again from the recorded responses"
+    return text
 
 
 @contextmanager
@@ -128,9 +162,15 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a run as Ctrl-C does."""
+    """SIGTERM and a closed terminal end a run as Ctrl-C does. They often come twice, and count once."""
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def interrupt(*_: object) -> None:
+    def interrupt(received: int, _: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        if received == signal.SIGHUP:  # what is written to a terminal that has gone would fail
+            for descriptor in terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: Ctrl-C is not for us
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)

@@ -32,6 +32,7 @@ SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # it should not sleep between two operations: with 1,000 it did, and waking it took 0.3 ms on a virtual machine.
 SHARED_SPINS = "10000"
 LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
+TRAINER_GRACE_S = 60.0  # for the checkpoint that it writes when it is asked to stop
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class StackOptions:
 
 
 class LocalStack:
-    """Use as a context manager: entering returns when the broker is ready, leaving leaves no process behind."""
+    """Use as a context manager: entering returns when the broker is ready, leaving leaves no process behind. A Ctrl-C
+    that leaves it kills all services at once."""
 
     def __init__(self, options: StackOptions, command: str, report: Callable[[str], None] = log.warning) -> None:
         self.options = options
@@ -68,7 +70,7 @@ class LocalStack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        self.stop(is_urgent=kind is KeyboardInterrupt)
 
     def start(self) -> None:
         """Raises OnbeatError (StackFailed included) with what to do about it."""
@@ -89,14 +91,17 @@ class LocalStack:
         if self._supervisor is not None:
             self._supervisor.check()
 
-    def stop(self) -> None:
-        if self._supervisor is not None:
-            self._supervisor.stop()
-        if self._scratch is not None:
-            self._scratch.remove()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+    def stop(self, *, is_urgent: bool = False) -> None:
+        """`is_urgent`, or a Ctrl-C meanwhile: kill all services instead of asking them to end."""
+        try:
+            if self._supervisor is not None:
+                self._supervisor.stop(is_urgent=is_urgent)
+        finally:
+            if self._scratch is not None:
+                self._scratch.remove()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
@@ -133,7 +138,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         service_command("trainer"),
         wave=2,
         env={**common, **data_dir, **wire, **kernels, **trainer_devices, **trainer_env},
-        grace_s=20.0,
+        grace_s=TRAINER_GRACE_S,
     )
     rollouts = [
         ServiceSpec(

@@ -23,6 +23,7 @@ MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
 HEALTHY_AFTER_S = 120.0  # a service that lived so long starts again with a clean record
 TAIL_LINES = 20
+GUARD_S = 7.0  # for a guard to kill what its service has left
 # What the user's shell has for other brokers and another Redis is no business of these services: names that begin so.
 NOT_INHERITED = (
     *("ONBEAT_API_KEY", "ONBEAT_URL", "ONBEAT_CA_FILE", "ONBEAT_TLS_", "ONBEAT_REDIS_USERNAME"),
@@ -94,6 +95,11 @@ class Service:
     def terminate(self) -> None:
         if self._guard is not None and self._guard.poll() is None:
             self._guard.terminate()
+
+    def kill(self) -> None:
+        """Let the guard kill the service and all that it has started."""
+        if self._guard is not None and self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGINT)
 
     def kill_group(self) -> None:
         """Also after the guard's death: whoever it could not kill is still in its group."""
@@ -169,18 +175,32 @@ class Supervisor:
                 raise StackFailed(f"{cause}, after {MAX_RESTARTS} restarts; {service.tail()}")
             self._report(f"{cause}; restart {service.num_failures} of {MAX_RESTARTS} (log: {service.log_path})")
 
-    def stop(self) -> None:
-        """Last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice."""
-        for wave in sorted({service.spec.wave for service in self.services}, reverse=True):
-            services = [service for service in self.services if service.spec.wave == wave]
-            for service in services:
-                service.terminate()
-            deadline = time.monotonic() + max(service.spec.grace_s for service in services) + 7.0
-            while any(service.exit_code() is None for service in services) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            for service in services:
-                service.kill_group()
-        self.services = []
+    def stop(self, *, is_urgent: bool = False) -> None:
+        """Last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice.
+
+        `is_urgent`, or an exception (Ctrl-C) meanwhile: everything is killed.
+        """
+        waves = {service.spec.wave for service in self.services} if not is_urgent else set()
+        try:
+            for wave in sorted(waves, reverse=True):
+                services = [service for service in self.services if service.spec.wave == wave]
+                for service in services:
+                    service.terminate()
+                wait_for_end(services, max(service.spec.grace_s for service in services))
+        finally:
+            for service in self.services:
+                service.kill()
+            wait_for_end(self.services, 0.0)
+            self.services = []
+
+
+def wait_for_end(services: Sequence[Service], grace_s: float) -> None:
+    """Return when all guards are gone and nothing is left of their process groups."""
+    deadline = time.monotonic() + grace_s + GUARD_S
+    while any(service.exit_code() is None for service in services) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for service in services:
+        service.kill_group()
 
 
 def wait_until_ready(service: Service) -> None:

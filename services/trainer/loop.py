@@ -31,7 +31,7 @@ from services.trainer.checkpoint import CheckpointStore, TrainState
 from services.trainer.distributed import ALONE, World
 from services.trainer.engine_probe import NUM_PROBED, check_mismatch
 from services.trainer.gac import GacAction
-from services.trainer.link import Link
+from services.trainer.link import Link, Stopped
 from services.trainer.lockstep import create_feed
 from services.trainer.policy import Policy, old_version
 from services.trainer.publisher import Publisher
@@ -60,13 +60,22 @@ class TrainLoop:
         self._rows: list[list[Part]] = []  # of the update, to find the one to blame
 
     def run(self) -> None:
-        self._publisher.start()
-        while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
-            self.run_iteration(state.next_iteration, state.policy_version)
-        self._publisher.finish()
-        self._link.wait_for_evaluation()
-        while self._link.check() is JobState.PAUSED:  # paused in its last iteration: the user is to have the last word
-            time.sleep(0.5)
+        try:
+            self._publisher.start()
+            while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
+                self.run_iteration(state.next_iteration, state.policy_version)
+            self._publisher.finish()
+            self._link.wait_for_evaluation()
+            while self._link.check() is JobState.PAUSED:  # in its last iteration: the user is to have the last word
+                time.sleep(0.5)
+        except Stopped:
+            if self._is_between_iterations() and self._world.size == 1:  # other ranks may be anywhere
+                self._publisher.leave()
+            raise
+
+    def _is_between_iterations(self) -> bool:
+        """Return whether the weights are those of the last committed iteration, moved by no update of the next."""
+        return self._num_updates_done == 0 or self._publisher.state.next_iteration > self._iteration
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
         stats = IterationStats(current_version)

@@ -115,6 +115,21 @@ class Publisher:
         """Wait until everything is on disk. Raises JobFailed when it cannot be written after repeated tries."""
         self._insist("the last one")
 
+    def leave(self) -> None:
+        """This process is to stop: write a checkpoint, so that whoever goes on has nothing to repeat. Whoever stops it
+        decides how long that may take; without it the next trainer goes on from the checkpoint before."""
+        done = self.state.next_iteration
+        self._link.doing = f"writing a checkpoint after {done} iterations, asked to stop"
+        try:
+            self._checkpoints.wait()
+            self._tell_durable()
+            if done > self._durable_until:
+                self._save()
+                self._checkpoints.wait()
+                self._tell_durable()
+        except JobFailed as error:  # NotWritten included
+            logger.warning("job %s: %s; the next trainer repeats what is not in a checkpoint", self._link.job_id, error)
+
     def _insist(self, which: str) -> None:
         """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
         for num_tries in range(1, NUM_TRIES + 1):

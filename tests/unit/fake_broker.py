@@ -191,6 +191,16 @@ def make_app(fake: FakeJobs) -> FastAPI:
         fake.jobs[job_id]["ended"] = "CANCELLED"
         return fake.record(job_id)
 
+    @app.post("/v1/jobs/{job_id}:pause")
+    async def pause(job_id: str) -> Any:
+        fake.jobs[job_id]["ended"] = "PAUSED"
+        return fake.record(job_id)
+
+    @app.post("/v1/jobs/{job_id}:resume")
+    async def resume(job_id: str) -> Any:
+        fake.jobs[job_id]["ended"] = None
+        return fake.record(job_id)
+
     @app.get("/v1/jobs/{job_id}:explain")
     async def explain(job_id: str) -> Any:
         return fake.diagnosis()

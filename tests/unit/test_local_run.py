@@ -1,29 +1,44 @@
 """`onbeat run`, `up` and `down` as a user runs them: real processes, real Redis, a broker that only pretends."""
 
+import asyncio
+import fcntl
+import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
+from onbeat.client import AsyncClient
+from onbeat.config import JobConfig
+from onbeat.local.run import JobRun
+from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack
+from onbeat.types import JobRecord
+from tests.unit.fake_broker import FakeJobs, serve
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
 
 # The CLI with stand-ins for the services; also as the daemon of `up`, which it starts again in its own image.
 STAND_IN = """
-import sys, time
+import os, sys, time
 import onbeat.local.daemon, onbeat.local.stack, onbeat.terminal.live
 onbeat.terminal.live.LOOK_S = 0.1
 broker = [sys.executable, "-m", "tests.unit.fake_broker"]
-idle = [sys.executable, "-c", "import tempfile, time; tempfile.mkdtemp(); print('idle', flush=True); time.sleep(300)"]
+deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if "STAND_IN_IS_DEAF" in os.environ else ""
+idle_code = "import tempfile, time; tempfile.mkdtemp(); print('idle', flush=True); time.sleep(300)"
+idle = [sys.executable, "-c", deaf + idle_code]
 onbeat.local.stack.service_command = lambda name: broker if name == "broker" else idle
 if sys.argv[1] == "daemon":
     del sys.argv[1]
@@ -120,20 +135,94 @@ INTERRUPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("number", "on_interrupt"), INTERRUPTIONS)
-def test_interrupted_run_cancels_the_job_and_leaves_nothing(
-    cli: list[str], data_dir: Path, number: int, on_interrupt: signal.Handlers
-) -> None:
-    process = start([*cli, "run", str(QUICKSTART)], data_dir, on_interrupt, FAKE_STEP_S="60")
+def wait_for_job(process: "subprocess.Popen[str]") -> None:
     assert process.stdout is not None
     while not process.stdout.readline().startswith("job job-1"):
         assert process.poll() is None
+
+
+@pytest.mark.parametrize(("number", "on_interrupt"), INTERRUPTIONS)
+def test_interrupted_run_pauses_the_job_and_leaves_nothing(
+    cli: list[str], data_dir: Path, number: int, on_interrupt: signal.Handlers
+) -> None:
+    (data_dir / "jobs" / "job-1" / "checkpoints" / "iteration-000002").mkdir(parents=True)
+    (data_dir / "jobs" / "job-1" / "checkpoints" / "iteration-000002" / "state.json").touch()
+    process = start([*cli, "run", str(QUICKSTART)], data_dir, on_interrupt, FAKE_STEP_S="60")
+    wait_for_job(process)
     process.send_signal(number)
+    if number != signal.SIGINT:  # as `timeout` does, and a shell whose terminal is closed
+        process.send_signal(number)
     out = finish(process)
     assert process.returncode == 130, out
-    assert "cancelling job job-1" in out
-    assert "job job-1 is CANCELLED" in out
+    assert "stopping (Ctrl-C again to stop at once)" in out
+    assert "job job-1 is PAUSED after 2 of 25 iterations: the same command continues it, --fresh begins anew" in out
+    assert out.rstrip().endswith("checkpoints/iteration-000002")
     assert processes_of(data_dir) == []
+
+
+def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir: Path) -> None:
+    process = start([*cli, "run", str(QUICKSTART)], data_dir, FAKE_STEP_S="60", STAND_IN_IS_DEAF="1")
+    wait_for_job(process)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("stopping"):
+        assert process.poll() is None
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert "the same command continues where the job stands" in finish(process)
+    assert time.monotonic() - started < TRAINER_GRACE_S / 4
+    assert process.returncode == 130
+    wait_until_gone(data_dir)
+
+
+def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path) -> None:
+    control, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*cli, "run", str(QUICKSTART)],
+        cwd=data_dir.parent,
+        env={**os.environ, "ONBEAT_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT), "FAKE_STEP_S": "60"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    shown = b""
+    while b"job job-1" not in shown:
+        shown += os.read(control, 1000)
+    os.close(control)
+    assert process.wait(timeout=30) == 130
+    assert processes_of(data_dir) == []
+
+
+def test_run_continues_its_own_job_and_begins_another_file_anew() -> None:
+    fake, console = FakeJobs(), Console(file=io.StringIO(), width=200)
+    config = JobConfig.from_file(QUICKSTART)
+    changed = config.model_copy(update={"seed": 5})
+
+    async def submit(url: str, config: JobConfig, *, is_fresh: bool = False) -> JobRecord:
+        async with AsyncClient(url) as client:
+            return await JobRun(url, config, None, console)._submit(client, is_fresh)
+
+    def states() -> list[str]:
+        return [fake.record(job_id)["state"] for job_id in fake.jobs]
+
+    with serve(fake) as url, mock.patch("tests.unit.fake_broker.STEP_S", 60.0):
+        assert asyncio.run(submit(url, config)).id == "job-1"
+        fake.jobs["job-1"]["ended"] = "PAUSED"
+        assert asyncio.run(submit(url, changed)).id == "job-2"
+        assert states() == ["PAUSED", "RUNNING"]
+        fake.jobs["job-2"]["ended"] = "PAUSED"
+        assert asyncio.run(submit(url, config)).id == "job-1"
+        assert states() == ["RUNNING", "PAUSED"]
+        assert asyncio.run(submit(url, config, is_fresh=True)).id == "job-3"
+        assert states() == ["CANCELLED", "PAUSED", "RUNNING"]
+        assert asyncio.run(submit(url, changed, is_fresh=True)).id == "job-4"
+        assert states() == ["CANCELLED", "CANCELLED", "CANCELLED", "RUNNING"]
+    told = console.file.getvalue()
+    assert "continuing job job-1 after 0 of 25 iterations (--fresh begins anew)" in told
+    assert "job job-1 (quickstart) has another job file and stays paused after 0 of 25 iterations: a new job" in told
 
 
 def test_broker_that_does_not_start_is_explained(cli: list[str], data_dir: Path) -> None:

@@ -10,7 +10,16 @@ from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.streams.codec import GroupFailure, RolloutGroup
-from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, tiny_config, tiny_model, train
+from services.trainer.link import Stopped
+from tests.unit.trainer_fixtures import (
+    RecordedLink,
+    job_config,
+    make_group,
+    recorded_iterations,
+    tiny_config,
+    tiny_model,
+    train,
+)
 
 PERIODIC = {"mode": "periodic", "num_iterations": 3}
 SYNC = {"mode": "sync", "num_iterations": 3}
@@ -215,6 +224,34 @@ def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
     train(half, groups[:8], tmp_path / "half", arrivals=4)
     resumed, link = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
     assert [iteration for iteration, _, _ in link.commits] == [2, 3]
+    assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
+
+
+class StoppingLink(RecordedLink):
+    """Its trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
+
+    stops_in = 0
+
+    def check(self):
+        if len(self.recorded.get(self.stops_in, [])) == 4:
+            raise Stopped
+        return super().check()
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_stopped_trainer_leaves_what_it_has_committed(tmp_path, num_updates):
+    sections = {"schedule": PERIODIC, "training": {"num_updates_per_iteration": num_updates}}
+    config, groups = job_config(**sections), recorded_iterations(3)
+    expected, _ = train(config, groups, tmp_path / "whole")
+    link = StoppingLink(config, groups)
+    link.stops_in = 2
+    with pytest.raises(Stopped):
+        train(config, groups, tmp_path / "halves", link=link)
+    if num_updates == 2:  # the first update of iteration 2 has moved the weights: all is to be repeated
+        assert link.checkpoints == []
+        return
+    assert [(first, upto) for first, upto, _ in link.checkpoints] == [(0, 2)]
+    resumed, _ = train(config, groups[8:], tmp_path / "halves", resume_from=2, micro_batches=link.recorded)
     assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
 
 

@@ -1,5 +1,6 @@
 -- ARGV: wanted state, error ('' for none), is_final ('1'/'0'), epoch ('' for anybody), then the states it may be left from.
--- Returns {moved, state before}. Compare-and-set: the table of legal moves is the caller's, its check is here.
+-- Returns {moved, state before}. Compare-and-set: the table of legal moves is the caller's, its check is here. A
+-- pause does not count as time of the iteration at hand: its last commit moves on by as much.
 local current = field('state')
 if not current then return {0, ''} end
 if ARGV[4] ~= '' and not is_owner(ARGV[4]) then return {0, 'fenced'} end
@@ -9,6 +10,11 @@ for i = 5, #ARGV do
     redis.call('HSET', job, 'state', ARGV[1], 'progress_at', time)
     if ARGV[2] ~= '' then redis.call('HSET', job, 'error', ARGV[2]) end
     if ARGV[3] == '1' then redis.call('HSET', job, 'finished_at', time) end
+    if ARGV[1] == 'PAUSED' then redis.call('HSET', job, 'halted_at', time) end
+    if current == 'PAUSED' and field('last_commit_at') then
+      local worked = math.max(0, tonumber(field('halted_at') or time) - tonumber(field('last_commit_at')))
+      redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(time) - worked))
+    end
     emit('job.state', ARGV[2] ~= '' and ARGV[2] or ARGV[1], {state = ARGV[1], before = current})
     return {1, current}
   end
