@@ -158,6 +158,11 @@ class TrainingConfig(Section):
 
 class Schedule(Section):
     num_iterations: PositiveInt = Field(le=1_000_000, description="of the whole job")
+    earlier_ends: list[PositiveInt] = Field(
+        default_factory=list,
+        description="numbers of iterations that it had before it was given more; `onbeat jobs resume --iterations` "
+        "writes them, and the learning rate decays to each of them",
+    )
     iteration_deadline_s: Float = Field(
         1800.0, gt=0, le=7 * 86_400, description="an iteration that makes no progress for this long fails the job"
     )
@@ -322,10 +327,17 @@ class JobConfig(Section):
         """Return the job as its trainer and rollouts see it once the dtype is resolved."""
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
+    def extended(self, num_iterations: int) -> "JobConfig":
+        """Return the job with more iterations, once it has done those that it has."""
+        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
+        more = {"num_iterations": num_iterations, "earlier_ends": ends}
+        return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
+
     @property
-    def num_optimizer_steps(self) -> int:
-        """Of the whole job."""
-        return self.schedule.num_iterations * self.training.num_updates_per_iteration
+    def decay_ends(self) -> list[int]:
+        """Optimizer steps to which the learning rate decays, one after another; the last one ends the job."""
+        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
+        return [end * self.training.num_updates_per_iteration for end in ends]
 
     @property
     def max_staleness(self) -> int:
@@ -350,6 +362,16 @@ class JobConfig(Section):
             raise ValueError(
                 f"schedule.mode: objective {objective.type} {reason}cannot run in {self.schedule.mode}; "
                 f"use {' or '.join(allowed)}, or another objective"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_ends(self) -> "JobConfig":
+        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
+        if ends != sorted(set(ends)):
+            raise ValueError(
+                f"schedule.earlier_ends: {self.schedule.earlier_ends} must ascend and stay below the "
+                f"{self.schedule.num_iterations} iterations of the job; leave it out"
             )
         return self
 

@@ -27,6 +27,17 @@ class JobNotFinal(IllegalTransition):
         return f"job {self.job_id} is {self.current}; only a job that is over can be deleted: cancel it first"
 
 
+class CannotResume(IllegalTransition):
+    """`reason`: why not, and what to do instead."""
+
+    def __init__(self, job_id: str, current: str, reason: str) -> None:
+        super().__init__(job_id, current, "resumed")
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"job {self.job_id} is {self.current}: {self.reason}"
+
+
 class JobDeleted(OnbeatError):
     def __init__(self, job_id: str) -> None:
         super().__init__(f"job {job_id} was deleted; take a new Idempotency-Key for a new job")

@@ -106,9 +106,18 @@ def pause(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 
 
 @app.command()
-def resume(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """Go on with a paused job."""
-    move("resume", job_id, url, api_key, data_dir)
+def resume(
+    job_id: JobId,
+    num_iterations: Annotated[
+        int | None, typer.Option("--iterations", min=1, help="In all, for a job that SUCCEEDED: more than it had.")
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Go on with a job that is paused, FAILED or CANCELLED; or with one that SUCCEEDED, for more iterations."""
+    record = ask(url, api_key, data_dir, lambda client: client.jobs.resume(job_id, num_iterations))
+    typer.echo(f"{job_id} {record.state.value}")
 
 
 @app.command()
@@ -126,8 +135,7 @@ def delete(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Dat
 
 def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir: Path | None) -> None:
     def ask_for(client: "AsyncClient") -> "Awaitable[JobRecord]":
-        moves = {"cancel": client.jobs.cancel, "pause": client.jobs.pause, "resume": client.jobs.resume}
-        return moves[verb](job_id)
+        return {"cancel": client.jobs.cancel, "pause": client.jobs.pause}[verb](job_id)
 
     typer.echo(f"{job_id} {ask(url, api_key, data_dir, ask_for).state.value}")
 

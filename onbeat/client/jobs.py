@@ -69,15 +69,18 @@ class AsyncJobs:
     async def pause(self, job_id: str) -> JobRecord:
         return await self._move(job_id, "pause")
 
-    async def resume(self, job_id: str) -> JobRecord:
-        return await self._move(job_id, "resume")
+    async def resume(self, job_id: str, num_iterations: int | None = None) -> JobRecord:
+        """Let a paused job run on, and one that FAILED or was CANCELLED wait for a trainer again. `num_iterations`: in
+        all, for one that SUCCEEDED and is to make more."""
+        more = {} if num_iterations is None else {"json": {"num_iterations": num_iterations}}
+        return await self._move(job_id, "resume", **more)
 
     async def delete(self, job_id: str) -> None:
         """Remove a job that is over, with everything but its checkpoints. Safe to repeat."""
         await self._client.request("DELETE", job_path(job_id), is_repeatable=True)
 
-    async def _move(self, job_id: str, verb: str) -> JobRecord:
-        return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}"))
+    async def _move(self, job_id: str, verb: str, **options: Any) -> JobRecord:
+        return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}", **options))
 
     async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
         """Return iterations with a number above `after`, in order."""

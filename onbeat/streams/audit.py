@@ -4,6 +4,7 @@ Each entry is a line of tab-separated words, and a link: SHA-1 of the previous l
 hash that Redis scripts have; configuration, groups and weights are in the lines by BLAKE3).
 
     created    job id, digest of the configuration
+    extended   digest of the configuration, number of iterations    the job got more of them when it had done all
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
     accepted   iteration, group id, versions of its tokens, worker, entry of the rollouts stream, group_digest, failure
@@ -80,6 +81,11 @@ class Audit:
         require(job_id == self.job_id, f"it is the log of another job, {job_id}")
         self.config_digest = config_digest
 
+    def _extended(self, config_digest: str, num_iterations: str) -> None:
+        require(len(self.iterations) == self.next_iteration, "a job gets more iterations when all of its own are done")
+        require(int(num_iterations) > self.next_iteration, f"it has made {self.next_iteration} iterations")
+        self.config_digest = config_digest
+
     def _published(self, version: str, digest: str) -> None:
         require(self.published is None, "later versions are published by their commit")
         self.published, self.weights_digest = int(version), digest
@@ -115,6 +121,7 @@ class Audit:
 
 RULES: dict[str, Callable[..., None]] = {
     "created": Audit._created,
+    "extended": Audit._extended,
     "published": Audit._published,
     "opened": Audit._opened,
     "accepted": Audit._accepted,

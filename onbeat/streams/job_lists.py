@@ -2,9 +2,10 @@
 
 A job's record alone decides its state; the lists follow, in a second step. A process that dies between the two leaves a
 job in the wrong list, until a broker files it again (services/broker/retention.py looks at every job in turn). Filing
-can be repeated, and a stale read does no harm: jobs move in one direction only.
+can be repeated. A stale read does no harm where jobs move on, and the next look corrects the list where a user resumes
+a job.
 
-    pending --> started --> ended
+    pending --> started --> ended --> pending, when it is resumed
 """
 
 from collections import defaultdict
@@ -44,6 +45,9 @@ class JobLists:
                 gone[keys.ACTIVE_JOBS].append(job_id)
             elif state != JobState.PENDING:
                 entries[keys.ACTIVE_JOBS][job_id] = created_at
+            for other in FINAL:
+                if other != state:
+                    gone[keys.ended_jobs(other)].append(job_id)
         pipeline = self._redis.pipeline(transaction=False)
         for name, times in entries.items():
             pipeline.zadd(name, times, nx=True)

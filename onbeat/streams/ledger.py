@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from onbeat.errors import (
+    CannotResume,
     GroupsTrimmed,
     IllegalTransition,
     JobDeleted,
@@ -67,6 +68,15 @@ class Claim:
     entry_id: str
     attempt: int  # 1 for the first claim; claims that were handed back through no fault of the group do not count
     task: PromptTask
+
+
+@dataclass(frozen=True)
+class Extension:
+    """More iterations for a job that has done those that it had."""
+
+    config: dict[str, Any]
+    num_iterations: int
+    next_evaluation: int | None  # None: the job has no evaluations
 
 
 def load_script(name: str) -> str:
@@ -186,6 +196,20 @@ class Ledger:
         if wanted.is_final or before == b"PENDING":
             await self.file_job(job_id)
         return JobState(before.decode())
+
+    async def resume_job(self, job_id: str, seen: JobState, extension: Extension | None = None) -> None:
+        """A job that was seen to be over becomes PENDING again. Raises CannotResume or JobNotFound."""
+        assert seen.is_final, f"{job_id} is {seen}, it is not over"
+        more: list[Any] = []
+        if extension is not None:
+            text, due = json.dumps(extension.config), extension.next_evaluation
+            more = [text, payload_digest(text.encode()), extension.num_iterations, "" if due is None else due]
+        outcome = (await self._run("resume_job", JobKeys(job_id), [], seen, *more)).decode()
+        if not outcome:
+            raise JobNotFound(job_id)
+        if outcome != "resumed":
+            raise CannotResume(job_id, outcome, f"it was {seen} a moment ago; look again")
+        await self.file_job(job_id)
 
     async def delete_job(self, job_id: str) -> None:
         """Remove a final job and all of its keys. Raise JobNotFound or JobNotFinal.

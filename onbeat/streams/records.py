@@ -141,12 +141,15 @@ def evaluation_record(fields: Fields) -> EvaluationRecord:
 async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:
     """Return evaluations with a number above `after`, in order. Raise JobNotFound."""
     job = await ledger.job_fields(job_id)
-    num_iterations, section = int(job["num_iterations"]), json.loads(job["config"]).get("evaluation")
+    config = json.loads(job["config"])
+    section, schedule = config.get("evaluation"), config["schedule"]
+    ends = [*schedule.get("earlier_ends", []), int(job["num_iterations"])]
     records, evaluation = [], 0
     while section and evaluation < int(job.get("next_evaluation", "0")):
-        if evaluation > after:
-            records.append(evaluation_record(await ledger.evaluations.fields(job_id, evaluation)))
-        evaluation = following_evaluation(evaluation, section["every_iterations"], num_iterations)
+        if evaluation > after and (fields := await ledger.evaluations.fields(job_id, evaluation)):
+            records.append(evaluation_record(fields))  # one that nobody opened before the job's earlier end is left out
+        end = next((end for end in ends if evaluation < end), ends[-1])
+        evaluation = following_evaluation(evaluation, section["every_iterations"], end)
     return records
 
 

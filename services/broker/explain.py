@@ -59,7 +59,7 @@ def explain_end(fields: Fields, state: JobState, now: float) -> Finding:
 
 
 def explain_pending(s: Situation) -> list[Finding]:
-    pool, pending_s = s.config.pool, s.now - float(s.fields["created_at"])
+    pool, pending_s = s.config.pool, s.now - queued_at(s.fields)
     start = f"{s.job_id} is PENDING for {pending_s:.0f} s: "
     idle, busy = s.live_trainers("idle"), s.live_trainers("training")
     about: dict[str, Any] = {"who": s.job_id, "waits_for": f"a trainer of pool {pool}", "since_s": pending_s}
@@ -125,13 +125,22 @@ EXPLANATIONS: dict[JobState, Callable[[Situation], list[Finding]]] = {
 def trainers_away_s(fields: Fields, trainers: Iterable[TrainerRecord], now: float) -> float:
     """Return the seconds since a pending job could last have been taken: while trainers of its pool are alive, it
     rightly waits its turn."""
-    return now - max([float(fields["created_at"]), *(trainer.last_seen_at for trainer in trainers)])
+    return now - max([queued_at(fields), *(trainer.last_seen_at for trainer in trainers)])
+
+
+def queued_at(fields: Fields) -> float:
+    """Return the Unix time since which a pending job has waited: a job that was over may have been resumed."""
+    return float(fields.get("queued_at", fields["created_at"]))
 
 
 def num_lost_trainers(newest_first: Iterable[Event]) -> int:
-    """Count takeovers since the last commit, as far back as events are kept."""
-    since_commit = takewhile(lambda event: event.kind != "iteration.committed", newest_first)
-    return sum(event.kind == "job.taken_over" for event in since_commit)
+    """Count takeovers since the last commit, or since the job was resumed, as far back as events are kept."""
+    since_then = takewhile(lambda event: not is_fresh_start(event), newest_first)
+    return sum(event.kind == "job.taken_over" for event in since_then)
+
+
+def is_fresh_start(event: Event) -> bool:
+    return event.kind == "iteration.committed" or event.data.get("state") == JobState.PENDING
 
 
 def explain_losses(s: Situation) -> list[Finding]:

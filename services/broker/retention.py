@@ -15,6 +15,7 @@ from onbeat.errors import JobNotFinal, JobNotFound
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from services.broker.explain import queued_at
 from services.broker.watcher import fail_if_nobody_comes
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Retention:
             return await self._clean_up(job_id)
         if fields["state"] == JobState.PENDING:
             deadline_s = float(json.loads(fields["config"])["schedule"]["start_deadline_s"])
-            if now - float(fields["created_at"]) > deadline_s:
+            if now - queued_at(fields) > deadline_s:
                 await fail_if_nobody_comes(self._ledger, fields, deadline_s)
         elif self._is_outdated(fields, now):
             await self._ledger.delete_job(job_id)

@@ -12,7 +12,14 @@ from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
 from services.broker.evaluations import Evaluator
-from services.broker.explain import CANCEL_GRACE_S, JOB_FAILS, explain_job, num_lost_trainers, trainers_away_s
+from services.broker.explain import (
+    CANCEL_GRACE_S,
+    JOB_FAILS,
+    explain_job,
+    num_lost_trainers,
+    queued_at,
+    trainers_away_s,
+)
 from services.broker.tasks import longest_first, produce_tasks
 
 logger = logging.getLogger(__name__)
@@ -28,6 +35,7 @@ class JobWatcher:
     def __init__(self, ledger: Ledger, process: DatasetProcess, job_id: str) -> None:
         self._ledger, self._process, self._job_id = ledger, process, job_id
         self._config: JobConfig | None = None
+        self._config_text = ""
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s = WAIT_S
@@ -53,8 +61,8 @@ class JobWatcher:
         if state.is_final:
             return True
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
-        if self._config is None:
-            self._config = JobConfig.of_job(fields)
+        if self._config is None or fields["config"] != self._config_text:  # it may have got more iterations
+            self._config, self._config_text = JobConfig.of_job(fields), fields["config"]
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
             self._evaluator.prepare(self._config)
@@ -155,7 +163,7 @@ class JobWatcher:
 async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float) -> None:
     """While trainers of its pool are alive, a pending job waits its turn for as long as that takes."""
     now = await ledger.now()
-    if now - float(fields["created_at"]) < deadline_s:
+    if now - queued_at(fields) < deadline_s:
         return
     away_s = trainers_away_s(fields, await inspection.trainers(ledger, fields["pool"]), now)
     if away_s > deadline_s:

@@ -97,7 +97,7 @@ class Policy:
             for each in (model, old, None if reference is model else reference):
                 if each is not None:
                     shard(each, world, dtype, stored)
-        optimizer = MasterAdamW(model, config.optimizer, config.num_optimizer_steps)
+        optimizer = MasterAdamW(model, config.optimizer, config.decay_ends)
         control = GradientControl(config.gac, world)
         return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
 

@@ -556,7 +556,6 @@ async def test_pause_and_resume(broker: httpx.AsyncClient, ledger: Ledger) -> No
         ([JobState.RUNNING, JobState.SUCCEEDED], "cancel"),
         ([JobState.RUNNING, JobState.SUCCEEDED], "pause"),
         ([JobState.FAILED], "cancel"),
-        ([JobState.FAILED], "resume"),
         ([JobState.CANCELLED], "pause"),
     ],
 )

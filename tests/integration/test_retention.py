@@ -222,6 +222,7 @@ LATE_CALLS: dict[str, Call] = {
     "record_micro_batch": lambda ledger, job: ledger.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
     "renew_groups": lambda ledger, job: ledger.release_groups(job, "w1", ["1-1"]),
     "renew_job": lambda ledger, job: ledger.renew_job(job, "1", 30.0, "training"),
+    "resume_job": lambda ledger, job: ledger.resume_job(job, JobState.FAILED),
     "submit_group": lambda ledger, job: ledger.submit_group(job, "1-1", make_group(tasks_for(0)[0])),
     "trim_iteration": lambda ledger, job: ledger.trim_iteration(job, 0, 1),
 }

@@ -7,7 +7,7 @@ import time
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from onbeat.api_keys import ApiKey
@@ -32,6 +32,7 @@ from services.broker.auditor import run_audit
 from services.broker.auth import CALLER
 from services.broker.quota import ANYBODY
 from services.broker.records import job_record, place_in_queue, read_weights
+from services.broker.resume import resume_over
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
@@ -71,6 +72,16 @@ class WorkerList(BaseModel):
     workers: list[WorkerRecord]
 
 
+class Resumption(BaseModel):
+    """What is to be different when a job goes on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_iterations: int | None = Field(
+        None, ge=1, description="of the whole job; more than it had, and only for a job that SUCCEEDED"
+    )
+
+
 # ---- submit and look ---------------------------------------------------------------------------------------------
 
 
@@ -87,8 +98,7 @@ async def create_job(
     wanted = config.model_dump(mode="json")
     record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None
     if record is None:
-        key: ApiKey | None = request.scope.get(CALLER)
-        submitter = key.id if key else ANYBODY
+        submitter = submitter_of(request)
         async with broker.quota.place(submitter):
             await broker.admission.review(config)
             lengths = (config.schedule.num_iterations, config.max_staleness)
@@ -101,6 +111,12 @@ async def create_job(
         record = await read_job(broker.ledger, job_id)
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     return record
+
+
+def submitter_of(request: Request) -> str:
+    """The id of the API key that the request came with."""
+    key: ApiKey | None = request.scope.get(CALLER)
+    return key.id if key else ANYBODY
 
 
 def choose_job_id(idempotency_key: str | None) -> str:
@@ -191,10 +207,17 @@ async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
     return job_record(await broker.ledger.job_fields(job_id))
 
 
-@router.post("/jobs/{job_id}:resume", responses=documented(404, 409))
-async def resume_job(job_id: JobId, broker: Broker) -> JobRecord:
-    """Repeating it changes nothing."""
+@router.post("/jobs/{job_id}:resume", responses=documented(400, 404, 409))
+async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Resumption | None = None) -> JobRecord:
+    """A paused job runs on. One that FAILED or was CANCELLED waits for a trainer again, and goes on from its newest
+    checkpoint and what was recorded since; one that SUCCEEDED does so when it is given more iterations. Repeating it
+    changes nothing."""
+    num_iterations = wanted.num_iterations if wanted is not None else None
     state = await broker.ledger.job_state(job_id)
+    if state.is_final or num_iterations is not None:
+        async with broker.quota.place(submitter_of(request)):
+            await resume_over(broker.ledger, broker.admission, job_id, num_iterations)
+        return await read_job(broker.ledger, job_id)
     if state is JobState.PENDING:  # it also becomes RUNNING, but only by its trainer
         raise IllegalTransition(job_id, state, JobState.RUNNING)
     try:

@@ -1,0 +1,20 @@
+-- ARGV: the state that it was seen in, then, if it gets more iterations: configuration, its digest (hex), number of
+-- iterations, evaluation that is due next ('' for the one that is).
+-- A job that is over waits for a trainer again, with all that it has. The time in between is no time of an iteration.
+-- Returns resumed, the state that it is in instead, or '' without such a job.
+local current, time = field('state'), now()
+if current ~= ARGV[1] then return current or '' end
+if ARGV[2] then
+  redis.call('HSET', job, 'config', ARGV[2], 'num_iterations', ARGV[4])
+  if ARGV[5] ~= '' then redis.call('HSET', job, 'next_evaluation', ARGV[5]) end
+  record('extended', ARGV[3], ARGV[4])
+end
+if field('last_commit_at') then
+  local over = tonumber(time) - tonumber(field('finished_at'))
+  redis.call('HSET', job, 'last_commit_at', string.format('%.6f', tonumber(field('last_commit_at')) + over))
+end
+redis.call('HDEL', job, 'error', 'finished_at')
+redis.call('HINCRBY', job, 'epoch', 1) -- a trainer that has not noticed the end is fenced off
+redis.call('HSET', job, 'state', 'PENDING', 'queued_at', time, 'progress_at', time)
+emit('job.state', 'PENDING', {state = 'PENDING', before = current})
+return 'resumed'
