@@ -229,6 +229,13 @@ class CheckpointConfig(Section):
     keep: Int = Field(2, ge=2, description="newest checkpoints that are kept")
 
 
+class ForkConfig(Section):
+    """Start from a checkpoint of another job: its weights and its optimizer. Iterations are counted on from there."""
+
+    job: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200, description="id of the other job")
+    iteration: PositiveInt = Field(description="the checkpoint that it wrote after so many iterations")
+
+
 class RetentionConfig(Section):
     """What is kept of a job while it is there. Deleting a job removes all but the trainer's checkpoints."""
 
@@ -296,6 +303,7 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     retention: RetentionConfig = RetentionConfig()
     evaluation: EvaluationConfig | None = None
+    fork: ForkConfig | None = Field(None, description="start from a checkpoint of another job; default: from the model")
     tracking: list[TrackerConfig] = Field(
         default_factory=list, description="trackers besides TensorBoard, one of a kind"
     )
@@ -332,6 +340,11 @@ class JobConfig(Section):
         ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
         more = {"num_iterations": num_iterations, "earlier_ends": ends}
         return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
+
+    @property
+    def first_iteration(self) -> int:
+        """0, unless the job is a fork."""
+        return self.fork.iteration if self.fork is not None else 0
 
     @property
     def decay_ends(self) -> list[int]:
@@ -372,6 +385,15 @@ class JobConfig(Section):
             raise ValueError(
                 f"schedule.earlier_ends: {self.schedule.earlier_ends} must ascend and stay below the "
                 f"{self.schedule.num_iterations} iterations of the job; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_fork(self) -> "JobConfig":
+        if self.first_iteration >= self.schedule.num_iterations:
+            raise ValueError(
+                f"schedule.num_iterations: {self.schedule.num_iterations} are done in the checkpoint after "
+                f"{self.first_iteration} iterations that the job starts from; raise it"
             )
         return self
 

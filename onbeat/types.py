@@ -97,7 +97,8 @@ class JobRecord(Record):
     started_at: float | None = None
     finished_at: float | None = None
     num_iterations: int
-    num_opened: int = 0  # iterations whose prompts are or were out
+    first_iteration: int = 0  # of a fork: the iterations before are those of the job whose checkpoint it started from
+    num_opened: int = 0  # iterations whose prompts are or were out, counted from 0
     next_iteration: int = 0  # first iteration that is not committed
     policy_version: int | None = None  # newest published
     dtype: str | None = None  # trainer and rollouts compute in it; None until a trainer has resolved `model.dtype`

@@ -40,6 +40,26 @@ def create(
         watch(job_id, url, api_key, data_dir)
 
 
+@app.command()
+def fork(
+    job_id: JobId,
+    iteration: Annotated[
+        int,
+        typer.Option("--from", min=1, help="Start from the checkpoint that the job wrote after so many iterations."),
+    ],
+    overrides: Overrides = None,
+    is_watched: Annotated[bool, typer.Option("--watch", help="Follow the new job until it is final.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Submit a job that starts from a checkpoint of another one, with other settings where `--set` says so."""
+    new_id = ask(url, api_key, data_dir, lambda client: client.jobs.fork(job_id, iteration, overrides or [])).id
+    typer.echo(new_id)
+    if is_watched:
+        watch(new_id, url, api_key, data_dir)
+
+
 @app.command("list")
 def list_jobs(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state, such as RUNNING.")] = None,

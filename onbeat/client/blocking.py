@@ -93,6 +93,7 @@ class Jobs(Blocking[AsyncJobs]):
     """The blocking form of AsyncJobs."""
 
     create = blocking(AsyncJobs.create)
+    fork = blocking(AsyncJobs.fork)
     list = blocking(AsyncJobs.list)
     get = blocking(AsyncJobs.get)
     cancel = blocking(AsyncJobs.cancel)

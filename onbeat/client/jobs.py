@@ -4,13 +4,13 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from onbeat.client.notebook import Records
 from onbeat.client.transport import BrokerUnreachable, Message, Transport
-from onbeat.config import JobConfig
+from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     AuditReport,
     Diagnosis,
@@ -55,6 +55,16 @@ class AsyncJobs:
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         answer = await self._client.request("POST", "/v1/jobs", json=body, headers=headers, is_repeatable=True)
         return JobRecord.model_validate(answer)
+
+    async def fork(self, job_id: str, iteration: int, overrides: Sequence[str] = ()) -> JobRecord:
+        """Submit a job that starts from the checkpoint which another one wrote after `iteration` iterations, and counts
+        on from there. `overrides`: what is to be different, such as `optimizer.learning_rate=1e-6`."""
+        config = (await self.get(job_id)).config | {"fork": {"job": job_id, "iteration": iteration}}
+        for override in overrides:
+            apply_override(config, override)
+        schedule = config["schedule"]
+        schedule["earlier_ends"] = [end for end in schedule.get("earlier_ends", []) if end < schedule["num_iterations"]]
+        return await self.create(config)
 
     async def list(self, state: JobState | str | None = None, limit: int | None = None) -> Records[JobRecord]:
         """Return jobs, newest first, at most `limit` (1 to 1000; default: 200)."""

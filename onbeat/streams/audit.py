@@ -3,7 +3,7 @@
 Each entry is a line of tab-separated words, and a link: SHA-1 of the previous link, a line feed, and the line (the only
 hash that Redis scripts have; configuration, groups and weights are in the lines by BLAKE3).
 
-    created    job id, digest of the configuration
+    created    job id, digest of the configuration, of a fork also its first iteration
     extended   digest of the configuration, number of iterations    the job got more of them when it had done all
     published  version, digest of the weights                       the first version; later ones by their commit
     opened     iteration, policy version, number of groups
@@ -53,6 +53,7 @@ class Audit:
     num_entries: int = 0
     config_digest: str = ""
     published: int | None = None
+    first_iteration: int = 0  # those before it are another job's, which this one was forked from
     next_iteration: int = 0  # the next iteration to be committed
     weights_digest: str = ""  # of the newest published version
     iterations: list[Iteration] = field(default_factory=list)
@@ -76,10 +77,12 @@ class Audit:
         self.link = link
         self.has_kept_head |= link == self.kept_head
 
-    def _created(self, job_id: str, config_digest: str) -> None:
+    def _created(self, job_id: str, config_digest: str, first_iteration: str = "0") -> None:
         require(self.num_entries == 0, "a job is created once, and first")
         require(job_id == self.job_id, f"it is the log of another job, {job_id}")
         self.config_digest = config_digest
+        self.first_iteration = self.next_iteration = int(first_iteration)
+        self.iterations = [Iteration(version=0, num_groups=0) for _ in range(self.first_iteration)]
 
     def _extended(self, config_digest: str, num_iterations: str) -> None:
         require(len(self.iterations) == self.next_iteration, "a job gets more iterations when all of its own are done")

@@ -122,6 +122,9 @@ class Ledger:
         digest = payload_digest(text.encode())
         fields = ["name", config["name"], "pool", config["pool"], "config", text, "submitter", submitter]
         fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
+        if (fork := config.get("fork")) is not None:  # what is before its first iteration belongs to another job
+            numbers = ("first_iteration", "num_opened", "next_iteration", "next_evaluation", "num_trimmed")
+            fields += [word for name in numbers for word in (name, str(fork["iteration"]))]
         more_keys = [job.prompts, job.rollouts, job.deleted]
         args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, *fields)
         outcome = (await self._run("create_job", job, more_keys, *args)).decode()

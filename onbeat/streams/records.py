@@ -34,7 +34,7 @@ class IterationSources:
     fields: Fields
     busy_s: dict[str, float]  # by worker
     engine_ready_at: float | None
-    published_at: float | None  # when its version was published: by an earlier commit (version 0: the first opening)
+    published_at: float | None  # when its version was published: by an earlier commit (the first one: first opening)
     previous_commit_at: float
 
 
@@ -100,11 +100,14 @@ def clip_fraction(value: float) -> float:
 async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -> list[IterationRecord]:
     """Return iterations with a number above `after`, in order. Raise JobNotFound."""
     job = await ledger.job_fields(job_id)
+    start = first_iteration(job)
+    after = max(after, start - 1)
     wanted = range(after + 1, min(int(job["num_opened"]), after + 1 + limit))
     if not wanted:
         return []
     ready_times = await ledger.ready_times(job_id)
-    first = max(0, wanted[0] - 1 - int(job["max_staleness"]))  # its commit may have published the version of `wanted`
+    # The commit of this one may have published the version of the first that is wanted.
+    first = max(start, wanted[0] - 1 - int(job["max_staleness"]))
     hashes = await iteration_hashes(ledger, job_id, range(first, wanted[-1] + 1))
     if not all(each.fields for each in hashes):
         raise JobNotFound(job_id)  # the job was deleted meanwhile
@@ -126,9 +129,18 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
 
 
 def published_at(version: int, iterations: Mapping[int, Fields]) -> float | None:
-    """Return the Unix time since when rollouts could have the version; None when its iteration is not committed."""
-    time = iterations[version - 1].get("committed_at") if version else iterations[0].get("opened_at")
+    """Return the Unix time since when rollouts could have the version; None when its iteration is not committed.
+
+    The first version of a job was made by none of its iterations.
+    """
+    made_by = iterations.get(version - 1)
+    time = iterations[version].get("opened_at") if made_by is None else made_by.get("committed_at")
     return float(time) if time else None
+
+
+def first_iteration(job: Fields) -> int:
+    """0, unless the job is a fork: it counts on from the checkpoint that it started from."""
+    return int(job.get("first_iteration", "0"))
 
 
 def evaluation_record(fields: Fields) -> EvaluationRecord:
@@ -144,7 +156,7 @@ async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list
     config = json.loads(job["config"])
     section, schedule = config.get("evaluation"), config["schedule"]
     ends = [*schedule.get("earlier_ends", []), int(job["num_iterations"])]
-    records, evaluation = [], 0
+    records, evaluation = [], first_iteration(job)
     while section and evaluation < int(job.get("next_evaluation", "0")):
         if evaluation > after and (fields := await ledger.evaluations.fields(job_id, evaluation)):
             records.append(evaluation_record(fields))  # one that nobody opened before the job's earlier end is left out

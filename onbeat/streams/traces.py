@@ -29,11 +29,11 @@ class Traces:
         """Return the progress of those jobs that exist, in one round trip."""
         pipeline = self._redis.pipeline(transaction=False)
         for job_id in job_ids:
-            pipeline.hmget(JobKeys(job_id).job, "state", "next_iteration", "finished_at")
+            pipeline.hmget(JobKeys(job_id).job, "state", "next_iteration", "finished_at", "first_iteration")
             pipeline.hget(JobKeys(job_id).traces, "next_iteration")
         found = await pipeline.execute() if job_ids else []
         jobs = []
-        for job_id, (state, num_committed, finished_at), num_exported in zip(
+        for job_id, (state, num_committed, finished_at, first_iteration), num_exported in zip(
             job_ids, found[::2], found[1::2], strict=True
         ):
             with contextlib.suppress(ValueError):  # a record that cannot be read has no traces
@@ -41,7 +41,7 @@ class Traces:
                     job_id=job_id,
                     state=JobState((state or b"").decode()),
                     num_committed=int(num_committed or 0),
-                    num_exported=int(num_exported or 0),
+                    num_exported=int(num_exported or first_iteration or 0),
                     finished_at=float(finished_at) if finished_at else None,
                 )
                 jobs.append(job)

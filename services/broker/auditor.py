@@ -28,7 +28,7 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         violation=violation,
         num_entries=audit.num_entries,
         num_groups=num_groups,
-        num_commits=audit.next_iteration,
+        num_commits=audit.next_iteration - audit.first_iteration,
         num_contents=num_contents,
         num_contents_gone=num_groups - num_contents if violation is None else 0,
         head=audit.link,
@@ -68,7 +68,8 @@ def check_job(audit: Audit, fields: dict[str, str]) -> None:
 
 async def check_iterations(ledger: Ledger, audit: Audit) -> None:
     """Check that the ledger of each committed iteration follows from the log."""
-    for number, logged in enumerate(audit.iterations[: audit.next_iteration]):
+    first = audit.first_iteration
+    for number, logged in enumerate(audit.iterations[first : audit.next_iteration], start=first):
         fields, groups = await ledger.iteration_fields(audit.job_id, number), await ledger.groups(audit.job_id, number)
         for name, value in {
             "state": IterationState.COMMITTED,

@@ -13,19 +13,20 @@ from types import MappingProxyType
 from onbeat.config import is_nested_deeper
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import Fields
+from onbeat.streams.records import Fields, first_iteration
 from onbeat.types import JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
 MAX_STORED_DEPTH = 200  # of a job of an earlier release; a list of jobs with 255 levels could not be written
 JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
-JOB_PROGRESS_FIELDS = ("num_opened", "next_iteration", "policy_version", "dtype", "checkpoint", "num_training_devices")
+JOB_PROGRESS_FIELDS = ("first_iteration", "num_opened", "next_iteration", "policy_version", "dtype", "checkpoint")
 
 
 def job_record(fields: Fields) -> JobRecord:
     """Return the job, or as much of it as can be read: one odd job must not take a whole list with it."""
-    known = {name: fields[name] for name in (*JOB_FIELDS, *JOB_PROGRESS_FIELDS) if name in fields}
+    names = (*JOB_FIELDS, *JOB_PROGRESS_FIELDS, "num_training_devices")
+    known = {name: fields[name] for name in names if name in fields}
     try:
         text = fields["config"]
         config = json.loads(text)
@@ -63,7 +64,8 @@ def unreadable_record(fields: Fields, error: Exception) -> JobRecord:
 
 async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> list[WeightsRecord]:
     """Published versions above `after`, in order. Raises JobNotFound."""
-    newest = int((await ledger.job_fields(job_id)).get("policy_version", "-1"))
+    job = await ledger.job_fields(job_id)
+    newest, after = int(job.get("policy_version", "-1")), max(after, first_iteration(job) - 1)
     records: list[WeightsRecord] = []
     for version in range(after + 1, newest + 1):
         if len(records) == limit:
@@ -91,10 +93,11 @@ async def read_samples(
     ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, rewards: RewardRange = ANY_REWARD
 ) -> list[Sample]:
     """Responses of an iteration (default: the newest with an accepted group). Raises JobNotFound, GroupsTrimmed."""
-    num_opened = int((await ledger.job_fields(job_id))["num_opened"])
+    job = await ledger.job_fields(job_id)
     if iteration is None:
-        iteration = max(0, num_opened - 1)
-        while iteration > 0 and not await has_accepted(ledger, job_id, iteration):
+        start = first_iteration(job)
+        iteration = max(start, int(job["num_opened"]) - 1)
+        while iteration > start and not await has_accepted(ledger, job_id, iteration):
             iteration -= 1
     groups = await ledger.iteration_groups(job_id, iteration)
     advantages = await ledger.advantages(job_id, iteration) if groups else {}

@@ -18,6 +18,7 @@ from onbeat.errors import JobNotFound
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import iteration_hashes, newest_events
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import first_iteration
 from onbeat.types import Event, Lane, Span, Timeline
 
 TRAINER = "trainer"
@@ -49,10 +50,13 @@ class Timelines:
         """Return the timeline of the last `num_iterations` that were opened. Raises JobNotFound."""
         job = await self._ledger.job_fields(job_id)
         num_opened, now = int(job["num_opened"]), await self._ledger.now()
-        if num_opened == 0:
+        start_of_job = first_iteration(job)
+        if num_opened == start_of_job:
             return Timeline(start=now, end=now, iterations=[], lanes=[], spans=[])
-        shown = range(max(0, num_opened - num_iterations), num_opened)
-        read = range(max(0, shown[0] - int(job["max_staleness"])), num_opened)  # older ones reach into the window
+        shown = range(max(start_of_job, num_opened - num_iterations), num_opened)
+        read = range(
+            max(start_of_job, shown[0] - int(job["max_staleness"])), num_opened
+        )  # older ones reach into the window
         hashes = [each.fields for each in await iteration_hashes(self._ledger, job_id, read)]
         if not all(hashes):
             raise JobNotFound(job_id)  # deleted meanwhile

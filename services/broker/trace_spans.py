@@ -18,7 +18,7 @@ from hashlib import sha256
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import EVENTS_AT_ONCE, iteration_hashes
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import Fields, read_iterations
+from onbeat.streams.records import Fields, first_iteration, read_iterations
 from onbeat.types import Event, IterationRecord, Span
 from services.broker.timeline import TRAINER, before, order, trainer_spans, weight_spans
 from services.broker.trace_steps import Step, Steps, find_steps
@@ -116,7 +116,7 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
     Raises JobNotFound, and ValueError for data that another trainer implementation may have written.
     """
     (record,) = await read_iterations(ledger, job.job_id, iteration - 1, 1)
-    numbers = range(max(0, iteration - 1), iteration + 1)
+    numbers = range(max(first_iteration(job.fields), iteration - 1), iteration + 1)
     *earlier, own = [each.fields for each in await iteration_hashes(ledger, job.job_id, numbers)]
     groups = await read_groups(ledger, job.job_id, iteration)
     if groups is None or record.committed_at is None:

@@ -116,7 +116,7 @@ class Tracer:
 
     async def _follow(self, job: TracedJob) -> None:
         """Export the next iterations. Raises LostJob, JobNotFound and CollectorUnavailable."""
-        first = await self._hold(job.job_id)
+        first = max(await self._hold(job.job_id), job.num_exported)
         oldest = max(first, job.num_committed - MAX_BEHIND)
         if oldest > first:
             num_missed = sum(iteration % self._every == 0 for iteration in range(first, oldest))

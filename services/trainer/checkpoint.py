@@ -53,11 +53,15 @@ class TrainState:
     published_version: int  # the newest that rollouts know; older than policy_version when a transfer was skipped
     num_steps: int
     model_path: str
-    first_mismatch: float | None = None  # of iteration 0, nats per token; see `engine_probe`
+    first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `engine_probe`
 
     @classmethod
     def fresh(cls, job_id: str, model_path: str) -> "TrainState":
         return cls(job_id, next_iteration=0, policy_version=0, published_version=0, num_steps=0, model_path=model_path)
+
+    def forked(self, job_id: str) -> "TrainState":
+        """Of a job whose rollouts are still to hear of this version, and to be compared on it."""
+        return replace(self, job_id=job_id, published_version=self.policy_version, first_mismatch=None)
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,8 @@ class TrainLoop:
 
     def _is_probed(self) -> bool:
         """Return whether this update compares the engines with the trainer; the same on every rank."""
-        return self._num_updates_done == 0 and self._iteration <= NUM_PROBED + self._config.max_staleness
+        age = self._iteration - self._config.first_iteration
+        return self._num_updates_done == 0 and age <= NUM_PROBED + self._config.max_staleness
 
     def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
         """Return the trainer's logprobs [N] at the weights that generated, where only the comparison needs them."""
@@ -247,7 +248,7 @@ class TrainLoop:
         state = self._publisher.state
         if num_tokens == 0:  # all of its groups failed
             return
-        if self._iteration == 0:
+        if self._iteration == self._config.first_iteration:
             self._publisher.state = replace(state, first_mismatch=gap / num_tokens)
         elif state.first_mismatch is not None:
             check_mismatch(gap / num_tokens, state.first_mismatch, self._config.model.dtype, self._iteration)

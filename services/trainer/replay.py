@@ -23,14 +23,14 @@ from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
 from services.device import choose_device
-from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.checkpoint import CheckpointStore
 from services.trainer.device import pin_cores
 from services.trainer.distributed import World
 from services.trainer.link import Commit
 from services.trainer.loop import TrainLoop
 from services.trainer.model import resolve_model
 from services.trainer.policy import load_policy
-from services.trainer.session import restore
+from services.trainer.session import begin, restore
 from services.trainer.settings import Settings
 from services.trainer.weight_store import Snapshot
 
@@ -125,13 +125,16 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
 
     config = JobConfig.of_job(asyncio.run(fields_of()))
     find_objective(config.objective.type)  # raises ValueError where it is not installed
+    if config.fork is not None and iteration < config.fork.iteration:
+        raise OnbeatError(f"iteration {iteration} is one of job {config.fork.job}, which {job_id} was forked from")
     device = choose_device(settings.device)
     if device.type == "cpu":
         pin_cores(settings.cpu_cores)
     source = resolve_model(config.model.path, settings.cache_dir)
     policy, _ = load_policy(source, config, World(device=device), is_sharded=False)
     recorded = CheckpointStore(settings.data_dir / "jobs" / job_id / "checkpoints", keep=1)
-    state = restore(recorded, job_id, config, policy, before=iteration) or TrainState.fresh(job_id, config.model.path)
+    state = restore(recorded, job_id, config, policy, before=iteration)
+    state = state or begin(settings.data_dir, job_id, config, policy)
 
     async def record() -> tuple[list[RolloutGroup], dict, list[str]]:
         return await read_record(Ledger(settings.connect_redis()), job_id, state.next_iteration, iteration)

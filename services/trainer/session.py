@@ -2,13 +2,14 @@
 
 import logging
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
 from onbeat.config import JobConfig
 from onbeat.local.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import find_objective
-from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.checkpoint import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
 from services.trainer.distributed import ALONE, World
 from services.trainer.link import JobLink
@@ -58,7 +59,7 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     if world.is_main and (problem := little_room(checkpoints, policy, config)):
         logger.warning("job %s: %s", link.job_id, problem)
         link.emit("job.warning", problem)
-    state = restored or TrainState.fresh(link.job_id, config.model.path)
+    state = restored or begin(settings.data_dir, link.job_id, config, policy, world)
     files = model_files(source)
     link.serve_weights(files, settings, world if is_sharded else ALONE)
     try:
@@ -88,6 +89,27 @@ def restore(
             kept = ((name, tensor) for name, tensor in tensors if name in own)
             policy.old.hold(take_snapshot(version, kept, own, world if policy.is_sharded else ALONE), oldest_wanted=0)
     return state
+
+
+def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy, world: World = ALONE) -> TrainState:
+    """Return where a job without a checkpoint of its own begins; load what a fork starts from into the policy.
+
+    Raises ValueError, with what there is instead, when that checkpoint is not there.
+    """
+    if config.fork is None:
+        return TrainState.fresh(job_id, config.model.path)
+    parent, iteration = config.fork.job, config.fork.iteration
+    checkpoints = CheckpointStore(data_dir / "jobs" / parent / "checkpoints", keep=1, world=world)
+    names = [folder.name for folder in checkpoints.complete()]
+    if folder_name(iteration) not in names:
+        raise ValueError(
+            f"there is no {folder_name(iteration)} of job {parent} in {checkpoints.folder}, which has: "
+            f"{', '.join(names) or 'none'}; fork from one of these, or give this trainer the data folder "
+            "(ONBEAT_DATA_DIR) of the one that wrote it"
+        )
+    state = restore(checkpoints, parent, config, policy, before=iteration, world=world)
+    assert state is not None, f"{folder_name(iteration)} is there"
+    return state.forked(job_id)
 
 
 def describe(world: World, is_sharded: bool) -> str:

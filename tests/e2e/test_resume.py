@@ -1,10 +1,14 @@
-"""Jobs that are over go on, with a real trainer: to the bits of an undisturbed pass, by a learning rate that fits."""
+"""Jobs that are over go on, and others from their checkpoints, with a real trainer and the bits of one whole pass."""
+
+import json
 
 import pytest
 
+from onbeat.errors import ApiError
 from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
 from tests.e2e.stack import RunningStack, running, tiny_job, wait_until
+from tests.e2e.test_replay import replay
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +20,9 @@ def folder(tmp_path_factory):
 def stack(folder):
     with running(folder) as stack:
         yield stack
+
+
+OTHER = ["optimizer.learning_rate=0.1", "schedule.num_iterations=4", "checkpoint.every_iterations=9"]
 
 
 def learning_rates(stack: RunningStack, job_id: str) -> list[float]:
@@ -41,3 +48,37 @@ def test_cancelled_job_repeats_what_no_checkpoint_has(stack, folder, tmp_path):
     assert stack.job(job_id).checkpoint is None
     stack.client.jobs.resume(job_id)
     check_exactly_once(stack, job_id, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_fork_trains_on_from_a_checkpoint(stack, folder):
+    shape = {"schedule": {"num_iterations": 3}, "checkpoint": {"every_iterations": 1}}
+    parent = stack.client.jobs.create(tiny_job(folder, **shape)).id
+    assert stack.wait(parent).state is JobState.SUCCEEDED
+    with pytest.raises(ApiError, match="no checkpoint after 1 iterations; there are those after 2, 3"):
+        stack.client.jobs.fork(parent, 1)
+    faster = stack.client.jobs.fork(parent, 2, OTHER).id
+    same = stack.client.jobs.fork(parent, 2).id
+    for job_id, num_iterations in ((faster, 4), (same, 3)):
+        job = stack.wait(job_id)
+        assert job.state is JobState.SUCCEEDED, job.error
+        assert [record.iteration for record in stack.client.jobs.iterations(job_id)] == list(range(2, num_iterations))
+        assert stack.client.jobs.audit(job_id).is_clean
+    assert learning_rates(stack, faster) == pytest.approx([0.1, 0.1])
+    prompts = [{sample.prompt for sample in stack.client.jobs.samples(job, 2, limit=99)} for job in (parent, same)]
+    assert prompts[0] == prompts[1]
+    code, output = replay(stack, faster, 3)
+    assert (code, json.loads(output)["replayed_from"]) == (0, 2)
+
+
+@pytest.mark.timeout(300)
+def test_fork_of_a_removed_checkpoint_fails_with_what_there_is(stack, folder):
+    job = tiny_job(folder, schedule={"num_iterations": 1})
+    parent = stack.client.jobs.create(job).id
+    assert stack.wait(parent).state is JobState.SUCCEEDED
+    (stack.data_dir / "jobs" / parent / "checkpoints").rename(folder / "elsewhere")
+    fork = stack.client.jobs.fork(parent, 1, ["schedule.num_iterations=2"]).id
+    job = stack.wait(fork)
+    assert job.state is JobState.FAILED
+    assert f"there is no iteration-000001 of job {parent} in" in job.error
+    assert "which has: none; fork from one of these" in job.error

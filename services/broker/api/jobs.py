@@ -30,6 +30,7 @@ from services.broker.api.context import Broker
 from services.broker.api.problems import documented
 from services.broker.auditor import run_audit
 from services.broker.auth import CALLER
+from services.broker.fork import review_fork
 from services.broker.quota import ANYBODY
 from services.broker.records import job_record, place_in_queue, read_weights
 from services.broker.resume import resume_over
@@ -101,6 +102,7 @@ async def create_job(
         submitter = submitter_of(request)
         async with broker.quota.place(submitter):
             await broker.admission.review(config)
+            await review_fork(broker.ledger, config)
             lengths = (config.schedule.num_iterations, config.max_staleness)
             try:
                 is_new = await broker.ledger.create_job(job_id, wanted, *lengths, submitter)

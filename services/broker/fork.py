@@ -1,0 +1,38 @@
+"""Whether a job can start from the checkpoint of another one: what the broker can tell before a trainer tries."""
+
+import json
+from pathlib import Path
+
+from onbeat.config import JobConfig
+from onbeat.errors import JobNotFound
+from onbeat.streams.ledger import Ledger
+from services.broker.admission import FieldError, JobRefused
+
+
+async def review_fork(ledger: Ledger, config: JobConfig) -> None:
+    """Raises JobRefused, naming the field and the remedy."""
+    if config.fork is None:
+        return
+    parent, wanted = config.fork.job, config.fork.iteration
+    try:
+        fields = await ledger.job_fields(parent)
+    except JobNotFound as error:
+        raise JobRefused([FieldError(field="fork.job", message=str(error))]) from error
+    of_parent = json.loads(fields["config"])
+    if of_parent["model"]["path"] != config.model.path or of_parent.get("lora") != config.model_dump()["lora"]:
+        message = f"a fork trains the model of job {parent}, {of_parent['model']['path']}, with the same [lora]"
+        raise JobRefused([FieldError(field="model.path", message=message)])
+    newest = int(fields.get("checkpoint_iteration", "0"))
+    kept = kept_checkpoints(fields.get("checkpoint", ""))
+    if wanted in kept or (not kept and 0 < wanted <= newest):  # else its trainer's disk cannot be seen from here
+        return
+    known = f"there are those after {', '.join(map(str, kept))}" if kept else f"its newest is after {newest}"
+    message = f"job {parent} has no checkpoint after {wanted} iterations; " + (known if newest else "it has none yet")
+    remedy = "; take one of them, or let the next job keep more (checkpoint.every_iterations, checkpoint.keep)"
+    raise JobRefused([FieldError(field="fork.iteration", message=message + remedy)])
+
+
+def kept_checkpoints(newest: str) -> list[int]:
+    """Numbers of iterations, ascending, as far as this machine has the folder that the newest one was written to."""
+    found = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
+    return sorted(int(path.parent.name.removeprefix("iteration-")) for path in found)
