@@ -26,6 +26,7 @@ from onbeat.terminal.summary import print_summary
 from onbeat.types import JobRecord, JobState
 
 PAUSE_DEADLINE_S = 10.0
+START_GRACE_S = 30.0  # for trainer and rollouts to import their libraries, and to say that they are there
 INTERRUPTED = 130
 UP_POOL = "default"
 
@@ -41,7 +42,7 @@ class JobRun:
         async with AsyncClient(self._url) as client:
             job = self.job = await self._submit(client, is_fresh)
             self._console.print(f"job {job.id} ({job.num_iterations} iterations) at {self._url}")
-            progress = await follow(client, job.id, self._console, tick)
+            progress = await follow(client, job.id, self._console, tick, START_GRACE_S)
             await self._finish(client, progress)
             return progress.job.state
 

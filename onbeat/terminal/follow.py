@@ -22,14 +22,20 @@ NOTICE_KINDS = frozenset(
 
 
 async def follow(
-    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None
+    client: AsyncClient,
+    job_id: str,
+    console: Console,
+    tick: Callable[[], None] = lambda: None,
+    grace_s: float = 0.0,
 ) -> JobProgress:
-    """Show the job until it is final. `tick` is called about twice a second and may raise.
+    """Show the job until it is final. `tick` is called about twice a second and may raise. `grace_s`: services were
+    just started; for so long none is missed.
 
     Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
     request is refused.
     """
     progress = await JobProgress.load(client, job_id)
+    progress.quiet_until = time.monotonic() + grace_s
     printer = Printer(console, progress)
     is_over, is_broker_lost = asyncio.Event(), False
 
@@ -74,6 +80,9 @@ class Printer:
         self._progress.news.clear()
         if self._is_live:
             return
+        for worker in self._progress.starting:
+            if self._is_new(worker.id, worker.doing):
+                self.say(f"{worker.id}: {worker.doing}")
         for record in self._progress.committed:
             if self._is_new("iteration", record.iteration):
                 self.say(plain_line(record, self._progress))

@@ -1,7 +1,9 @@
 """The progress of a job that is followed, as the broker last reported it."""
 
 import asyncio
+import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Self
 
 from onbeat.client import AsyncClient
@@ -19,9 +21,10 @@ from onbeat.types import (
     WorkerRecord,
 )
 
-YOUNG_S = 10.0  # younger problems may end by themselves: services that start together look for each other
+YOUNG_S = 10.0  # a problem that began later may end by itself: services that start together look for each other
 LONG_WAIT_S = 20.0  # waiting for less time, or for less than an iteration takes, is normal
 NUM_RECENT = 5  # iterations that means are taken over
+TRAINING = "training on groups of iteration"
 
 
 class JobProgress:
@@ -35,6 +38,7 @@ class JobProgress:
         self.diagnosis: Diagnosis | None = None
         self.trainer = "not started"
         self.news: list[Event] = []  # events that have not been shown yet
+        self.quiet_until = 0.0  # by time.monotonic(): services that have just been started may still be away
         self._cursor = "0"  # the newest event that is known
 
     @classmethod
@@ -89,18 +93,37 @@ class JobProgress:
         return [record for _, record in sorted(self.evaluations.items()) if record.state == EvaluationState.DONE]
 
     @property
+    def starting(self) -> list[WorkerRecord]:
+        """The rollouts of this job that report a step of their start."""
+        return [worker for worker in self.workers if worker.doing and worker.job_id == self.job.id]
+
+    @property
+    def trainer_doing(self) -> str:
+        """The trainer's activity in words. While no group has arrived there is nothing to train on."""
+        current = self.current
+        if self.trainer.startswith(TRAINING) and current is not None and current.num_accepted == 0:
+            return f"waiting for the first group of iteration {current.iteration}"
+        return self.trainer
+
+    @property
     def waits_for(self) -> Finding | None:
-        """The first problem that the doctor has found and that has lasted, or else the first long wait."""
-        findings = self.diagnosis.findings if self.diagnosis is not None and not self.job.state.is_final else []
+        """The first problem that the doctor has found and that has lasted, or else the first long wait.
+
+        None while services start: rollouts report themselves what they do.
+        """
+        is_quiet = self.job.state.is_final or time.monotonic() < self.quiet_until
+        findings = self.diagnosis.findings if self.diagnosis is not None and not is_quiet else []
         long_s = max(LONG_WAIT_S, self.iteration_s() or 0.0)
         problems = [each for each in findings if each.is_problem and (each.since_s is None or each.since_s >= YOUNG_S)]
-        waits = [finding for finding in findings if finding.waits_for and (finding.since_s or 0.0) >= long_s]
+        is_starting = len(self.starting) > 0
+        waits = [each for each in findings if each.waits_for and (each.since_s or 0.0) >= long_s and not is_starting]
         return next(iter(problems + waits), None)
 
     def iteration_s(self) -> float | None:
-        """Return the mean of the last iterations; the first one, in which the engine starts, does not count."""
+        """Return the median of the last iterations, so that one in which an engine started again does not count; the
+        first one, in which it starts, never does."""
         walls = [record.wall_s for record in self.committed[1:][-NUM_RECENT:] if record.wall_s is not None]
-        return sum(walls) / len(walls) if walls else None
+        return median(walls) if walls else None
 
     def time_left_s(self) -> float | None:
         iteration_s, num_left = self.iteration_s(), self.job.num_iterations - self.num_committed
@@ -123,7 +146,7 @@ def trainer_activity(event: Event) -> str | None:
         case "weights.published":
             return f"published policy version {event.data.get('policy_version')}"
         case "iteration.opened" if event.data.get("policy_version") == iteration:  # otherwise it is opened ahead
-            return f"training on groups of iteration {iteration} as they arrive"
+            return f"{TRAINING} {iteration} as they arrive"
         case "iteration.drained":
             return f"last groups and optimizer step of iteration {iteration}"
         case "checkpoint.written":

@@ -99,7 +99,7 @@ def rows(progress: JobProgress, width: int, is_broker_lost: bool) -> Iterator[Ro
     spark_width = min(BAR_WIDTH, max(8, width - LABEL_WIDTH - 37))
     if progress.committed:
         yield from measured_rows(progress, spark_width)
-    yield Row("trainer", progress.trainer)
+    yield Row("trainer", progress.trainer_doing)
     current = progress.current
     if current is not None:
         groups = f"{current.num_accepted} of {current.num_groups} groups"
@@ -179,7 +179,7 @@ def is_silent(worker: WorkerRecord, now: float) -> bool:
 
 
 def worker_line(worker: WorkerRecord, now: float | None = None) -> str:
-    parts = [worker.state]
+    parts = [f"{worker.state}: {worker.doing}" if worker.doing else worker.state]
     if now is not None and is_silent(worker, now):
         parts = [f"silent for {duration(now - worker.last_seen_at)}, was {worker.state}"]
     if worker.policy_version is not None:

@@ -102,6 +102,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class TalkativeEngine(Protocol):
+    """What an engine may have besides, for people who wait for its start."""
+
+    @property
+    def doing(self) -> str:
+        """The step of the start that it is at, in words; '' where there is nothing to say."""
+
+
+@runtime_checkable
 class StreamingEngine(Protocol):
     """An optional interface of an engine, for chats. Without it, a chat's answer comes in one piece, by `generate`."""
 

@@ -26,7 +26,7 @@ from onbeat.weights.server import PayloadServer
 from services.rollout import meters
 from services.rollout.chat import ChatServer
 from services.rollout.claim_loop import ClaimLoop
-from services.rollout.engine import Engine
+from services.rollout.engine import Engine, TalkativeEngine
 from services.rollout.engines import stop_engine, wait_for_engine
 from services.rollout.gate import VersionGate
 from services.rollout.producer import GroupProducer
@@ -65,6 +65,7 @@ class Session:
         self._has_model = asyncio.Event()
         self._is_stopping = False
         self._newest_served: int | None = None
+        self._starting: Engine | None = None
         self._engine: Engine | None = None
         self._gate: VersionGate | None = None
         self._producer: GroupProducer | None = None
@@ -120,6 +121,16 @@ class Session:
         return "generating" if self.num_in_flight else "idle"
 
     @property
+    def doing(self) -> str:
+        """The step of the start, in words; '' once that is over."""
+        if self.state != "starting":
+            return ""
+        if self._starting is None:
+            return "getting the model from the trainer"
+        told = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
+        return told or "starting the engine"
+
+    @property
     def policy_version(self) -> int | None:
         return self._engine.version() if self._engine is not None else None
 
@@ -156,7 +167,7 @@ class Session:
         loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
         encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
         cleanup.callback(encoding.cancel)
-        engine = self._create_engine(self._config)
+        engine = self._starting = self._create_engine(self._config)
         cleanup.push_async_exit(functools.partial(stop_engine, engine))
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding

@@ -207,6 +207,13 @@ class VllmEngine:
         await self._llm.resume_generation()
         self._version = policy_version
 
+    @property
+    def doing(self) -> str:
+        """What the start is at."""
+        if not importing().done():
+            return "importing vLLM, usually 20 to 60 s"
+        return "vLLM loads the model and prepares its kernels" if self._llm is None else ""
+
     def version(self) -> int | None:
         return self._version
 

@@ -159,7 +159,7 @@ class Worker:
         last, last_sent = None, 0.0
         while True:
             record = self._record()
-            current = (record.job_id, record.state, record.policy_version)
+            current = (record.job_id, record.state, record.doing, record.policy_version)
             if current != last or time.monotonic() - last_sent >= HEARTBEAT_S:
                 await self._ledger.heartbeat(self._settings.pool, record)
                 last, last_sent = current, time.monotonic()
@@ -181,6 +181,7 @@ class Worker:
         measured = {
             "job_id": session.job_id,
             "state": session.state,
+            "doing": session.doing,
             "policy_version": session.policy_version,
             "num_in_flight": session.num_in_flight,
             "tokens_per_s": session.tokens_per_s,

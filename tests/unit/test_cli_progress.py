@@ -1,5 +1,6 @@
 import asyncio
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -91,6 +92,9 @@ def test_live_view_has_the_essentials_of_the_dashboard() -> None:
 def test_the_first_iteration_with_its_start_foretells_nothing() -> None:
     assert progress_of(1).time_left_s() is None
     assert progress_of(2).iteration_s() == 2.0
+    continued = progress_of(5)
+    continued.iterations[3].wall_s = 90.0  # the engine started again
+    assert continued.iteration_s() == 2.0
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (60, 20), (40, 10), (20, 4), (5, 2)])
@@ -114,6 +118,29 @@ def test_a_problem_is_told_once_it_has_lasted() -> None:
         assert (progress.waits_for is not None) is is_told, since_s
 
 
+def test_services_that_start_are_no_cause_for_alarm() -> None:
+    progress = progress_of(0, num_accepted=0)
+    finding = Finding(sentence="no rollout is alive", waits_for="a rollout", is_problem=True, since_s=500)
+    progress.diagnosis = Diagnosis(is_healthy=False, findings=[finding])
+    progress.quiet_until = time.monotonic() + 60
+    assert progress.waits_for is None
+    progress.quiet_until = time.monotonic() - 1
+    assert progress.waits_for is finding
+    finding.is_problem = False
+    progress.trainer = trainer_activity(event_of("iteration.opened", iteration=0, policy_version=0)) or ""
+    starting = WorkerRecord(id="rollout-0", state="starting", doing="importing vLLM", last_seen_at=NOW)
+    progress.workers = [starting.model_copy(update={"job_id": JOB.id})]
+    assert progress.waits_for is None  # the rollout says what it is at
+    text = text_of(progress)
+    assert "rollout-0    starting: importing vLLM" in text
+    assert "waiting for the first group of iteration 0" in text
+    out = io.StringIO()
+    printer = Printer(Console(file=out, width=300), progress)
+    for _ in range(2):
+        printer.show_news()
+    assert out.getvalue().splitlines() == ["rollout-0: importing vLLM"]
+
+
 def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
     progress = progress_of(4)
     short = Finding(sentence="waits a little", waits_for="a group", since_s=2)
@@ -124,7 +151,8 @@ def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
         progress.diagnosis = Diagnosis(is_healthy=True, findings=findings)
         assert (progress.waits_for.sentence if progress.waits_for else None) == shown
         assert shown is None or shown in text_of(progress)
-    progress.iterations[3].wall_s = 1000.0  # then a minute is not long
+    for record in progress.iterations.values():
+        record.wall_s = 1000.0  # then a minute is not long
     progress.diagnosis = Diagnosis(is_healthy=True, findings=[long])
     assert progress.waits_for is None
     progress.diagnosis = Diagnosis(is_healthy=False, findings=[problem])
@@ -301,9 +329,13 @@ def test_durations() -> None:
     assert [duration(s) for s in (7.4, 59.6, 125, 12000)] == ["7 s", "1 min 00 s", "2 min 05 s", "3 h 20 min"]
 
 
+def event_of(kind: str, **data: object) -> Event:
+    return Event(id="1", time=0, kind=kind, message="m", data=data)
+
+
 def test_events_become_words() -> None:
     def said(kind: str, **data: object) -> str | None:
-        return trainer_activity(Event(id="1", time=0, kind=kind, message="m", data=data))
+        return trainer_activity(event_of(kind, **data))
 
     assert said("job.state", state="RUNNING") == "loading the model"
     assert said("weights.published", policy_version=3) == "published policy version 3"
