@@ -14,10 +14,11 @@ Schema = dict[str, Any]
 
 INTRODUCTION = """# REST
 
-The broker describes itself at `/openapi.json`; this page is written from that. Bodies are JSON. Every error is a
-problem document ([RFC 9457](https://www.rfc-editor.org/rfc/rfc9457)): `type`, `title`, `status`, `detail`, and `errors`
-with one entry for each wrong field. Keys go into the header `Authorization: Bearer KEY`; what each role may do is in
-[security](../security.md). [The SDK](../sdk.md) has a method for nearly every call."""
+The broker describes itself at `/openapi.json`; this page is written from that. Bodies are JSON; a job may be sent as
+TOML. Every error is a problem document ([RFC 9457](https://www.rfc-editor.org/rfc/rfc9457)): `type`, `title`, `status`,
+`detail`, and `errors` with one entry for each wrong field: `field`, `message` and, for TOML, `line`. Keys go into the
+header `Authorization: Bearer KEY`; what each role may do is in [security](../security.md). [The SDK](../sdk.md) has a
+method for nearly every call."""
 
 EVERYWHERE = {"401", "403", "429"}
 

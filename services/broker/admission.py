@@ -30,6 +30,7 @@ MAX_PROMPTS_PER_JOB = 2**31 - 1
 class FieldError(BaseModel):
     field: str
     message: str
+    line: int | None = None  # where it is in the TOML that was sent
 
 
 class JobRefused(OnbeatError):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import tomllib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -496,6 +497,82 @@ async def test_malformed_requests_are_problems_too(broker: httpx.AsyncClient) ->
     problem_of(await broker.post("/v1/jobs/x:explode"), 405)
     problem_of(await broker.get("/v1/jobs/x/events?after=yesterday"), 422)
     problem_of(await broker.get("/v1/jobs/x/events?wait_s=31"), 422)
+
+
+# ---- a job as TOML -----------------------------------------------------------------------------------------------
+
+TOML_JOB = """name = "from-toml"
+
+[model]
+path = "bundled:smollm2-135m-instruct"
+
+[data]
+type = "jsonl"
+path = "prompts.jsonl"
+
+[reward]
+name = "exact"
+
+[rollout]
+num_prompts_per_iteration = 2
+num_samples_per_prompt = 4
+max_response_tokens = 16
+
+[schedule]
+num_iterations = 3
+"""
+
+
+async def post_toml(broker: httpx.AsyncClient, text: str | bytes, **headers: str) -> httpx.Response:
+    return await broker.post("/v1/jobs", content=text, headers={"content-type": "application/toml"} | headers)
+
+
+async def test_job_in_toml_is_the_job_in_json(broker: httpx.AsyncClient) -> None:
+    headers = {"Idempotency-Key": f"toml-{id(broker)}"}
+    first = await post_toml(broker, TOML_JOB, **headers)
+    assert first.status_code == 201, first.text
+    again = await broker.post("/v1/jobs", json=tomllib.loads(TOML_JOB), headers=headers)
+    assert again.json()["id"] == first.json()["id"]
+    windows = TOML_JOB.replace("\n", "\r\n").encode("utf-8-sig")
+    assert (await post_toml(broker, windows, **headers)).json()["id"] == first.json()["id"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "field", "line"),
+    [
+        ("num_samples_per_prompt = 4", "num_samples_per_prompt = 0", "rollout.num_samples_per_prompt", 15),
+        ("max_response_tokens = 16\n", "", "rollout.max_response_tokens", 13),  # the section that lacks it
+        ("num_iterations", "num_iteration", "schedule.num_iteration", 19),
+        ('"exact"', '"exactly"', "reward.name", 11),  # admission refuses it, not the schema
+    ],
+)
+async def test_refused_toml_names_field_and_line(
+    broker: httpx.AsyncClient, before: str, after: str, field: str, line: int
+) -> None:
+    answer = problem_of(await post_toml(broker, TOML_JOB.replace(before, after)), 422)
+    assert (field, line) in [(error["field"], error["line"]) for error in answer["errors"]]
+
+
+async def test_refused_json_names_no_line(broker: httpx.AsyncClient) -> None:
+    answer = problem_of(await broker.post("/v1/jobs", json=job_body(seed="x")), 422)
+    assert [sorted(error) for error in answer["errors"]] == [["field", "message"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ('name = "a"\nseed = \n', 2),
+        (b"name = '\xff'", None),
+        ("a = " + "[" * 20_000, None),
+        (".".join(["a"] * 20_000) + " = 1", None),
+        ("x = " + "9" * 5000, None),
+        ("# " + "x" * 70_000, None),
+    ],
+)
+async def test_malformed_toml_is_a_problem(broker: httpx.AsyncClient, body: str | bytes, line: int | None) -> None:
+    answer = problem_of(await post_toml(broker, body), 400)
+    assert answer["title"] == "Malformed TOML"
+    assert answer["errors"][0].get("line") == line
 
 
 async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient, ledger: Ledger) -> None:

@@ -35,7 +35,8 @@ def explain_error(error: Any, body: Any) -> tuple[str, str]:
         prefixed = PREFIXED.fullmatch(error["msg"])  # a check of the whole job names its field itself
         if prefixed:
             return prefixed[1], prefixed[2]
-        return "body", "must be one JSON object, the job (with Content-Type: application/json)"
+        types = "Content-Type: application/json, or application/toml for TOML"
+        return "body", f"must be one JSON object, the job, with {types}"
     path = without_tags(location, body)
     prefixed = PREFIXED.fullmatch(error["msg"])  # a check of a whole section does so, too
     return (prefixed[1], prefixed[2]) if prefixed else (dotted(path), explain_value(error, path))

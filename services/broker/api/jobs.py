@@ -28,6 +28,8 @@ from onbeat.types import (
 )
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented
+from services.broker.api.toml_body import MEDIA_TYPE as TOML
+from services.broker.api.toml_body import TomlRoute
 from services.broker.auditor import run_audit
 from services.broker.auth import CALLER
 from services.broker.fork import review_fork
@@ -35,12 +37,15 @@ from services.broker.quota import ANYBODY
 from services.broker.records import job_record, place_in_queue, read_weights
 from services.broker.resume import resume_over
 
-router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
+router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
 
 POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
 JOBS_AT_ONCE = 100  # of a list, in one round trip
+
+# FastAPI describes the JSON body by itself.
+AS_TOML = {"requestBody": {"content": {TOML: {"schema": {"$ref": "#/components/schemas/JobConfig"}}}}}
 
 JobId = Annotated[str, Path(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -86,7 +91,7 @@ class Resumption(BaseModel):
 # ---- submit and look ---------------------------------------------------------------------------------------------
 
 
-@router.post("/jobs", status_code=201, responses=documented(400, 409, 413))
+@router.post("/jobs", status_code=201, responses=documented(400, 409, 413), openapi_extra=AS_TOML)
 async def create_job(
     config: JobConfig,
     broker: Broker,
@@ -94,7 +99,8 @@ async def create_job(
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> JobRecord:
-    """Submit a job. The same Idempotency-Key with the same job gives the same job again, whatever became of it."""
+    """Submit a job, as JSON or TOML. The same Idempotency-Key with the same job gives the same job again, whatever
+    became of it."""
     job_id = choose_job_id(idempotency_key)
     wanted = config.model_dump(mode="json")
     record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None

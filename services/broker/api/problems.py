@@ -16,6 +16,7 @@ from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission import FieldError, JobRefused
 from services.broker.api.fields import explain_errors
+from services.broker.api.toml_body import MalformedToml, name_lines
 from services.broker.quota import QuotaExceeded
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def problem(
 
 def to_json(body: BaseModel) -> Any:
     """What users sent may come back in messages: replace what is no text."""
-    return {key: replace_surrogates(value) for key, value in body.model_dump().items()}
+    return {key: replace_surrogates(value) for key, value in body.model_dump(exclude_none=True).items()}
 
 
 def replace_surrogates(value: Any) -> Any:
@@ -73,6 +74,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_invalid_request)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(MalformedToml, on_malformed_toml)
     app.add_exception_handler(JobRefused, on_refused)
     app.add_exception_handler(QuotaExceeded, on_quota_exceeded)
     app.add_exception_handler(JobNotFound, on_not_found)
@@ -92,15 +94,24 @@ def with_problem(spec: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-async def on_invalid_request(_: Request, error: Exception) -> ProblemResponse:
+async def on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, RequestValidationError)
     if any(details["type"] == "json_invalid" for details in error.errors()):
         reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
         return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
     errors = [FieldError(field=f, message=m) for f, m in explain_errors(error.errors(), error.body)]
     return problem(
-        422, "Invalid request", "Nothing was created or changed. Correct the fields and send it again.", errors
+        422,
+        "Invalid request",
+        "Nothing was created or changed. Correct the fields and send it again.",
+        name_lines(request, errors),
     )
+
+
+async def on_malformed_toml(_: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, MalformedToml)
+    message = f"the body is not valid TOML: {error}"
+    return problem(400, "Malformed TOML", message, [FieldError(field="body", message=str(error), line=error.line)])
 
 
 async def on_http_error(request: Request, error: Exception) -> ProblemResponse:
@@ -121,9 +132,10 @@ def methods_of(request: Request) -> set[str]:
     return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
 
-async def on_refused(_: Request, error: Exception) -> ProblemResponse:
+async def on_refused(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, JobRefused)
-    return problem(422, "Job refused", "Nothing was created. Correct the fields and send it again.", error.errors)
+    detail = "Nothing was created. Correct the fields and send it again."
+    return problem(422, "Job refused", detail, name_lines(request, error.errors))
 
 
 async def on_quota_exceeded(_: Request, error: Exception) -> ProblemResponse:

@@ -1,0 +1,57 @@
+"""The lines of a TOML text that its fields are on."""
+
+import pytest
+
+from services.broker.api.toml_body import line_of, lines_of
+
+JOB = '''# a comment
+name = "a"  # another
+
+[data]
+options = { min = 1 }
+prompt = """
+two
+lines"""
+operators = [
+  "+",
+  "-",
+]
+
+[[tracking]]
+type = "wandb"
+
+[[tracking]]
+type = "mlflow"
+tags.run = "x"
+
+[objective.kl]
+coef = 0
+'''
+
+
+@pytest.mark.parametrize(
+    ("field", "line"),
+    [
+        ("name", 2),
+        ("data", 4),
+        ("data.options", 5),
+        ("data.options.min", 5),
+        ("data.prompt", 6),
+        ("data.operators", 9),
+        ("data.operators.1", 9),
+        ("tracking.0.type", 15),
+        ("tracking.1", 17),
+        ("tracking.1.type", 18),
+        ("tracking.1.tags.run", 19),
+        ("objective.kl.coef", 22),
+        ("objective.kl.estimator", 21),  # missing: its section
+        ("model.path", None),
+    ],
+)
+def test_field_has_the_line_it_is_written_on(field: str, line: int | None) -> None:
+    assert line_of(field, dict(lines_of(JOB))) == line
+
+
+def test_lines_after_an_endless_statement_are_unknown() -> None:
+    text = "first = 1\nlong = [\n" + "1,\n" * 1000 + "]\nlast = 2\n"
+    assert dict(lines_of(text)) == {"first": 1}
