@@ -50,7 +50,7 @@ STEP_MS = 30_000  # a page may take this long for one step
 # Each page has a place, a selector of its main content, and the number of matches once it is drawn.
 PAGES = {
     "jobs": ("#/", "[data-testid=job-row]", NUM_LISTED),
-    "job": ("#/jobs/long", "[data-testid=chart-reward] polyline", 1),
+    "job": ("#/jobs/long", "[data-testid=chart-reward] canvas", 1),
     "samples": ("#/jobs/long/samples", "[data-testid=sample]", 10),
     "samples of 10,000": ("#/jobs/wide/samples", "[data-testid=sample]", 10),
     "timeline": ("#/jobs/long/timeline", "[data-testid=timeline] [role=slider]", 2),
@@ -167,7 +167,7 @@ async def measure_live(browser: Browser, ledger: Ledger, epoch: str, first: int)
     await page.goto(f"{URL}/#/jobs/running")
     delays, tasks = [], []
     async with asyncio.timeout(NUM_LIVE * STEP_MS / 1000):
-        await page.evaluate(DRAWN, ["[data-testid=chart-reward] polyline", 1])
+        await page.evaluate(DRAWN, ["[data-testid=chart-reward] canvas", 1])
         for iteration in range(first, first + NUM_LIVE):
             shown = asyncio.create_task(page.evaluate(SHOWN, iteration))
             committed_at = await commit_iteration(ledger, epoch, iteration)

@@ -14,7 +14,8 @@ from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they reveal only whether the broker works
-DASHBOARD = re.compile(r"/|/assets/[^/]+")  # the same files for every caller; they request their data with a key
+# The dashboard's files are the same for every caller; they request their data with a key.
+DASHBOARD = re.compile(r"/|/assets/(?:vendor/)?[^/]+")
 READING = frozenset({"GET", "HEAD"})
 SUBMITTING = re.compile(r"/v1/(jobs(/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
 

@@ -70,18 +70,18 @@ PLACES = {
 def drawn(page: Page, name: str) -> Locator:
     """What the page is for, the last part of it that is loaded."""
     if name in ("job", "job that failed", "job that is stuck", "job with long names"):
-        return page.get_by_test_id("chart-reward").locator("svg:has(polyline)").first
+        return page.get_by_test_id("chart-reward").locator("canvas").first
     return {
         "jobs": page.get_by_test_id("job-row").first,
         "new job": page.get_by_test_id("submit-job"),
         "job that waits": page.get_by_test_id("doctor"),
         "samples": page.get_by_test_id("sample").first,
         "long samples": page.get_by_test_id("sample").first,
-        "group": page.get_by_test_id("chart-alike").locator("svg:has(polyline)"),
-        "groups side by side": page.get_by_test_id("chart-alike").locator("svg:has(polyline)"),
-        "long group": page.get_by_test_id("chart-alike").locator("svg:has(polyline)"),
+        "group": page.get_by_test_id("chart-alike").locator("canvas"),
+        "groups side by side": page.get_by_test_id("chart-alike").locator("canvas"),
+        "long group": page.get_by_test_id("chart-alike").locator("canvas"),
         "timeline": page.get_by_test_id("timeline").get_by_role("slider").first,
-        "comparison": page.locator("svg:has(polyline)").first,
+        "comparison": page.locator(".chart canvas").first,
         "workers": page.get_by_text(WORKERS[0]).first,
         "no such page": page.get_by_role("heading", name="Nothing here"),
     }[name]

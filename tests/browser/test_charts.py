@@ -18,7 +18,7 @@ from onbeat.config import JobConfig
 DASHBOARD = Path(__file__).parents[2] / "services" / "broker" / "dashboard"
 ORIGIN = "http://dashboard.test"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
-PAGE = '<!doctype html><link rel="stylesheet" href="style.css"><link rel="stylesheet" href="job.css"><main></main>'
+PAGE = '<!doctype html><link rel="stylesheet" href="style.css"><link rel="stylesheet" href="pages.css"><main></main>'
 
 
 async def serve(route: Route) -> None:
@@ -51,76 +51,59 @@ def walk(number: int, seed: int = 0) -> list[list[float]]:
     return [[x, dice.gauss(0, 1)] for x in range(number)]
 
 
-# ---- thinning ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [0, 1, 600, 601, 1000, 10_000])
-async def test_thinned_points_keep_ends_order_and_extremes(modules: Page, number: int) -> None:
-    points = walk(number)
-    kept = await call(modules, "scales.js", "(m, a) => m.thin(a, 600)", points)
-    assert len(kept) <= 600
-    assert [point for point in points if point in kept] == kept  # some of them, in their order
-    assert kept[:1] + kept[-1:] == points[:1] + points[-1:]
-    if points:
-        assert (min(y for _, y in kept), max(y for _, y in kept)) == (
-            min(y for _, y in points),
-            max(y for _, y in points),
-        )
-
-
-async def test_single_spike_among_ten_thousand_points_is_drawn(modules: Page) -> None:
-    for at in (1, 17, 4999, 9998):
-        points = [[x, 100.0 if x == at else 0.0] for x in range(10_000)]
-        assert [at, 100] in await call(modules, "scales.js", "(m, a) => m.thin(a, 600)", points)
-
-
-async def test_thinned_band_encloses_every_value(modules: Page) -> None:
-    band = [[x, y - abs(y), y + 1] for x, y in walk(5000)]
-    kept = await call(modules, "scales.js", "(m, a) => m.thinBand(a, 600)", band)
-    assert len(kept) <= 600
-    assert [x for x, _, _ in kept] == sorted(x for x, _, _ in kept)
-    inner = sorted(kept[1:-1])
-    for (x, low, high), (after, low_after, high_after) in itertools.pairwise(inner):
-        for _, least, most in band[math.ceil(x) : math.floor(after) + 1]:
-            assert min(low, low_after) <= least
-            assert most <= max(high, high_after)
+# ---- values and axes ---------------------------------------------------------------------------------------------
 
 
 async def test_trailing_mean_is_that_of_the_last_points(modules: Page) -> None:
     points = walk(50)
-    found = await call(modules, "scales.js", "(m, a) => m.trailingMean(a, 7)", points)
+    found = await call(modules, "charts.js", "(m, a) => m.trailingMean(a, 7)", points)
     for index, (x, mean) in enumerate(found):
         last = [y for _, y in points[max(0, index - 6) : index + 1]]
         assert (x, mean) == (index, pytest.approx(sum(last) / len(last)))
 
 
-# ---- scales ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.2, 1.1), (0.00012, 0.00013), (3, 1e7), (-5e-8, 2e-8), (41, 59)])
 async def test_ticks_are_round_evenly_apart_and_within(modules: Page, low: float, high: float) -> None:
-    ticks = await call(modules, "scales.js", "(m, [low, high]) => m.ticks(low, high, 5)", [low, high])
+    ticks = await call(modules, "spans.js", "(m, [low, high]) => m.ticks(low, high, 5)", [low, high])
     assert 2 <= len(ticks) <= 8
     assert all(low <= tick <= high for tick in ticks)
     step = ticks[1] - ticks[0]
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
     assert min(abs(mantissa - wanted) for wanted in (1, 2, 5)) < 1e-6
     assert [b - a for a, b in itertools.pairwise(ticks)] == pytest.approx([step] * (len(ticks) - 1))
-    wide = await call(modules, "scales.js", "(m, a) => m.niceDomain(a)", [low, high])
-    assert wide[0] <= low < high <= wide[1]
-    assert wide[1] - wide[0] <= 1.4 * (high - low)
 
 
 async def test_ticks_have_no_trace_of_binary_fractions(modules: Page) -> None:
-    assert await call(modules, "scales.js", "(m) => m.ticks(0, 0.7, 7)") == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert await call(modules, "spans.js", "(m) => m.ticks(0, 0.7, 7)") == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 
 
 async def test_ticks_of_odd_domains(modules: Page) -> None:
-    assert await call(modules, "scales.js", "(m) => m.ticks(4, 4)") == [4]
-    assert await call(modules, "scales.js", "(m) => m.ticks(NaN, NaN)") == []
-    assert await call(modules, "scales.js", "(m) => m.wholeTicks(0, 2, 9)") == [0, 1, 2]
-    assert await call(modules, "scales.js", "(m) => m.logTicks(0.008, 0.6, 5)") == [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
-    assert await call(modules, "scales.js", "(m) => m.logTicks(1e-6, 10, 4)") == [1e-6, 1e-4, 1e-2, 1]
+    assert await call(modules, "spans.js", "(m) => m.ticks(4, 4)") == [4]
+    assert await call(modules, "spans.js", "(m) => m.ticks(NaN, NaN)") == []
+
+
+@pytest.mark.parametrize(
+    ("ticks", "step", "labels"),
+    [
+        ([10.79, 10.795, 10.8], 0.005, ["10.790", "10.795", "10.800"]),
+        ([0, 0.5, 1], 0.5, ["0", "0.5", "1.0"]),
+        ([0, 2000, 4000], 2000, ["0", "2000", "4000"]),
+        ([10_000, 12_500], 500, ["10K", "12.5K"]),
+        ([-2e-6, 0, 2e-6], 2e-6, ["-2e-6", "0", "2e-6"]),
+    ],
+)
+async def test_labels_of_an_axis_tell_its_ticks_apart(
+    modules: Page, ticks: list[float], step: float, labels: list[str]
+) -> None:
+    script = "(m, [ticks, step]) => ticks.map((tick) => m.tickOf(tick, step))"
+    assert await call(modules, "charts.js", script, [ticks, step]) == labels
+
+
+async def test_labels_of_shares_are_percentages(modules: Page) -> None:
+    assert await call(modules, "charts.js", "(m) => [m.tickOf(0.5, 0.1, true), m.tickOf(0.005, 0.005, true)]") == [
+        "50%",
+        "0.5%",
+    ]
 
 
 async def test_nearest_is_that_of_a_full_search(modules: Page) -> None:
@@ -128,12 +111,12 @@ async def test_nearest_is_that_of_a_full_search(modules: Page) -> None:
     values = sorted(dice.uniform(0, 100) for _ in range(200))
     asked = [-5.0, 105.0, *values[:3], *(dice.uniform(0, 100) for _ in range(300))]
     found = await call(
-        modules, "scales.js", "(m, [values, asked]) => asked.map((x) => m.nearest(values, x))", [values, asked]
+        modules, "series.js", "(m, [values, asked]) => asked.map((x) => m.nearest(values, x))", [values, asked]
     )
     assert [abs(values[i] - x) for i, x in zip(found, asked, strict=True)] == [
         min(abs(v - x) for v in values) for x in asked
     ]
-    assert await call(modules, "scales.js", "(m) => m.nearest([], 3)") == -1
+    assert await call(modules, "series.js", "(m) => m.nearest([], 3)") == -1
 
 
 # ---- timeline ----------------------------------------------------------------------------------------------------
@@ -251,41 +234,49 @@ async def test_configuration_as_toml_is_the_same_job(modules: Page) -> None:
             "tracking": [{"type": "wandb", "tags": ["a"]}, {"type": "mlflow"}],
         }
     )
-    text = await call(modules, "toml.js", "(m, a) => m.toToml(a)", config.model_dump(mode="json"))
+    text = await call(modules, "format.js", "(m, a) => m.toToml(a)", config.model_dump(mode="json"))
     assert JobConfig.model_validate(tomllib.loads(text)) == config
 
 
 async def test_tokens_are_coloured_by_probability_and_show_white_space(modules: Page) -> None:
     chances = [1.0, 0.9, 0.89, 0.5, 0.3, 0.1, 0.02, 0.001, 0.0]
     script = "(m, a) => a.map((chance) => m.levelOf(chance === null ? undefined : Math.log(chance)))"
-    assert await call(modules, "tokens.js", script, [*chances, None]) == [0, 0, 1, 1, 2, 3, 4, 5, -1, -1]
-    assert await call(modules, "tokens.js", "(m) => m.visible(' a\\tb\\n\\r')") == "·a⇥\tb↵\n␍"
+    assert await call(modules, "group.js", script, [*chances, None]) == [0, 0, 1, 1, 2, 3, 4, 5, -1, -1]
+    assert await call(modules, "group.js", "(m) => m.visible(' a\\tb\\n\\r')") == "·a⇥\tb↵\n␍"
 
 
 # ---- a chart -----------------------------------------------------------------------------------------------------
 
-DRAW = """async (m, series) => {
-    const chart = m.lineChart({ title: "Reward", unit: "points" });
-    document.querySelector("main").replaceChildren(chart.element);
-    chart.update(series);
-    await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
-    window.chart = chart;
+DRAW = """async (m, [lines, options]) => {
+    const { html, render } = await import("http://dashboard.test/parts.js");
+    const main = document.querySelector("main");
+    window.draw = async (lines) => {
+        const ref = (chart) => (window.chart = chart);
+        render(html`<${m.Chart} title="Reward" unit="points" ...${options} lines=${lines} ref=${ref} />`, main);
+        await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+    };
+    render(null, main);
+    await draw(lines);
 }"""
 
 
-async def test_chart_of_a_thousand_iterations_draws_few_points_and_tells_all_values(modules: Page) -> None:
+async def draw(page: Page, lines: list[dict[str, Any]], **options: Any) -> None:
+    await call(page, "charts.js", DRAW, [lines, options])
+
+
+async def redraw(page: Page, *lines: tuple[str, list[list[float]]]) -> None:
+    await page.evaluate("(lines) => draw(lines)", [{"name": name, "points": points} for name, points in lines])
+
+
+async def test_chart_of_a_thousand_iterations_tells_all_values(modules: Page) -> None:
     points = walk(1000)
-    await call(
-        modules, "charts.js", DRAW, [{"name": "mean", "points": points, "band": [[x, y - 1, y + 1] for x, y in points]}]
-    )
-    drawn = await modules.locator("polyline").get_attribute("points")
-    assert drawn is not None
-    assert 300 < len(drawn.split()) <= 600
+    await draw(modules, [{"name": "mean", "points": points, "band": [[x, y - 1, y + 1] for x, y in points]}])
+    await expect(modules.locator("canvas")).to_have_count(1)
     slider = modules.get_by_role("slider", name="Reward by iteration")
     await slider.focus()
     for key, at in (("End", 999), ("ArrowLeft", 998), ("PageDown", 988), ("Home", 0), ("ArrowLeft", 0), ("PageUp", 10)):
         await modules.keyboard.press(key)
-        assert await slider.get_attribute("aria-valuenow") == str(at)
+        await expect(slider).to_have_attribute("aria-valuenow", str(at))
     text = await slider.get_attribute("aria-valuetext")
     assert text is not None
     assert text.startswith("iteration 10: mean ")
@@ -295,65 +286,78 @@ async def test_chart_of_a_thousand_iterations_draws_few_points_and_tells_all_val
 
 
 async def test_open_table_of_a_chart_grows_with_it(modules: Page) -> None:
-    await call(modules, "charts.js", DRAW, [{"name": "a", "points": walk(3)}, {"name": "b", "points": walk(2)}])
+    await draw(modules, [{"name": "a", "points": walk(3)}, {"name": "b", "points": walk(2)}])
     await modules.get_by_text("Values").click()
-    await modules.evaluate(
-        "(series) => chart.update(series)", [{"name": "a", "points": walk(5)}, {"name": "b", "points": walk(2)}]
-    )
-    await modules.wait_for_function("document.querySelectorAll('tbody tr').length === 5")
-    assert await modules.locator("tbody tr").last.inner_text() == f"4\t{await value(modules, 4)}\t\N{EN DASH}"
+    await redraw(modules, ("a", walk(5)), ("b", walk(2)))
+    rows = modules.locator("tbody tr")
+    await expect(rows).to_have_count(5)
+    assert await rows.last.inner_text() == f"4\t{await value(modules, 4)}\t\N{EN DASH}"
     assert await modules.locator("thead th").all_inner_texts() == ["iteration", "a", "b"]
-    late = [{"name": "a", "points": walk(5)}, {"name": "b", "points": walk(5)}]  # of a job that is behind
-    await modules.evaluate("(series) => chart.update(series)", late)
-    await modules.wait_for_function(
-        "document.querySelector('tbody tr:last-child td:last-child').textContent.length > 1"
-    )
-    one = [{"name": "a", "points": walk(5)}]
-    await modules.evaluate("(series) => chart.update(series)", one)
-    await modules.wait_for_function("document.querySelectorAll('thead th').length === 2")
-    await modules.evaluate("(series) => chart.update(series)", [{"name": "a", "points": walk(7)}])
-    await modules.wait_for_function("document.querySelectorAll('tbody tr').length === 7")
+    await redraw(modules, ("a", walk(5)), ("b", walk(5)))  # of a job that is behind
+    assert await rows.last.inner_text() == f"4\t{await value(modules, 4)}\t{await value(modules, 4)}"
+    await redraw(modules, ("a", walk(5)))
+    await expect(modules.locator("thead th")).to_have_count(2)
+    await redraw(modules, ("a", walk(7)))
+    await expect(rows).to_have_count(7)
     assert await modules.locator("tbody th").all_inner_texts() == [str(x) for x in range(7)]
 
 
+async def test_value_that_comes_late_has_its_row_in_order(modules: Page) -> None:
+    await draw(modules, [{"name": "a", "points": [[0, 0], [2, 2]]}])
+    await modules.get_by_text("Values").click()
+    for xs in ([0, 1, 2], [0, 1, 2, 3]):
+        await redraw(modules, ("a", [[x, x] for x in xs]))
+    assert await modules.locator("tbody tr").all_inner_texts() == ["0\t0", "1\t1", "2\t2", "3\t3"]
+
+
 async def value(page: Page, index: int) -> str:
-    return str(await call(page, "dom.js", "(m, a) => m.number(a, 3)", walk(5)[index][1]))
+    return str(await call(page, "format.js", "(m, a) => m.number(a, 3)", walk(5)[index][1]))
 
 
 async def test_logarithmic_chart_falls_back_where_a_value_is_zero(modules: Page) -> None:
-    draw = DRAW.replace('unit: "points"', "isLog: true")
-    ticks = "() => [...document.querySelectorAll('.chart-tick')].map((each) => each.textContent)"
-    await call(modules, "charts.js", draw, [{"name": "a", "points": [[0, 0.001], [1, 1], [2, 0.1]]}])
-    assert {"0.001", "0.01", "0.1", "1"} <= set(await modules.evaluate(ticks))
-    await call(modules, "charts.js", draw, [{"name": "a", "points": [[0, 0], [1, 1]]}])
-    assert {"0", "0.2", "0.8"} <= set(await modules.evaluate(ticks))
+    labels = "chart.chart.axes[1]._values.filter(Boolean)"
+    await draw(modules, [{"name": "a", "points": [[0, 0.001], [1, 1], [2, 0.1]]}], isLog=True)
+    assert {"0.001", "0.01", "0.1", "1"} <= set(await modules.evaluate(labels))
+    await redraw(modules, ("a", [[0, 0], [1, 1]]))
+    assert {"0", "0.2", "0.8"} <= set(await modules.evaluate(labels))
 
 
 async def test_odd_series_are_drawn(modules: Page) -> None:
-    """None at all, an empty one, a single point, all the same, one that is far away."""
+    """An empty one, a single point, all the same, one that is far away, and none at all."""
     for points in ([], [[5, 0.5]], [[0, 0], [1, 0]], [[0, 3], [1, 3]], [[0, -1e12], [1, 1e12]]):
-        await call(modules, "charts.js", DRAW, [{"name": "a", "points": points}])
-        shapes = await modules.locator(".chart-plot :is(polyline, circle)").evaluate_all(
-            "(all) => all.map((each) => each.outerHTML)"
-        )
-        assert len(shapes) == 1
-        assert "NaN" not in shapes[0]
-    await call(modules, "charts.js", DRAW, [])
+        await draw(modules, [{"name": "a", "points": points}])
+        low, high = await modules.evaluate("[chart.chart.scales.y.min, chart.chart.scales.y.max]")
+        if points:
+            assert low <= min(y for _, y in points) <= max(y for _, y in points) <= high
+            assert low < high
+    await draw(modules, [])
     assert await modules.get_by_role("slider").get_attribute("aria-valuetext") == "no values yet"
+
+
+async def test_band_around_shares_stays_within_them(modules: Page) -> None:
+    await draw(modules, [{"name": "a", "points": [[0, 0.1], [1, 0.2]], "band": [[0, -0.3, 0.5], [1, -0.2, 0.6]]}])
+    assert await modules.evaluate("chart.chart.scales.y.min") == 0
+    await draw(modules, [{"name": "a", "points": [[0, -0.1], [1, 2]], "band": [[0, -0.3, 0.5], [1, -0.2, 3]]}])
+    assert await modules.evaluate("chart.chart.scales.y.min") < -0.3
 
 
 async def test_linked_charts_point_at_the_same_iteration(modules: Page) -> None:
     script = """async (m) => {
-        const charts = ["one", "two"].map((title) => m.lineChart({ title }));
-        const main = document.querySelector("main");
-        main.replaceChildren(...charts.map(({ element }) => element));
-        m.link(main, () => charts);
-        for (const chart of charts) chart.update([{ name: "a", points: [[0, 1], [1, 2], [2, 4]] }]);
+        const { html, render } = await import("http://dashboard.test/parts.js");
+        const pointer = new m.Pointer();
+        const lines = [{ name: "a", points: [[0, 1], [1, 2], [2, 4]] }];
+        const chart = (title) => html`<${m.Chart} title=${title} lines=${lines} pointer=${pointer} />`;
+        render(html`${chart("one")}${chart("two")}`, document.querySelector("main"));
         await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
     }"""
     await call(modules, "charts.js", script)
+    other = modules.get_by_role("slider", name="two")
     await modules.get_by_role("slider", name="one").focus()
     await modules.keyboard.press("Home")
-    assert await modules.get_by_role("slider", name="two").get_attribute("aria-valuetext") == "iteration 0: a 1"
+    await expect(other).to_have_attribute("aria-valuetext", "iteration 0: a 1")
     await modules.keyboard.press("Escape")
-    assert await modules.get_by_role("slider", name="two").get_attribute("aria-valuetext") == "iteration 2: a 4"
+    await expect(other).to_have_attribute("aria-valuetext", "iteration 2: a 4")
+    box = await modules.get_by_role("slider", name="one").bounding_box()
+    assert box is not None
+    await modules.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + 50)
+    await expect(other).to_have_attribute("aria-valuetext", "iteration 1: a 2")

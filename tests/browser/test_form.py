@@ -1,84 +1,108 @@
-"""The form of a new job: what the broker refuses is said beside the field, and nothing is created twice."""
+"""A new job: the broker names the fields and lines that are wrong, and nothing is created twice."""
 
 import json
-import re
+from pathlib import Path
+from typing import Any
 
 from playwright.async_api import Locator, Page, expect
 
 from onbeat.streams.ledger import Ledger
 from tests.browser.conftest import Visitor
-from tests.integration.broker_fixtures import job_body
+from tests.integration.broker_fixtures import create_job, job_body
 from tests.integration.test_live_api import Broker
 
-
-def field(page: Page, path: str) -> Locator:
-    """By its label, which is the whole path for those who hear it."""
-    return page.get_by_label(re.compile(rf"^{re.escape(path)}( \*)?$"))
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
-async def write_json(page: Page, job: object) -> None:
-    await page.get_by_role("button", name="Edit as JSON").click()
-    await page.get_by_label("The job as JSON").fill(json.dumps(job))
+def editor(page: Page) -> Locator:
+    return page.get_by_label("The job as TOML")
 
 
-async def test_empty_form_names_every_field_that_is_missing(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+def toml_of(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml_of(each)}" for key, each in value.items()) + " }"
+    return json.dumps(value)
+
+
+async def write(page: Page, job: dict[str, Any]) -> None:
+    """One line for each section."""
+    await editor(page).fill("\n".join(f"{key} = {toml_of(value)}" for key, value in job.items()))
+
+
+async def selected(page: Page) -> str:
+    """In the editor, which has the focus."""
+    await expect(editor(page)).to_be_focused()
+    script = "(text) => text.value.slice(text.selectionStart, text.selectionEnd)"
+    return str(await editor(page).evaluate(script))
+
+
+async def test_empty_job_names_every_field_that_is_missing(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     visit.watch.expect("status of 422")
     page = await visit(broker.url, "#/new")
     await page.get_by_test_id("submit-job").click()
-    for path in ("model.path", "reward.name", "rollout.num_prompts_per_iteration"):
-        await expect(field(page, path)).to_have_attribute("aria-invalid", "true")
-        await expect(page.locator(f"[id='{path}-error']")).not_to_be_empty()
-    await expect(field(page, "model.path")).to_be_focused()
-    await field(page, "model.path").fill("x")
-    await expect(field(page, "model.path")).not_to_have_attribute("aria-invalid", "true")
+    problem = page.get_by_role("alert")
+    for path in ("model", "reward", "rollout", "schedule"):
+        await expect(problem.get_by_role("listitem").filter(has_text=path).first).to_be_visible()
+    await expect(problem).to_be_focused()
     assert await ledger.job_ids() == []
 
 
-async def test_wrong_value_in_a_folded_section_is_brought_into_sight(visit: Visitor, broker: Broker) -> None:
+async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, broker: Broker) -> None:
     visit.watch.expect("status of 422")
     page = await visit(broker.url, "#/new")
-    await write_json(page, job_body(optimizer={"learning_rate": -1}))
-    await page.get_by_role("button", name="Back to the form").click()
-    rate, section = (
-        field(page, "optimizer.learning_rate"),
-        page.locator("details > summary", has_text="optimizer").first,
-    )
-    await expect(rate).to_have_value("-1")
-    await section.click()
-    await expect(rate).to_be_hidden()
+    await write(page, job_body(optimizer={"learning_rate": -1}))
     await page.get_by_test_id("submit-job").click()
-    await expect(rate).to_be_focused()
-    await expect(page.locator("[id='optimizer.learning_rate-error']")).to_contain_text("-1")
+    wrong = page.get_by_role("alert").get_by_role("listitem")
+    await expect(wrong).to_contain_text("optimizer.learning_rate")
+    await expect(editor(page)).to_have_attribute("aria-invalid", "true")
+    described = await editor(page).get_attribute("aria-describedby")
+    assert described is not None
+    assert await page.get_by_role("alert").get_attribute("id") in described.split()
+    await wrong.get_by_role("button", name="Line 7").click()
+    assert await selected(page) == "optimizer = { learning_rate = -1 }"
 
 
-async def test_quick_start_is_filled_in_and_read_back_from_json(visit: Visitor, broker: Broker) -> None:
+async def test_broken_toml_names_its_line(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    visit.watch.expect("status of 400")
     page = await visit(broker.url, "#/new")
-    await page.get_by_role("button", name="Fill in the quick start").click()
-    await expect(field(page, "model.path")).to_have_value("bundled:smollm2-135m-instruct")
-    await expect(field(page, "data.type")).to_have_value("reasoning_gym")
-    await field(page, "rollout.max_response_tokens").fill("33")
-    await page.get_by_role("button", name="Edit as JSON").click()
-    text = page.get_by_label("The job as JSON")
-    job = json.loads(await text.input_value())
-    assert (job["data"]["task"], job["rollout"]["max_response_tokens"]) == ("basic_arithmetic", 33)
-    job["rollout"]["max_response_tokens"] = 34
-    await text.fill(json.dumps(job))
-    await page.get_by_role("button", name="Back to the form").click()
-    await expect(field(page, "rollout.max_response_tokens")).to_have_value("34")
+    await editor(page).fill('name = "a"\nseed = \n')
+    await page.get_by_test_id("submit-job").click()
+    problem = page.get_by_role("alert")
+    await expect(problem).to_contain_text("Malformed TOML")
+    await problem.get_by_role("button", name="Line 2").click()
+    assert await selected(page) == "seed = "
+    assert await ledger.job_ids() == []
+
+
+async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit: Visitor, broker: Broker) -> None:
+    page = await visit(broker.url, "#/new")
+    start = page.get_by_role("button", name="Start from the quick start")
+    await start.click()
+    await expect(editor(page)).to_have_value(QUICKSTART.read_text())
+    await editor(page).fill("mine = 1")
+    await start.click()
+    await page.get_by_role("dialog").get_by_role("button", name="Keep mine").click()
+    await expect(editor(page)).to_have_value("mine = 1")
+    await start.click()
+    await page.get_by_role("dialog").get_by_role("button", name="Replace it").click()
+    await expect(editor(page)).to_have_value(QUICKSTART.read_text())
+
+
+async def test_job_like_another_one_has_its_configuration(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger, name="first", schedule={"num_iterations": 7})
+    page = await visit(broker.url, f"#/jobs/{job_id}")
+    await page.get_by_role("link", name="New job like this").click()
+    await page.get_by_test_id("submit-job").click()
+    await expect(page.get_by_role("progressbar", name="0 of 7 iterations")).to_be_visible()
+    ids = await ledger.job_ids()
+    configs = [json.loads((await ledger.job_fields(each))["config"]) for each in ids]
+    assert (len(ids), configs[0]) == (2, configs[1])
 
 
 async def test_double_click_creates_one_job(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     page = await visit(broker.url, "#/new")
-    await write_json(page, job_body(name="only-one"))
+    await write(page, job_body(name="only-one"))
     await page.get_by_test_id("submit-job").dblclick()
     await expect(page.get_by_role("heading", level=1, name="only-one")).to_be_visible()
     assert len(await ledger.job_ids()) == 1
-
-
-async def test_broken_json_is_told_and_not_sent(visit: Visitor, broker: Broker) -> None:
-    page = await visit(broker.url, "#/new")
-    await page.get_by_role("button", name="Edit as JSON").click()
-    await page.get_by_label("The job as JSON").fill('{"name": ')
-    await page.get_by_test_id("submit-job").click()
-    await expect(page.get_by_role("alert")).to_contain_text("no job in JSON")
-    assert [request for request in visit.watch.requests if request.method == "POST"] == []

@@ -1,7 +1,6 @@
-"""Lists, comparisons and forms while jobs go on: late answers, jobs that are deleted, and pages that were left."""
+"""Lists, comparisons and new jobs while jobs go on: late answers, jobs that are deleted, and pages that were left."""
 
 import asyncio
-import json
 import re
 
 from playwright.async_api import Page, Request, Route, expect
@@ -10,7 +9,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from tests.browser.conftest import Visitor
 from tests.browser.gallery import Gallery
-from tests.browser.test_form import field, write_json
+from tests.browser.test_form import write
 from tests.integration.broker_fixtures import commit, create_job, drain, job_body, start_training, wait_open
 from tests.integration.test_live_api import Broker
 
@@ -153,26 +152,10 @@ async def test_same_prompt_elsewhere_is_asked_for_again(visit: Visitor, gallery:
     assert statuses == []
 
 
-# ---- the values of a chart ---------------------------------------------------------------------------------------
+# ---- a new job ---------------------------------------------------------------------------------------------------
 
 
-async def test_value_that_comes_late_has_its_row_in_order(visit: Visitor, gallery: Gallery) -> None:
-    page = await visit(gallery.url)
-    rows = await page.evaluate(
-        """async () => {
-            const { ValueTable } = await import(new URL("assets/valuetable.js", document.baseURI));
-            const table = new ValueTable({ title: "a", unit: "", x: "iteration" });
-            for (const xs of [[0, 2], [0, 1, 2], [0, 1, 2, 3]]) table.fill(xs, ["m"], (x) => [`of ${x}`]);
-            return [...table.element.querySelectorAll("tbody tr")].map((row) => row.textContent);
-        }"""
-    )
-    assert rows == ["0of 0", "1of 1", "2of 2", "3of 3"]
-
-
-# ---- the form ----------------------------------------------------------------------------------------------------
-
-
-async def test_form_that_was_left_does_not_lead_to_its_job(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_editor_that_was_left_does_not_lead_to_its_job(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     page = await visit(broker.url, "#/new")
     may_go = asyncio.Event()
 
@@ -181,7 +164,7 @@ async def test_form_that_was_left_does_not_lead_to_its_job(visit: Visitor, broke
         await route.continue_()
 
     await page.route("**/v1/jobs", hold)
-    await write_json(page, job_body(name="created-later"))
+    await write(page, job_body(name="created-later"))
     await page.get_by_test_id("submit-job").click()
     await page.get_by_role("link", name="Workers").click()
     heading = page.get_by_role("heading", level=1)
@@ -191,21 +174,3 @@ async def test_form_that_was_left_does_not_lead_to_its_job(visit: Visitor, broke
     assert page.url.endswith("#/workers")
     await expect(heading).to_have_text("Workers")
     assert len(await ledger.job_ids()) == 1
-
-
-async def test_what_is_no_number_is_sent_as_it_is_and_a_blank_is_not(visit: Visitor, broker: Broker) -> None:
-    visit.watch.expect("status of 422")
-    page = await visit(broker.url, "#/new")
-    await write_json(page, job_body(optimizer={"learning_rate": 1e-5}))
-    await page.get_by_role("button", name="Back to the form").click()
-    wrong = field(page, "rollout.num_samples_per_prompt")
-    await wrong.fill("0x10")
-    await field(page, "schedule.num_iterations").fill(" 7 ")
-    await field(page, "optimizer.learning_rate").fill(" ")
-    async with page.expect_request("**/v1/jobs") as asked:
-        await page.get_by_test_id("submit-job").click()
-    body = json.loads((await asked.value).post_data or "")
-    assert (body["rollout"]["num_samples_per_prompt"], body["schedule"]["num_iterations"]) == ("0x10", 7)
-    assert "learning_rate" not in body.get("optimizer", {})
-    await expect(wrong).to_have_attribute("aria-invalid", "true")
-    await expect(page.locator("[id='rollout.num_samples_per_prompt-error']")).to_contain_text("valid integer")

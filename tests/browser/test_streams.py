@@ -32,11 +32,14 @@ LISTEN = """async (path) => {
     return { heard, states };
 }"""
 FILL_LOG = """async (count) => {
-    const { eventLog } = await import("/assets/events.js");
-    const log = eventLog({ loadOlder: null, loadedAt: Infinity });
+    const { EventLog, EventStore } = await import("/assets/events.js");
+    const { html, render } = await import("/assets/parts.js");
+    const store = new EventStore(Infinity);
     const event = (number) => ({ id: `${number}-0`, time: number, kind: "worker.updated", message: "", data: {} });
-    log.add(Array.from({ length: count }, (_, number) => event(number)));
-    return log.element.querySelector(".head").textContent;
+    store.add(Array.from({ length: count }, (_, number) => event(number)));
+    const place = document.createElement("div");
+    render(html`<${EventLog} store=${store} loadOlder=${null} />`, place);
+    return place.querySelector(".head").textContent;
 }"""
 
 

@@ -1,16 +1,16 @@
-"""A job from its form to its last sample, on a real local stack: Redis, broker, trainer and a rollout as processes."""
+"""A job from its text to its last sample, on a real local stack: Redis, broker, trainer and a rollout as processes."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
 from onbeat.types import JobState
 from tests.browser.conftest import Visitor
-from tests.browser.test_form import field
+from tests.browser.test_form import write
 from tests.e2e.stack import RunningStack, running, tiny_job
 
 TRAINED_MS = 90_000  # what a small job may take on a machine that does other things as well
@@ -23,27 +23,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         yield stack
 
 
-async def open_optional(page: Page) -> None:
-    folded = page.locator("details:not([open]) > summary:visible")
-    while await folded.count():
-        await folded.first.click()
-
-
-async def fill_in(page: Page, folder: Path) -> None:
+def job_of(folder: Path, num_samples: int) -> dict[str, Any]:
     """The small job of the other end-to-end tests."""
-    job = tiny_job(folder, rollout={"max_response_tokens": 48}, schedule={"num_iterations": NUM_ITERATIONS})
-    await field(page, "data.type").select_option(job["data"]["type"])
-    await open_optional(page)
-    await field(page, "name").fill("from-the-page")
-    await field(page, "model.path").fill(job["model"]["path"])
-    await field(page, "model.dtype").select_option(job["model"]["dtype"])
-    await field(page, "data.path").fill(job["data"]["path"])
-    await field(page, "reward.name").fill(job["reward"]["name"])
-    await field(page, "reward.options").fill(json.dumps(job["reward"]["options"]))
-    for name, value in job["rollout"].items():
-        await field(page, f"rollout.{name}").fill(str(value))
-    await field(page, "optimizer.learning_rate").fill(str(job["optimizer"]["learning_rate"]))
-    await field(page, "schedule.num_iterations").fill(str(NUM_ITERATIONS))
+    rollout = {"max_response_tokens": 48, "num_samples_per_prompt": num_samples}
+    return tiny_job(folder, rollout=rollout, schedule={"num_iterations": NUM_ITERATIONS}) | {"name": "from-the-page"}
 
 
 async def test_job_is_submitted_followed_and_read_on_the_page(visit: Visitor, stack: RunningStack) -> None:
@@ -51,9 +34,8 @@ async def test_job_is_submitted_followed_and_read_on_the_page(visit: Visitor, st
     page = await visit(stack.url)
     await page.get_by_role("link", name="New job").first.click()
     await expect(page.get_by_role("heading", level=1, name="New job")).to_be_visible()
-    await fill_in(page, stack.data_dir.parent)
-    await is_refused_beside_the_field(page)
-    await field(page, "rollout.num_samples_per_prompt").fill("4")
+    await is_refused_by_field_and_line(page, job_of(stack.data_dir.parent, num_samples=0))
+    await write(page, job_of(stack.data_dir.parent, num_samples=4))
     await page.get_by_test_id("submit-job").click()
     await expect(page.get_by_role("heading", level=1, name="from-the-page")).to_be_visible()
     await page.evaluate("window.isSamePage = true")
@@ -69,16 +51,13 @@ async def test_job_is_submitted_followed_and_read_on_the_page(visit: Visitor, st
     assert (job.state, job.name) == (JobState.SUCCEEDED, "from-the-page")
 
 
-async def is_refused_beside_the_field(page: Page) -> None:
-    """With a group of one, whose advantages would all be 0."""
-    wrong = field(page, "rollout.num_samples_per_prompt")
-    await wrong.fill("0")
+async def is_refused_by_field_and_line(page: Page, job: dict[str, Any]) -> None:
+    await write(page, job)
     await page.get_by_test_id("submit-job").click()
-    await expect(wrong).to_have_attribute("aria-invalid", "true")
-    described_by = await wrong.get_attribute("aria-describedby")
-    assert described_by is not None
-    assert "rollout.num_samples_per_prompt-error" in described_by
-    await expect(page.locator("[id='rollout.num_samples_per_prompt-error']")).to_contain_text("greater than or equal")
+    wrong = page.get_by_role("alert").get_by_role("listitem")
+    await expect(wrong).to_contain_text("rollout.num_samples_per_prompt")
+    await expect(wrong).to_contain_text("greater than or equal")
+    await expect(wrong.get_by_role("button", name=f"Line {[*job].index('rollout') + 1}")).to_be_visible()
 
 
 async def shows_both_sides_of_the_pipeline(page: Page) -> None:
@@ -100,7 +79,7 @@ async def shows_responses_token_by_token(page: Page) -> None:
     await page.get_by_role("navigation", name="Pages of this job").get_by_role("link", name="Samples").click()
     sample = page.get_by_test_id("sample").first
     await expect(sample).to_contain_text("say ")
-    await expect(sample.get_by_text("advantage not told")).to_have_count(0)
+    await expect(sample.get_by_text("known after the commit")).to_have_count(0)
     await sample.get_by_role("link", name="All of group").click()
     detail = page.get_by_test_id("group-detail")
     await expect(detail.get_by_test_id("response")).to_have_count(4)

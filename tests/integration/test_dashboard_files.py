@@ -1,14 +1,12 @@
 """The dashboard's files over the whole application: who gets them, with which headers, and that they are complete."""
 
-import json
+import hashlib
 import re
 import subprocess
 import sys
-import tomllib
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePath
-from typing import Any
 
 import httpx
 import pytest
@@ -22,8 +20,17 @@ from tests.integration.test_broker_security import Keys, broker_with
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "services" / "broker" / "dashboard"
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
+NAMES = [name for name in FILES if "LICENSE" not in name and not name.endswith(".md")]  # that are served
 ASSETS = [name for name in NAMES if name != "index.html"]
+OURS = [name for name in NAMES if not name.startswith("vendor/")]
+# sha256 of what others wrote, as their packages on npm ship it: vendor/README.md
+VENDORED = {
+    "htm.module.js": "ab33dd3f38059b9be4d5f5350128eefb2356639c4e0bbe9d9e8b3ba75847e9e4",
+    "preact.module.js": "c30e721ebfdc6e2ad4c18c14d2dfb82667829c8aec27de1207774e3fc16858a8",
+    "uPlot.esm.js": "5dd9b3281aa64b461b42d9945f6adb2649d346502b12281a9ae0d46599a80eba",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
 W3 = re.compile(r"http://www\.w3\.org/[\w/]+")  # names of vocabularies; nothing is asked there
 COMMENT = re.compile(r"/\*.*?\*/|<!--.*?-->|(?<![:\"'])//[^\n]*", re.DOTALL)
 POLICY = {
@@ -112,6 +119,9 @@ async def test_files_can_only_be_read(broker: httpx.AsyncClient, keys: Keys, met
 
 
 STRANGE_NAMES = [
+    "vendor/app.js",
+    "vendor/LICENSE.htm",
+    "vendor",
     "nothing.js",
     "index.html",
     "%2e%2e",
@@ -197,7 +207,7 @@ async def test_page_is_no_part_of_the_api(broker: httpx.AsyncClient, keys: Keys)
 
 
 def imports_of(name: str) -> set[str]:
-    """Files that a file asks for, by their names."""
+    """Files that a file asks for, by their names. Modules of others ask for none."""
     text = text_of(name)
     if name.endswith(".html"):
         return {url.removeprefix("assets/") for url in re.findall(r'(?:src|href)="([^"#]+)"', text)}
@@ -205,6 +215,7 @@ def imports_of(name: str) -> set[str]:
         return set(re.findall(r"url\(([^)]+)\)", text))
     modules = re.findall(r'(?:^(?:import|export)\b[\w\s{},*]*\bfrom |\bimport\()"([^"]+)"', text, re.MULTILINE)
     assert all(module.startswith("./") for module in modules), modules
+    assert not (modules and name.startswith("vendor/")), f"{name} asks for {modules}"
     return {module.removeprefix("./") for module in modules} | set(re.findall(r'"assets/([^"]+)"', text))
 
 
@@ -230,13 +241,13 @@ def test_file_names_no_other_host(name: str) -> None:
     assert not re.findall(r"(?:https?:|wss?:)?//[\w.-]+\.\w+", text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OURS)
 def test_file_has_nothing_that_the_policy_refuses(name: str) -> None:
     text = COMMENT.sub("", text_of(name))
     if name.endswith((".html", ".svg")):
         assert not re.findall(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", text)
     if name.endswith(".js"):
-        assert not re.findall(r"\beval\(|new Function|innerHTML|outerHTML|insertAdjacentHTML|document\.write", text)
+        assert not re.findall(r"\beval\(|new Function|[iI]nnerHTML|outerHTML|insertAdjacentHTML|document\.write", text)
         assert not re.findall(r"\bstyle:\s*[\"'`]|setAttribute\([\"']style", text)
 
 
@@ -246,7 +257,7 @@ def test_files_are_in_the_wheel(tmp_path: Path) -> None:
     subprocess.run([*build, str(tmp_path)], cwd=copy_of_package(tmp_path / "source"), check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("services/broker/dashboard/")}
-    assert shipped == {f"services/broker/dashboard/{name}" for name in NAMES}
+    assert shipped == {f"services/broker/dashboard/{name}" for name in FILES}
 
 
 def copy_of_package(folder: Path) -> Path:
@@ -254,13 +265,19 @@ def copy_of_package(folder: Path) -> Path:
     for name in ("pyproject.toml", "README.md", "services/__init__.py", "services/broker/__init__.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
-    (folder / "services/broker/dashboard").mkdir()
-    for name in NAMES:
+    (folder / "services/broker/dashboard/vendor").mkdir(parents=True)
+    for name in FILES:
         (folder / "services/broker/dashboard" / name).write_bytes((FOLDER / name).read_bytes())
     return folder
 
 
-def test_quick_start_of_the_form_is_the_example() -> None:
-    example: dict[str, Any] = tomllib.loads((ROOT / "examples" / "quickstart.toml").read_text())
-    assert json.loads(text_of("quickstart.json")) == example
-    JobConfig.model_validate(example)
+def test_quick_start_of_the_editor_is_the_example() -> None:
+    assert text_of("quickstart.toml") == (ROOT / "examples" / "quickstart.toml").read_text(encoding="utf-8")
+
+
+def test_vendored_modules_are_as_their_packages_ship_them() -> None:
+    found = {path.name: path.read_bytes() for path in (FOLDER / "vendor").iterdir()}
+    readme = found.pop("README.md").decode()
+    licences = {name: found.pop(name) for name in sorted(found) if name.startswith("LICENSE.")}
+    assert {name: hashlib.sha256(body).hexdigest() for name, body in found.items()} == VENDORED
+    assert all(f"`{name}`" in readme for name in [*VENDORED, *licences])

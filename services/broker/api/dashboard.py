@@ -1,4 +1,4 @@
-"""The dashboard's files, which hold no data and are open to anybody, and the schema that its form is made from.
+"""The dashboard's files, which hold no data and are open to anybody, and the schema of a job.
 
 The files are those of the package at start. A name is looked up among them and never becomes a path.
 """
@@ -20,12 +20,13 @@ from onbeat.config import JobConfig
 router = APIRouter()
 
 INDEX = "index.html"
+VENDOR = "vendor"  # the only folder: modules of others, unchanged
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".json": "application/json",
+    ".toml": "application/toml",
 }
 # Scripts and styles of this broker only, none within the page; no other host is asked or told anything.
 CONTENT_SECURITY_POLICY = (
@@ -50,8 +51,10 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """By name; INDEX among them."""
-    return read_assets((files("services.broker") / "dashboard").iterdir())
+    """By name, which for those of others begins with VENDOR; INDEX among them."""
+    folder = files("services.broker") / "dashboard"
+    vendored = read_assets((folder / VENDOR).iterdir())
+    return read_assets(folder.iterdir()) | {f"{VENDOR}/{name}": asset for name, asset in vendored.items()}
 
 
 def read_assets(found: Iterable[Traversable]) -> dict[str, Asset]:
@@ -88,6 +91,15 @@ async def get_dashboard(request: Request) -> Response:
 
 @router.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def get_asset(name: str, request: Request) -> Response:
+    return answer_asset(name, request)
+
+
+@router.api_route(f"/assets/{VENDOR}/{{name}}", methods=["GET", "HEAD"], include_in_schema=False)
+async def get_vendored_asset(name: str, request: Request) -> Response:
+    return answer_asset(f"{VENDOR}/{name}", request)
+
+
+def answer_asset(name: str, request: Request) -> Response:
     asset = assets().get(name)
     if asset is None or name == INDEX:
         raise HTTPException(404, f"there is no asset {name[:100]!r}")

@@ -2,6 +2,7 @@
 // The API key lives in this tab's sessionStorage and travels in the Authorization header only.
 
 const KEY = "onbeat.key";
+const TOML = { "Content-Type": "application/toml" };
 const TIMEOUT_MS = 30_000;
 const SILENCE_MS = 45_000; // a stream has a comment every 15 s
 const HIDDEN_MS = 10_000; // then a stream is let go: a browser has 6 connections to a host over HTTP/1.1
@@ -18,7 +19,7 @@ export class ApiError extends Error {
     this.status = status;
     this.title = problem.title || (status ? `Error ${status}` : "The broker does not answer");
     this.detail = problem.detail || "";
-    this.errors = problem.errors || []; // [{field, message}]
+    this.errors = problem.errors || []; // [{field, message, line}], the line of a body in TOML
   }
 }
 
@@ -30,17 +31,17 @@ export const forgetKey = () => sessionStorage.removeItem(KEY);
 export const serverNow = () => Date.now() / 1000 + skewS;
 
 export const get = (path, params = {}, signal = undefined) => send("GET", path, { params, signal });
-export const post = (path, body = undefined, headers = {}) => send("POST", path, { body, headers });
+export const post = (path) => send("POST", path, {});
+export const postToml = (path, body, headers) => send("POST", path, { body, headers: { ...headers, ...TOML } });
 export const del = (path) => send("DELETE", path, {});
 
 async function send(method, path, { params = {}, body, headers = {}, signal }) {
   const deadline = AbortSignal.timeout(TIMEOUT_MS);
-  const json = body === undefined ? {} : { "Content-Type": "application/json" };
   try {
     const response = await fetch(urlOf(path, params), {
       method,
-      headers: { ...authorization(), ...json, ...headers },
-      body: body === undefined ? undefined : JSON.stringify(body),
+      headers: { ...authorization(), ...headers },
+      body,
       signal: signal ? AbortSignal.any([signal, deadline]) : deadline,
     });
     await check(response);

@@ -1,12 +1,12 @@
 // The frame: which page the address names, the focus and title after a move, the API key, the theme.
 
 import { ApiError, forgetKey, get, hasKey, setKey } from "./api.js";
-import { announce, clear, el } from "./dom.js";
+import { announce, Component, createRef, html, render } from "./parts.js";
 
-// A module's show(main, params, signal) fills a cleared <main>; `signal` fires when the page is left.
+// A module's show(main, params, signal) renders into an empty <main>; `signal` fires when the page is left.
 const ROUTES = [
   { path: /^\/$/, nav: "jobs", load: () => import("./jobs.js") },
-  { path: /^\/new$/, nav: "new", load: () => import("./form.js") },
+  { path: /^\/new$/, nav: "new", load: () => import("./new.js") },
   { path: /^\/compare$/, nav: "jobs", load: () => import("./compare.js") },
   { path: /^\/workers$/, nav: "workers", load: () => import("./workers.js") },
   { path: /^\/jobs\/(?<id>[^/]+)$/, nav: "jobs", load: () => import("./job.js") },
@@ -30,11 +30,11 @@ async function navigate() {
   const { route, params } = find(location.hash);
   markCurrent(route?.nav);
   forgetButton.hidden = !hasKey();
-  clear(main);
+  render(null, main);
   if (!isFirst) window.scrollTo(0, 0);
   whenHeaded(signal, !isFirst);
   try {
-    if (!route) return showNothingHere();
+    if (!route) return render(NOTHING_HERE, main);
     const { show } = await route.load().catch(cannotLoad);
     if (!signal.aborted) await show(main, params, signal);
   } catch (error) {
@@ -87,27 +87,26 @@ function whenHeaded(signal, isMove) {
   signal.addEventListener("abort", () => observer.disconnect());
 }
 
-function showNothingHere() {
-  main.append(
-    el("h1", { text: "Nothing here" }),
-    el("p", {}, "This address names no page. ", el("a", { href: "#/" }, "Go to the jobs")),
-  );
-}
+const NOTHING_HERE = html`
+  <h1>Nothing here</h1>
+  <p>This address names no page. <a href="#/">Go to the jobs</a></p>
+`;
 
 function showFailure(error) {
   if (error instanceof ApiError && error.status === 401) return; // the key form is there
   const isOurs = !(error instanceof ApiError);
   if (isOurs) console.error(error);
-  clear(main).append(
-    el("h1", { text: isOurs ? "This page has a defect" : error.title }),
-    el("p", { class: "notice bad", role: "alert", text: error.detail || error.message }),
-    el(
-      "p",
-      { class: "actions" },
-      el("button", { type: "button", class: "button", on: { click: () => (error.status === 0 ? location.reload() : navigate()) } }, "Try again"),
-      el("a", { class: "button quiet", href: "#/" }, "All jobs"),
-    ),
-  );
+  const again = () => (error.status === 0 ? location.reload() : navigate());
+  render(null, main);
+  const failure = html`
+    <h1>${isOurs ? "This page has a defect" : error.title}</h1>
+    <p class="notice bad" role="alert">${error.detail || error.message}</p>
+    <p class="actions">
+      <button type="button" class="button" onClick=${again}>Try again</button>
+      <a class="button quiet" href="#/">All jobs</a>
+    </p>
+  `;
+  render(failure, main);
 }
 
 // ---- API key -----------------------------------------------------------------------------------------------------
@@ -120,47 +119,61 @@ function askForKey() {
   forgetButton.hidden = true;
   const wasWrong = hasKey();
   forgetKey();
-  const field = el("input", {
-    type: "password", id: "key", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "key-help key-error",
-  });
-  const error = el("p", { id: "key-error", class: "error", role: "alert" });
-  if (wasWrong) error.textContent = "The key in this tab is not accepted any more.";
-  const button = el("button", { class: "button primary", type: "submit" }, "Use this key");
-  const form = el(
-    "form",
-    { class: "card narrow", on: { submit: (event) => tryKey(event, field, error, button) } },
-    el("label", { for: "key" }, "API key"),
-    field,
-    error,
-    el("p", { id: "key-help", class: "muted" }, "Kept in this tab only: it is gone when the tab is closed. ",
-      "Whoever runs this broker makes keys with ", el("code", {}, "onbeat keys new"), "."),
-    button,
-  );
-  clear(main).append(el("h1", { text: "This broker asks for a key", tabindex: "-1" }), form);
+  render(null, main);
+  render(html`<${KeyForm} error=${wasWrong ? "The key in this tab is not accepted any more." : ""} />`, main);
   document.title = "API key · Onbeat";
-  field.focus();
 }
 
-async function tryKey(event, field, error, button) {
-  event.preventDefault();
-  const key = field.value.trim();
-  error.textContent = "";
-  button.disabled = true;
-  try {
-    if (!/^[\x21-\x7e]+$/.test(key)) throw new ApiError(401); // no header could carry it
-    setKey(key);
-    await get("/jobs", { limit: 1 });
-    announce("The key is accepted");
-    await navigate();
-  } catch (problem) {
-    forgetKey();
-    error.textContent =
-      problem.status === 401 ? "This key is not known, or it is revoked or expired." : problem.detail || problem.message;
-    field.setAttribute("aria-invalid", "true");
-    field.focus();
-    field.select();
-  } finally {
-    button.disabled = false;
+class KeyForm extends Component {
+  state = { error: this.props.error, isTrying: false };
+  field = createRef();
+
+  componentDidMount() {
+    this.field.current.focus();
+  }
+
+  async tryKey(event) {
+    event.preventDefault();
+    const key = this.field.current.value.trim();
+    this.setState({ error: "", isTrying: true });
+    try {
+      if (!/^[\x21-\x7e]+$/.test(key)) throw new ApiError(401); // no header could carry it
+      setKey(key);
+      await get("/jobs", { limit: 1 });
+      announce("The key is accepted");
+      await navigate();
+    } catch (problem) {
+      forgetKey();
+      const unknown = "This key is not known, or it is revoked or expired.";
+      this.setState({ error: problem.status === 401 ? unknown : problem.detail || problem.message, isTrying: false });
+      this.field.current.focus();
+      this.field.current.select();
+    }
+  }
+
+  render(_, { error, isTrying }) {
+    return html`
+      <h1 tabindex="-1">This broker asks for a key</h1>
+      <form class="narrow" onSubmit=${(event) => this.tryKey(event)}>
+        <label for="key">API key</label>
+        <input
+          id="key"
+          type="password"
+          autocomplete="off"
+          spellcheck=${false}
+          required
+          ref=${this.field}
+          aria-invalid=${error ? "true" : null}
+          aria-describedby="key-help key-error"
+        />
+        <p id="key-error" class="error" role="alert">${error}</p>
+        <p id="key-help" class="muted">
+          Kept in this tab only: it is gone when the tab is closed. The operator of this broker makes keys with${" "}
+          <code>onbeat keys new</code>.
+        </p>
+        <button class="button primary" type="submit" disabled=${isTrying}>Use this key</button>
+      </form>
+    `;
   }
 }
 

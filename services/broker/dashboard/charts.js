@@ -1,302 +1,128 @@
-/**
- * Line charts with bands: SVG, drawn in pixels of the screen, themed by CSS alone.
- *
- *   const chart = lineChart({title: "Reward", description: "Mean over all responses"});
- *   chart.update([{name: "mean", points: [[0, 0.1], [1, 0.2]], band: [[0, 0, 0.2], [1, 0.1, 0.3]]}]);
- *
- * Series are drawn in the colours --series-1.. and in different dashes, so that colour is not the only sign. The plot
- * is a slider for keyboards and screen readers: arrow keys move through the points, and its value is read out in words.
- */
+// Line charts with bands, drawn by uPlot; around each a legend, a table of its values, and a slider for keyboards and
+// screen readers: arrow keys move through the points, and the values are read out in words.
 
-import { el, number, percent, setText, svg } from "./dom.js";
-import {
-  extent,
-  linear,
-  logTicks,
-  nearest,
-  niceDomain,
-  thin,
-  thinBand,
-  ticks,
-  trailingMean,
-  wholeTicks,
-} from "./scales.js";
-import { ValueTable } from "./valuetable.js";
+import { number, percent } from "./format.js";
+import { Component, createRef, html } from "./parts.js";
+import { nearest } from "./series.js";
+import { colourOf, onThemeChange } from "./theming.js";
+import uPlot from "./vendor/uPlot.esm.js";
 
-const MOST_POINTS = 600; // that are drawn of a series
-const MARGIN = { top: 8, right: 10, bottom: 22, left: 48 };
-const DASHES = ["", "6 3", "2 3", "9 3 2 3", "12 4", "4 2", "1 2", "8 2 1 2"];
+const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2], [1, 2], [8, 2, 1, 2]]; // not by colour alone
 const NUM_COLOURS = 8;
-const NUM_LINES = 5; // of the grid, about
 const SMOOTHED = 50; // a smoothed line is the mean over one of so many parts of its points
-const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -10, PageUp: 10 };
+const FONT = "11px system-ui, sans-serif";
+const LABEL_PX = 6.5; // width of a digit in that font
 
-/**
- * `isPercent`: values are shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the least
- * that the y axis shows. `x`: what x is, in one word. `level`: of the heading. `height`: of the plot, in
- * pixels. `testId`: for tests.
- */
-export function lineChart({
-  title,
-  unit = "",
-  description = "",
-  isPercent = false,
-  isLog = false,
-  domain = null,
-  x = "iteration",
-  level = 3,
-  height = 168,
-  testId = null,
-}) {
-  return new LineChart({ title, unit, description, isPercent, isLog, domain, x, level, height, testId });
+/** What is pointed at in one chart is shown in all that share a pointer. */
+export class Pointer {
+  charts = new Set();
+
+  /** null: at nothing, which shows the newest values. */
+  point(x) {
+    for (const chart of this.charts) chart.showAt(x);
+  }
 }
 
-class LineChart {
-  constructor(options) {
-    this.options = options;
-    this.series = [];
-    this.xs = []; // of all series, sorted
-    this.cursor = null; // the x that is pointed at; null: the newest
-    this.isSmooth = false;
-    this.isDue = false;
-    this.build();
-    new ResizeObserver(() => this.draw()).observe(this.plot);
+/**
+ * `lines`: [{name, points: [[x, y], ...], band: [[x, low, high], ...]}, ...], each sorted by x; a new list when they
+ * change. `isPercent`: values are shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the
+ * least that the y axis shows. `level`: of the heading. `height`: of the plot, in pixels.
+ */
+export class Chart extends Component {
+  state = { at: null, isOpen: false };
+  plot = createRef();
+
+  get pointer() {
+    return this.props.pointer ?? (this.own ??= new Pointer());
   }
 
-  build() {
-    const { title, unit, description, x, level, height, testId } = this.options;
-    this.at = el("span", { class: "chart-at" });
-    this.legend = el("ul", { class: "chart-legend" });
-    this.svg = svg("svg", { class: "chart-svg", "aria-hidden": "true", height });
-    this.plot = el(
-      "div",
-      {
-        class: "chart-plot",
-        role: "slider",
-        tabindex: "0",
-        style: { height: `${height}px` },
-        "aria-label": `${title} by ${this.options.x}`,
-      },
-      this.svg,
-    );
-    this.table = new ValueTable({ title, unit, x });
-    const about = description && el("p", { class: "chart-about" }, description);
-    const summary = el(
-      "summary",
-      { "aria-label": `${title}: ${about ? "about it, and its values" : "its values"}` },
-      about ? "About, values" : "Values",
-    );
-    this.details = el("details", { class: "chart-details" }, summary, about, this.table.element);
-    this.element = el(
-      "figure",
-      { class: "chart", "data-testid": testId },
-      el(
-        "figcaption",
-        {},
-        el(`h${level}`, { class: "chart-title" }, title),
-        unit && el("span", { class: "chart-unit" }, unit),
-        this.at,
-      ),
-      this.legend,
-      this.plot,
-      this.details,
-    );
-    this.plot.addEventListener("pointermove", (event) => this.pointAtPixel(event.clientX));
-    this.plot.addEventListener("pointerdown", (event) => this.pointAtPixel(event.clientX));
-    this.plot.addEventListener("pointerleave", () => this.point(null));
-    this.plot.addEventListener("blur", () => this.point(null));
-    this.plot.addEventListener("keydown", (event) => this.onKey(event));
-    this.details.addEventListener("toggle", () => this.fillTable());
+  componentDidMount() {
+    this.pointer.charts.add(this);
+    this.observer = new ResizeObserver(() => this.resize());
+    this.observer.observe(this.plot.current);
+    this.forget = onThemeChange(() => this.chart?.redraw(false));
+    this.draw();
   }
 
-  /** [{name, points: [[x, y], ...], band: [[x, low, high], ...]}, ...], each sorted by x. Drawn with the next frame. */
-  update(series) {
-    this.series = series;
-    const xs =
-      series.length === 1
-        ? series[0].points.map(([x]) => x)
-        : [...new Set(series.flatMap((each) => each.points.map(([x]) => x)))].sort((a, b) => a - b);
-    this.xs = xs;
-    this.drawSoon();
+  componentDidUpdate({ lines, isSmooth }) {
+    if (lines !== this.props.lines || isSmooth !== this.props.isSmooth) this.draw();
   }
 
-  /** Means over 2% of the points in front of the points themselves, which are faint then. */
-  smooth(isOn) {
-    this.isSmooth = isOn;
-    this.drawSoon();
+  componentWillUnmount() {
+    this.pointer.charts.delete(this);
+    this.observer.disconnect();
+    this.forget();
+    this.chart?.destroy();
   }
 
-  drawSoon() {
-    if (this.isDue) return;
-    this.isDue = true;
-    requestAnimationFrame(() => {
-      this.isDue = false;
-      this.draw();
-      this.fillTable();
-    });
-  }
-
-  format(value) {
-    return this.options.isPercent ? percent(value, value < 0.1 ? 1 : 0) : number(value, 3);
+  shouldComponentUpdate(props, state) {
+    return state !== this.state || ["lines", "isSmooth", "title"].some((name) => props[name] !== this.props[name]);
   }
 
   // ---- drawing -----------------------------------------------------------------------------------------------------
 
+  /** The chart is made again only when its shape changes: other lines, another kind of scale. */
   draw() {
-    const width = this.plot.clientWidth;
-    if (!width) return;
-    const isLog = this.options.isLog && this.series.every(({ points }) => points.every(([, y]) => y > 0));
-    this.scale = this.scales(width, isLog);
-    this.svg.setAttribute("width", width);
-    this.svg.replaceChildren(
-      ...this.axes(width, isLog),
-      ...this.series.map((each, index) => this.bandOf(each, index)).filter(Boolean),
-      ...this.series.map((each, index) => this.lineOf(each, index)),
-      (this.mark = svg("g", { class: "chart-mark" })),
-    );
-    this.drawLegend();
-    this.showCursor();
-  }
-
-  scales(width, isLog) {
-    const ys = this.series.flatMap(({ points, band = [] }) => [
-      ...points.map(([, y]) => y),
-      ...band.flatMap(([, low, high]) => [low, high]),
-    ]);
-    let [low, high] = extent([...ys, ...(this.options.domain ?? [])]) ?? [0, 1];
-    const [top, bottom] = [MARGIN.top, this.options.height - MARGIN.bottom];
-    const [left, right] = [MARGIN.left, width - MARGIN.right];
-    const x = linear(this.xs.length ? [this.xs[0], this.xs[this.xs.length - 1]] : [0, 1], [left, right]);
-    if (isLog) {
-      const y = linear([Math.log10(low), Math.log10(high)], [bottom, top]);
-      return { x, y: (value) => y(Math.log10(value)), low, high };
+    const { lines, isLog } = this.props;
+    const canBeLog = Boolean(isLog) && lines.every(({ points }) => points.every(([, y]) => y > 0));
+    const { data, series, bands } = layersOf(lines, this.props.isSmooth);
+    const shape = JSON.stringify([canBeLog, series.map(({ kind, index, isDot }) => [kind, index, isDot])]);
+    if (shape === this.shape) {
+      this.chart.setData(data);
+      return;
     }
-    if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
-    [low, high] = niceDomain([low, high]);
-    return { x, y: linear([low, high], [bottom, top]), low, high };
+    this.shape = shape;
+    this.chart?.destroy();
+    const options = optionsOf(this.props, series, bands, canBeLog);
+    const hooks = { draw: [() => this.placeCursor()] };
+    this.chart = new uPlot({ ...options, ...this.size(), hooks }, data, this.plot.current);
+    this.chart.root.setAttribute("aria-hidden", "true");
   }
 
-  axes(width, isLog) {
-    const { x, y, low, high } = this.scale;
-    const [left, right, bottom] = [MARGIN.left, width - MARGIN.right, this.options.height - MARGIN.bottom];
-    const values = isLog ? logTicks(low, high, NUM_LINES) : ticks(low, high, NUM_LINES);
-    const lines = values.map((value) =>
-      svg("line", { class: "chart-grid", x1: left, x2: right, y1: y(value), y2: y(value) }),
-    );
-    const labels = values.map((value) =>
-      svg("text", { class: "chart-tick", x: left - 6, y: y(value) + 4, "text-anchor": "end" }, this.tick(value)),
-    );
-    const numbers = this.xs.length
-      ? wholeTicks(this.xs[0], this.xs[this.xs.length - 1], Math.max(2, Math.floor(width / 60)))
-      : [];
-    const below = numbers.map((value) =>
-      svg("text", { class: "chart-tick", x: x(value), y: bottom + 16, "text-anchor": "middle" }, number(value)),
-    );
-    return [...lines, ...labels, ...below];
+  size() {
+    return { width: Math.max(80, this.plot.current.clientWidth), height: this.props.height ?? 168 };
   }
 
-  /** Short enough for the margin. */
-  tick(value) {
-    if (this.options.isPercent) return percent(value, Number.isInteger(Math.round(value * 1e6) / 1e4) ? 0 : 1);
-    return Math.abs(value) >= 10_000 ? COMPACT.format(value) : number(value, 3);
-  }
-
-  lineOf({ points }, index) {
-    const window = this.isSmooth ? Math.floor(points.length / SMOOTHED) : 1;
-    if (points.length === 1)
-      return svg("circle", {
-        class: colourOf(index),
-        cx: this.scale.x(points[0][0]),
-        cy: this.scale.y(points[0][1]),
-        r: 3,
-      });
-    if (window < 2) return this.polyline(points, index, "chart-line");
-    return svg(
-      "g",
-      {},
-      this.polyline(points, index, "chart-line faint"),
-      this.polyline(trailingMean(points, window), index, "chart-line strong"),
-    );
-  }
-
-  polyline(points, index, kind) {
-    const { x, y } = this.scale;
-    const path = thin(points, MOST_POINTS)
-      .map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`)
-      .join(" ");
-    return svg("polyline", {
-      class: `${kind} ${colourOf(index)}`,
-      points: path,
-      "stroke-dasharray": DASHES[index % DASHES.length] || null,
-    });
-  }
-
-  bandOf({ band = [] }, index) {
-    if (band.length < 2) return null;
-    const { x, y } = this.scale;
-    const drawn = thinBand(band, MOST_POINTS);
-    const above = drawn.map(([px, , high]) => `${x(px).toFixed(1)},${y(high).toFixed(1)}`);
-    const below = drawn.map(([px, low]) => `${x(px).toFixed(1)},${y(low).toFixed(1)}`).reverse();
-    return svg("polygon", { class: `chart-band ${colourOf(index)}`, points: [...above, ...below].join(" ") });
+  resize() {
+    const { width, height } = this.size();
+    if (this.chart && width !== this.chart.width) this.chart.setSize({ width, height });
   }
 
   // ---- pointing at a value -----------------------------------------------------------------------------------------
 
-  pointAtPixel(clientX) {
-    if (!this.scale || !this.xs.length) return;
-    const pixel = clientX - this.svg.getBoundingClientRect().left;
-    this.point(this.xs[nearest(this.xs, pixel, this.scale.x)]);
+  showAt(x) {
+    if (x === this.state.at) return;
+    this.setState({ at: x });
+    this.placeCursor(x);
+  }
+
+  placeCursor(x = this.state.at) {
+    if (!this.chart) return; // it is just being made
+    const left = x === null ? -10 : this.chart.valToPos(x, "x");
+    this.chart.setCursor({ left, top: x === null ? -10 : 0 }, false);
+  }
+
+  onMove(event) {
+    const xs = xsOf(this.props.lines);
+    if (!this.chart || !xs.length) return;
+    const pixel = event.clientX - this.chart.over.getBoundingClientRect().left;
+    this.pointer.point(xs[nearest(xs, this.chart.posToVal(pixel, "x"))]);
   }
 
   onKey(event) {
-    const index = this.cursor === null ? this.xs.length - 1 : nearest(this.xs, this.cursor);
-    const moves = {
-      Home: 0,
-      End: this.xs.length - 1,
-      ...(event.key in STEPS ? { [event.key]: index + STEPS[event.key] } : {}),
-    };
-    if (event.key === "Escape") this.point(null);
-    if (!(event.key in moves) || !this.xs.length) return;
+    const xs = xsOf(this.props.lines);
+    const index = this.state.at === null ? xs.length - 1 : nearest(xs, this.state.at);
+    const ends = { Home: 0, End: xs.length - 1 };
+    const wanted = ends[event.key] ?? index + STEPS[event.key];
+    if (event.key === "Escape") this.pointer.point(null);
+    if (Number.isNaN(wanted) || !xs.length) return;
     event.preventDefault();
-    this.point(this.xs[Math.min(this.xs.length - 1, Math.max(0, moves[event.key]))]);
+    this.pointer.point(xs[Math.min(xs.length - 1, Math.max(0, wanted))]);
   }
 
-  /** Point at an x, as the user does: charts that are linked follow. null: at nothing. */
-  point(x) {
-    if (x === this.cursor) return;
-    this.showAt(x);
-    this.element.dispatchEvent(new CustomEvent("chart-point", { bubbles: true, detail: { x, chart: this } }));
-  }
-
-  /** Show the values at an x; null: the newest. */
-  showAt(x) {
-    this.cursor = x;
-    if (this.mark) this.showCursor();
-  }
-
-  showCursor() {
-    const x = this.cursor ?? (this.xs.length ? this.xs[this.xs.length - 1] : null);
-    // Pointing at nothing shows the newest value of each, which some series have not at the same x.
-    const values = this.series.map((each) => (this.cursor === null ? newestOf(each) : valueAt(each, x)));
-    this.values.forEach((cell, index) => setText(cell, this.words(values[index])));
-    const isOne = this.cursor !== null || values.every((value) => !value || value.x === values[0]?.x);
-    const shown = isOne ? (values.find(Boolean)?.x ?? x) : x;
-    setText(this.at, x === null ? "" : isOne ? `${this.options.x} ${number(shown)}` : "newest");
-    this.describe(x, values);
-    this.mark.replaceChildren(...(this.cursor === null ? [] : this.marksAt(x, values)));
-  }
-
-  marksAt(x, values) {
-    const px = this.scale.x(x);
-    const dots = values.map(
-      (value, index) => value && svg("circle", { class: colourOf(index), cx: px, cy: this.scale.y(value.y), r: 3.5 }),
-    );
-    return [
-      svg("line", { class: "chart-cursor", x1: px, x2: px, y1: MARGIN.top, y2: this.options.height - MARGIN.bottom }),
-      ...dots.filter(Boolean),
-    ];
-  }
+  // ---- words -------------------------------------------------------------------------------------------------------
 
   words(value) {
     if (!value) return "–";
@@ -304,66 +130,206 @@ class LineChart {
     return this.format(value.y) + spread;
   }
 
-  describe(x, values) {
-    const told = this.series.map((each, index) => `${each.name} ${this.words(values[index])}`).join(", ");
-    const what = {
-      "aria-valuemin": this.xs[0] ?? 0,
-      "aria-valuemax": this.xs[this.xs.length - 1] ?? 0,
-      "aria-valuenow": x ?? 0,
-    };
-    what["aria-valuetext"] =
-      x === null ? "no values yet" : `${this.options.x} ${x}: ${told} ${this.options.unit}`.trim();
-    for (const [name, value] of Object.entries(what)) this.plot.setAttribute(name, value);
+  format(value) {
+    return this.props.isPercent ? percent(value, value < 0.1 ? 1 : 0) : number(value, 3);
   }
 
-  drawLegend() {
-    const names = JSON.stringify(this.series.map(({ name }) => name));
-    if (names === this.names) return;
-    this.names = names;
-    this.values = this.series.map(() => el("span", { class: "chart-value" }));
-    this.legend.replaceChildren(
-      ...this.series.map(({ name }, index) => el("li", {}, swatch(index), el("span", {}, name), this.values[index])),
-    );
+  render({ title, unit = "", description = "", lines, level = 3, height = 168, testId, isWide }, { at, isOpen }) {
+    const xs = xsOf(lines);
+    const x = at ?? xs.at(-1) ?? null;
+    // Pointing at nothing shows the newest value of each, which some lines have not at the same x.
+    const values = lines.map((line) => (at === null ? newestOf(line) : valueAt(line, x)));
+    const isOne = at !== null || values.every((value) => !value || value.x === values[0]?.x);
+    const told = lines.map((line, index) => `${line.name} ${this.words(values[index])}`).join(", ");
+    const summary = `${title}: ${description ? "about it, and its values" : "its values"}`;
+    return html`
+      <figure class=${isWide ? "chart wide" : "chart"} data-testid=${testId}>
+        <figcaption>
+          <${`h${level}`} class="chart-title">${title}<//>
+          ${unit && html`<span class="chart-unit">${unit}</span>`}
+          <span class="chart-at">${x === null ? "" : isOne ? `iteration ${number(values.find(Boolean)?.x ?? x)}` : "newest"}</span>
+        </figcaption>
+        <ul class="chart-legend">
+          ${lines.map(
+            ({ name }, index) => html`<li>
+              <${Swatch} index=${index} /><span>${name}</span><span class="chart-value">${this.words(values[index])}</span>
+            </li>`,
+          )}
+        </ul>
+        <div
+          class="chart-plot"
+          role="slider"
+          tabindex="0"
+          ref=${this.plot}
+          style=${{ height: `${height}px` }}
+          aria-label="${title} by iteration"
+          aria-valuemin=${xs[0] ?? 0}
+          aria-valuemax=${xs.at(-1) ?? 0}
+          aria-valuenow=${x ?? 0}
+          aria-valuetext=${x === null ? "no values yet" : `iteration ${x}: ${told} ${unit}`.trim()}
+          onKeyDown=${(event) => this.onKey(event)}
+          onPointerMove=${(event) => this.onMove(event)}
+          onPointerDown=${(event) => this.onMove(event)}
+          onPointerLeave=${() => this.pointer.point(null)}
+          onBlur=${() => this.pointer.point(null)}
+        ></div>
+        <details class="chart-details" onToggle=${(event) => this.setState({ isOpen: event.target.open })}>
+          <summary aria-label=${summary}>${description ? "About, values" : "Values"}</summary>
+          ${description && html`<p class="chart-about">${description}</p>`}
+          <div class="chart-table" tabindex="0" role="region" aria-label="Values of ${title}">
+            ${isOpen && this.table(xs)}
+          </div>
+        </details>
+      </figure>
+    `;
   }
 
-  /** Rows are made when somebody opens it. */
-  fillTable() {
-    if (!this.details.open) return this.table.clear();
-    const names = this.series.map(({ name }) => name);
-    this.table.fill(this.xs, names, (x) => this.series.map((each) => this.words(valueAt(each, x))));
+  table(xs) {
+    const { title, unit, lines } = this.props;
+    return html`
+      <table>
+        <caption>${unit ? `${title}, ${unit}` : title}</caption>
+        <thead>
+          <tr>${["iteration", ...lines.map(({ name }) => name)].map((name) => html`<th scope="col">${name}</th>`)}</tr>
+        </thead>
+        <tbody>
+          ${xs.map(
+            (x) => html`<tr key=${x}>
+              <th scope="row">${number(x)}</th>
+              ${lines.map((line) => html`<td>${this.words(valueAt(line, x))}</td>`)}
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+    `;
   }
 }
 
-const colourOf = (index) => `series-${(index % NUM_COLOURS) + 1}`;
+const Swatch = ({ index }) => html`
+  <svg width="24" height="10" aria-hidden="true" class="swatch-line series-${(index % NUM_COLOURS) + 1}">
+    <line x1="0" x2="24" y1="5" y2="5" stroke-dasharray=${DASHES[index % DASHES.length].join(" ") || null} />
+  </svg>
+`;
 
-function swatch(index) {
-  const line = svg("line", {
-    class: `chart-line ${colourOf(index)}`,
-    x1: 0,
-    x2: 24,
-    y1: 5,
-    y2: 5,
-    "stroke-dasharray": DASHES[index % DASHES.length] || null,
-  });
-  return svg("svg", { width: 24, height: 10, "aria-hidden": "true" }, line);
+// ---- values --------------------------------------------------------------------------------------------------------
+
+/** Of all lines, sorted. */
+function xsOf(lines) {
+  if (lines.length === 1) return lines[0].points.map(([x]) => x);
+  return [...new Set(lines.flatMap(({ points }) => points.map(([x]) => x)))].sort((a, b) => a - b);
 }
 
-/** {x, y, band} of a series at exactly this x; null without one. */
-export function valueAt({ points, band = [] }, x) {
+/** {x, y, band} of a line at exactly this x; null without one. */
+function valueAt({ points, band = [] }, x) {
   const index = nearest(points, x, ([px]) => px);
   if (index < 0 || points[index][0] !== x) return null;
   const at = nearest(band, x, ([px]) => px);
   return { x, y: points[index][1], band: at >= 0 && band[at][0] === x ? band[at] : null };
 }
 
-function newestOf(series) {
-  const { points } = series;
-  return points.length ? valueAt(series, points[points.length - 1][0]) : null;
-}
+const newestOf = (line) => (line.points.length ? valueAt(line, line.points.at(-1)[0]) : null);
 
-/** Pointing at one of the charts within `container` points at the same x in all of them. `charts`: a function. */
-export function link(container, charts) {
-  container.addEventListener("chart-point", ({ detail }) => {
-    for (const chart of charts()) if (chart !== detail.chart) chart.showAt(detail.x);
+/** Mean of each point and those before it, `window` in all; fewer at the beginning. */
+export function trailingMean(points, window) {
+  let sum = 0;
+  return points.map(([x, y], index) => {
+    sum += y - (index >= window ? points[index - window][1] : 0);
+    return [x, sum / Math.min(index + 1, window)];
   });
 }
+
+// ---- what uPlot is given -------------------------------------------------------------------------------------------
+
+/** Columns of values, and for each what it is: the edges of a band, a line, or a faint line below its mean. */
+function layersOf(lines, isSmooth) {
+  const xs = xsOf(lines);
+  const column = (pairs) => {
+    const byX = new Map(pairs);
+    return xs.map((x) => byX.get(x) ?? null);
+  };
+  const [data, series, bands] = [[xs], [], []];
+  const add = (pairs, layer) => {
+    data.push(column(pairs));
+    series.push(layer);
+  };
+  lines.forEach(({ points, band = [] }, index) => {
+    if (band.length > 1) {
+      bands.push({ series: [data.length, data.length + 1], index });
+      const isShare = points.every(([, y]) => y >= 0 && y <= 1); // one deviation around a share is a share
+      const inside = (y) => (isShare ? Math.min(1, Math.max(0, y)) : y);
+      add(band.map(([x, , high]) => [x, inside(high)]), { kind: "edge", index });
+      add(band.map(([x, low]) => [x, inside(low)]), { kind: "edge", index });
+    }
+    const window = isSmooth ? Math.floor(points.length / SMOOTHED) : 1;
+    const isDot = points.length === 1;
+    add(points, { kind: window < 2 ? "line" : "faint", index, isDot });
+    if (window >= 2) add(trailingMean(points, window), { kind: "mean", index });
+  });
+  return { data, series, bands };
+}
+
+function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
+  const stroke = (index, alpha = 1) => () => colourOf(`--series-${(index % NUM_COLOURS) + 1}`, alpha);
+  const axis = { font: FONT, stroke: () => colourOf("--muted"), ticks: { show: false } };
+  const series = layers.map(({ kind, index, isDot }) => ({
+    stroke: kind === "edge" ? null : stroke(index, kind === "faint" ? 0.35 : 1),
+    width: { edge: 0, faint: 1, line: 1.6, mean: 2.2 }[kind],
+    dash: kind === "faint" ? [] : DASHES[index % DASHES.length],
+    spanGaps: true,
+    points: { show: Boolean(isDot), size: 7, fill: stroke(index), stroke: stroke(index) },
+    isPointed: kind === "line" || kind === "faint",
+  }));
+  return {
+    legend: { show: false },
+    padding: [8, 10, 0, 0],
+    scales: {
+      x: { time: false, range: (_, low, high) => (low === high && low !== null ? [low - 0.5, high + 0.5] : [low, high]) },
+      y: isLog ? { distr: 3 } : { range: (_, low, high) => rangeOf(low, high, domain) },
+    },
+    axes: [
+      { ...axis, grid: { show: false }, size: 24, gap: 4, incrs: WHOLE, space: 56, values: (_, xs) => xs.map((x) => number(x)) },
+      {
+        ...axis,
+        grid: { stroke: () => colourOf("--border"), width: 1 },
+        space: height > 200 ? 40 : 24,
+        gap: 6,
+        incrs: ROUND,
+        size: (_, texts) => 14 + LABEL_PX * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)),
+        values: (_, ys, __, ___, step) => ys.map((y) => (y === null ? null : tickOf(y, step, isPercent, isLog))),
+      },
+    ],
+    series: [{}, ...series],
+    bands: bands.map(({ series: edges, index }) => ({ series: edges, fill: stroke(index, 0.16) })),
+    cursor: {
+      y: false,
+      drag: { x: false, y: false },
+      bind: Object.fromEntries(MOUSE.map((name) => [name, () => null])), // the pointer moves all linked charts
+      points: { show: (chart, index) => chart.series[index].isPointed && document.createElement("div") },
+    },
+  };
+}
+
+const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, index) => from + index);
+const ROUND = powers(-15, 20).flatMap((power) => [1, 2, 5].map((factor) => Number(`${factor}e${power}`)));
+const WHOLE = ROUND.filter((step) => step >= 1);
+const MOUSE = ["mousedown", "mouseup", "click", "dblclick", "mousemove", "mouseleave", "mouseenter"];
+
+/** The values with some space around them, and at least `domain`. Values that are never below 0 have no axis there. */
+function rangeOf(low, high, domain) {
+  if (low === null) return [null, null];
+  const least = Math.min(low, domain?.[0] ?? low);
+  const most = Math.max(high, domain?.[1] ?? high);
+  const around = least === most ? Math.abs(least) / 2 || 0.5 : (most - least) * 0.06;
+  return [least >= 0 ? Math.max(0, least - around) : least - around, most + around];
+}
+
+/** With as many digits as tell one tick from the next. */
+export function tickOf(value, step, isPercent = false, isLog = false) {
+  if (value === 0 && !isPercent) return "0";
+  if (isLog) return number(value, 1);
+  if (isPercent) return percent(value, digitsOf(100 * step));
+  if (Math.abs(value) >= 10_000 && step >= 10) return COMPACT.format(value);
+  return Math.abs(value) < 1e-4 && value !== 0 ? number(value, 3) : value.toFixed(digitsOf(step));
+}
+
+const digitsOf = (step) => Math.min(12, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)));

@@ -1,299 +1,340 @@
 // One prompt with all its responses, token by token, and the same prompt in other iterations at its side.
 
 import { ApiError, get, pause } from "./api.js";
-import { lineChart } from "./charts.js";
-import { duration, el, number, percent, setText } from "./dom.js";
-import { jobTabs } from "./head.js";
-import { advantageBar, largest, largestAdvantage, lengthOf, rewardBars } from "./reward.js";
-import { tokenLegend, tokenView } from "./tokens.js";
+import { Chart } from "./charts.js";
+import { duration, number, percent } from "./format.js";
+import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "./parts.js";
+import { Rewards, scaleOf } from "./samples.js";
 
 const MOST_BESIDE = 4;
 const ALIKE_WAITS_MS = [1000, 2000, 4000, 8000, 15_000]; // between looks while the broker still reads the groups
 
 /** `beside`: ids of groups, separated by commas. */
-export async function showGroups(main, params, signal) {
-  const page = new GroupPage(params, signal);
-  await page.load();
-  main.append(...page.build());
-  await page.loadAlike();
+export async function show(main, { id, group, beside = "" }, signal) {
+  const others = beside.split(",").filter((each) => each && each !== group).slice(0, MOST_BESIDE - 1);
+  const read = (each) => get(`${pathOf(id)}/groups/${encodeURIComponent(each)}`, {}, signal);
+  const [first, ...rest] = await Promise.allSettled([group, ...others].map(read));
+  if (first.status === "rejected") throw first.reason;
+  const groups = [first, ...rest].filter(({ status }) => status === "fulfilled").map(({ value }) => value);
+  const lost = rest.filter(({ status }) => status === "rejected").map(({ reason }) => reason.detail || reason.message);
+  if (!signal.aborted) render(html`<${GroupPage} id=${id} groups=${groups} lost=${lost} signal=${signal} />`, main);
 }
 
-class GroupPage {
-  constructor({ id, group, beside = "", iteration }, signal) {
-    Object.assign(this, { id, group, iteration, signal });
-    this.path = `/jobs/${encodeURIComponent(id)}`;
-    this.beside = beside
-      .split(",")
-      .filter((each) => each && each !== group)
-      .slice(0, MOST_BESIDE - 1);
-    this.areMarked = true;
-    this.isPlain = false;
+const addressOfGroup = (id, group, beside = []) =>
+  `${addressOf(id)}/samples?${new URLSearchParams({ group, ...(beside.length && { beside: beside.join(",") }) })}`;
+
+class GroupPage extends Component {
+  state = { areMarked: true, isPlain: false };
+  scale = scaleOf(this.props.groups.flatMap(({ responses }) => responses));
+  readout = createRef();
+
+  /** What is pointed at changes often: only its line is written. */
+  point(words) {
+    this.readout.current.textContent = words;
   }
 
-  async load() {
-    const read = (group) => get(`${this.path}/groups/${encodeURIComponent(group)}`, {}, this.signal);
-    const [main, ...others] = await Promise.allSettled([this.group, ...this.beside].map(read));
-    if (main.status === "rejected") throw main.reason;
-    this.groups = [main.value, ...others.filter(({ status }) => status === "fulfilled").map(({ value }) => value)];
-    this.lost = others
-      .filter(({ status }) => status === "rejected")
-      .map(({ reason }) => reason.detail || reason.message);
+  render({ id, groups, lost, signal }, { areMarked, isPlain }) {
+    const [group] = groups;
+    const ids = groups.map(({ group_id: each }) => each);
+    const title = ids.length > 1 ? `Groups ${ids.join(" and ")}` : `Group ${ids[0]}`;
+    return html`
+      <${JobHead} id=${id} title=${title} current="samples">
+        <p><a href="${addressOf(id)}/samples?iteration=${group.iteration}">All samples of iteration ${group.iteration}</a></p>
+      <//>
+      ${lost.map((why) => html`<p class="notice warn">${why}</p>`)}
+      <section class="prompt" aria-labelledby="prompt-heading">
+        <h2 id="prompt-heading">Prompt</h2>
+        <div class="text" tabindex="0" role="region" aria-label="Text of the prompt">${group.prompt || "(empty)"}</div>
+        <p class="muted">${number(group.num_prompt_tokens)} tokens</p>
+      </section>
+      <section class="responses" aria-labelledby="responses-heading" data-testid="group-detail">
+        <div class="head">
+          <h2 id="responses-heading">Responses</h2>
+          <div class="actions">${this.box("areMarked", "Show white space")}${this.box("isPlain", "Plain text")}</div>
+        </div>
+        <${TokenLegend} />
+        <div class=${ids.length > 1 ? "groups several" : "groups"}>
+          ${groups.map((each) => this.column(each, areMarked, isPlain))}
+        </div>
+        <p class="token-readout" role="status" data-testid="token-readout" ref=${this.readout}>
+          Point at a token, or move with the arrow keys.
+        </p>
+      </section>
+      <${SamePrompt} id=${id} group=${group.group_id} shown=${ids} signal=${signal} />
+    `;
   }
 
-  address(group, beside = []) {
-    const query = new URLSearchParams({ group, ...(beside.length ? { beside: beside.join(",") } : {}) });
-    return `#/jobs/${encodeURIComponent(this.id)}/samples?${query}`;
+  box(name, label) {
+    const change = (event) => this.setState({ [name]: event.target.checked });
+    return html`<span><input type="checkbox" id=${name} checked=${this.state[name]} onChange=${change} /> <label for=${name}>${label}</label></span>`;
   }
 
-  // ---- parts -------------------------------------------------------------------------------------------------------
-
-  build() {
-    const [group] = this.groups;
-    this.columns = el("div", { class: this.groups.length > 1 ? "groups several" : "groups" });
-    this.readout = el(
-      "p",
-      { class: "token-readout", role: "status", "data-testid": "token-readout" },
-      "Point at a token, or move with the arrow keys.",
-    );
-    this.alikeText = el("p", { class: "muted", role: "status" }, "Looking…");
-    this.alike = el(
-      "section",
-      { class: "card alike", "aria-labelledby": "alike-heading", "data-testid": "alike" },
-      el("h2", { id: "alike-heading", text: "Same prompt in other iterations" }),
-      this.alikeText,
-    );
-    const back = `#/jobs/${encodeURIComponent(this.id)}/samples?iteration=${group.iteration}`;
-    const title =
-      this.groups.length > 1
-        ? `Groups ${this.groups.map(({ group_id: id }) => id).join(" and ")}`
-        : `Group ${group.group_id}`;
-    this.drawGroups();
-    return [
-      el(
-        "header",
-        { class: "job-head" },
-        el("h1", {}, title),
-        el("p", {}, el("a", { href: back }, `All samples of iteration ${group.iteration}`)),
-        jobTabs(this.id, "samples"),
-      ),
-      ...this.lost.map((why) => el("p", { class: "notice warn" }, why)),
-      el(
-        "section",
-        { class: "card prompt", "aria-labelledby": "prompt-heading" },
-        el("h2", { id: "prompt-heading", text: "Prompt" }),
-        el(
-          "div",
-          { class: "text", tabindex: "0", role: "region", "aria-label": "Text of the prompt" },
-          group.prompt || "(empty)",
-        ),
-        el("p", { class: "muted" }, `${number(group.num_prompt_tokens)} tokens`),
-      ),
-      el(
-        "section",
-        { class: "responses", "aria-labelledby": "responses-heading", "data-testid": "group-detail" },
-        el("div", { class: "head" }, el("h2", { id: "responses-heading", text: "Responses" }), this.options()),
-        tokenLegend(),
-        this.columns,
-        this.readout,
-      ),
-      this.alike,
-    ];
-  }
-
-  options() {
-    const box = (id, name, isOn, change) => {
-      const input = el("input", { type: "checkbox", id, checked: isOn, on: { change: () => change(input.checked) } });
-      return el("span", {}, input, " ", el("label", { for: id }, name));
-    };
-    const redraw = (name) => (isOn) => {
-      this[name] = isOn;
-      this.drawGroups();
-    };
-    return el(
-      "div",
-      { class: "actions" },
-      box("marks", "Show white space", this.areMarked, redraw("areMarked")),
-      box("plain", "Plain text", this.isPlain, redraw("isPlain")),
-    );
-  }
-
-  drawGroups() {
-    const all = this.groups.flatMap(({ responses }) => responses);
-    const scale = { most: largest(all), mostAdvantage: largestAdvantage(all) };
-    this.columns.replaceChildren(...this.groups.map((group) => this.column(group, scale)));
-  }
-
-  column(group, scale) {
+  column(group, areMarked, isPlain) {
     const facts = [
       `policy version ${group.policy_version}`,
       group.worker_id,
       `generated in ${duration(group.generate_s)}`,
       `scored in ${duration(group.score_s)}`,
     ];
-    return el(
-      "div",
-      { class: "group" },
-      el("h3", {}, `Iteration ${group.iteration}, group ${group.group_id}`),
-      el("p", { class: "muted" }, facts.join(" · ")),
-      group.failure && el("p", { class: "notice bad" }, `This group failed and was not trained: ${group.failure}`),
-      el(
-        "div",
-        { class: "response-row" },
-        group.responses.map((response, index) => this.response(group, response, index, scale)),
-      ),
-    );
+    return html`
+      <div class="group">
+        <h3>Iteration ${group.iteration}, group ${group.group_id}</h3>
+        <p class="muted">${facts.join(" · ")}</p>
+        ${group.failure && html`<p class="notice bad">This group failed and was not trained: ${group.failure}</p>`}
+        <div class="response-row">
+          ${group.responses.map((response, index) => this.response(group, response, index, areMarked, isPlain))}
+        </div>
+      </div>
+    `;
   }
 
-  response(group, response, index, { most, mostAdvantage }) {
+  response(group, response, index, areMarked, isPlain) {
     const name = `response ${index + 1} of group ${group.group_id}`;
     const tokens = group.tokens?.[index] ?? [];
-    const isText = this.isPlain || !tokens.length;
-    const text = isText
-      ? el(
-          "div",
-          { class: "tokens plain", tabindex: "0", role: "region", "aria-label": `Text of ${name}` },
-          response.response || "(empty)",
-        )
-      : tokenView(tokens, {
-          name,
-          areMarked: this.areMarked,
-          onPoint: (words) => setText(this.readout, `Response ${index + 1}, ${words}`),
-        });
-    return el(
-      "article",
-      { class: "card response", "data-testid": "response" },
-      el("h4", {}, `Response ${index + 1}`),
-      rewardBars(response, most),
-      advantageBar(response.advantage, mostAdvantage),
-      lengthOf(response),
-      tokens.length > 0 && el("p", { class: "muted" }, `mean probability ${percent(meanProbability(tokens))}`),
-      text,
-    );
+    const plain = html`
+      <div class="tokens plain" tabindex="0" role="region" aria-label="Text of ${name}">${response.response || "(empty)"}</div>
+    `;
+    const onPoint = (words) => this.point(`Response ${index + 1}, ${words}`);
+    return html`
+      <article class="response" data-testid="response">
+        <h4>Response ${index + 1}</h4>
+        <${Rewards} sample=${response} scale=${this.scale} />
+        ${tokens.length > 0 && html`<p class="muted">mean probability ${percent(meanProbability(tokens))}</p>`}
+        ${isPlain || !tokens.length ? plain : html`<${Tokens} tokens=${tokens} name=${name} areMarked=${areMarked} onPoint=${onPoint} />`}
+      </article>
+    `;
+  }
+}
+
+// ---- the same prompt in other iterations -------------------------------------------------------------------------
+
+class SamePrompt extends Component {
+  state = { groups: null, problem: "", marked: this.props.shown.filter((id) => id !== this.props.group) };
+
+  componentDidMount() {
+    this.load();
   }
 
-  // ---- the same prompt elsewhere -----------------------------------------------------------------------------------
-
-  async loadAlike() {
-    setText(this.alikeText, "Looking…");
+  async load() {
+    this.setState({ problem: "" });
     try {
-      this.drawAlike(await this.readAlike());
+      this.setState({ groups: await this.read() });
     } catch (error) {
-      if (this.signal.aborted) return;
+      if (this.props.signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
-      setText(this.alikeText, error.detail || error.title);
-      const again = el("button", { class: "button", type: "button" }, "Ask again");
-      again.addEventListener("click", () => {
-        again.remove();
-        this.loadAlike();
-      });
-      this.alike.append(again);
+      this.setState({ problem: error.detail || error.title });
     }
   }
 
   /** 503: the broker still reads the groups; that is waited for. */
-  async readAlike() {
-    const path = `${this.path}/groups/${encodeURIComponent(this.group)}/alike`;
+  async read() {
+    const { id, group, signal } = this.props;
+    const path = `${pathOf(id)}/groups/${encodeURIComponent(group)}/alike`;
     for (const wait of ALIKE_WAITS_MS) {
       try {
-        return (await get(path, {}, this.signal)).groups;
+        return (await get(path, {}, signal)).groups;
       } catch (error) {
         if (!(error instanceof ApiError) || error.status !== 503) throw error;
       }
-      await pause(wait, this.signal);
+      await pause(wait, signal);
     }
-    return (await get(path, {}, this.signal)).groups;
+    return (await get(path, {}, signal)).groups;
   }
 
-  drawAlike(groups) {
-    if (groups.length < 2)
-      return setText(this.alikeText, "None is kept: this prompt came once, or its other groups are no longer kept.");
-    const shown = new Set(this.groups.map(({ group_id: id }) => id));
-    const rows = groups.map((summary) => this.alikeRow(summary, shown)).reverse(); // the newest first
+  mark(id, isOn) {
+    const rest = this.state.marked.filter((each) => each !== id);
+    this.setState({ marked: isOn ? [...rest, id] : rest });
+  }
+
+  render({ id, group }, { groups, problem, marked }) {
+    return html`
+      <section class="alike" aria-labelledby="alike-heading" data-testid="alike">
+        <h2 id="alike-heading">Same prompt in other iterations</h2>
+        ${problem || !groups || groups.length < 2 ? this.words() : this.found(id, group, groups, marked)}
+      </section>
+    `;
+  }
+
+  words() {
+    const { problem, groups } = this.state;
+    const none = "None is kept: this prompt came once, or its other groups are no longer kept.";
+    return html`
+      <p class="muted" role="status">${problem || (groups ? none : "Looking…")}</p>
+      ${problem && html`<button class="button" type="button" onClick=${() => this.load()}>Ask again</button>`}
+    `;
+  }
+
+  found(id, group, groups, marked) {
     const names = ["Beside", "Iteration", "Version", "Group", "Responses", "Mean reward"];
-    const head = el(
-      "tr",
-      {},
-      names.map((name) => el("th", { scope: "col" }, name)),
-    );
-    const compare = el(
-      "button",
-      { class: "button primary", type: "button", "data-testid": "compare-groups", on: { click: () => this.compare() } },
-      "Show side by side",
-    );
-    this.alike.replaceChildren(
-      this.alike.firstElementChild,
-      this.alikeChart(groups),
-      el(
-        "div",
-        { class: "scroll", tabindex: "0", role: "region", "aria-label": "Groups with the same prompt" },
-        el(
-          "table",
-          {},
-          el("caption", {}, `Mark up to ${MOST_BESIDE - 1} others`),
-          el("thead", {}, head),
-          el("tbody", {}, rows),
-        ),
-      ),
-      compare,
-    );
-    this.limit();
-  }
-
-  alikeRow(summary, shown) {
-    const { group_id: id, iteration, policy_version: version, num_responses: count, reward_mean: reward } = summary;
-    const isThis = id === this.group;
-    const box = el("input", {
-      type: "checkbox",
-      value: id,
-      checked: shown.has(id),
-      disabled: isThis,
-      "aria-label": `Group ${id} of iteration ${iteration} beside`,
-      on: { change: () => this.limit() },
-    });
-    const cells = [
-      number(iteration),
-      number(version),
-      isThis ? `${id} (this one)` : el("a", { href: this.address(id) }, id),
-      number(count),
-      reward === null ? "failed" : number(reward),
+    this.lines ??= [
+      {
+        name: "mean reward",
+        points: groups.filter((each) => each.reward_mean !== null).map((each) => [each.iteration, each.reward_mean]),
+      },
     ];
-    return el(
-      "tr",
-      { "aria-current": isThis ? "true" : null },
-      el("td", {}, box),
-      cells.map((cell) => el("td", {}, cell)),
-    );
+    return html`
+      <${Chart}
+        title="Mean reward of this prompt"
+        testId="chart-alike"
+        description="One point per iteration in which it came."
+        lines=${this.lines}
+      />
+      <div class="scroll" tabindex="0" role="region" aria-label="Groups with the same prompt">
+        <table>
+          <caption>Mark up to ${MOST_BESIDE - 1} others</caption>
+          <thead>
+            <tr>${names.map((name) => html`<th scope="col">${name}</th>`)}</tr>
+          </thead>
+          <tbody>${groups.toReversed().map((each) => this.row(id, group, each, marked))}</tbody>
+        </table>
+      </div>
+      <button
+        class="button primary"
+        type="button"
+        data-testid="compare-groups"
+        onClick=${() => (location.hash = addressOfGroup(id, group, marked))}
+      >
+        Show side by side
+      </button>
+    `;
   }
 
-  alikeChart(groups) {
-    const chart = lineChart({
-      title: "Mean reward of this prompt",
-      testId: "chart-alike",
-      description: "One point per iteration in which it came.",
-    });
-    const points = groups
-      .filter(({ reward_mean: reward }) => reward !== null)
-      .map(({ iteration, reward_mean: reward }) => [iteration, reward]);
-    chart.update([{ name: "mean reward", points }]);
-    return chart.element;
+  /** Not more can be marked than fit beside each other. */
+  row(id, group, { group_id: each, iteration, policy_version: version, num_responses: count, reward_mean: reward }, marked) {
+    const isThis = each === group;
+    const isMarked = marked.includes(each);
+    return html`
+      <tr aria-current=${isThis ? "true" : null}>
+        <td>
+          <input
+            type="checkbox"
+            value=${each}
+            checked=${isThis || isMarked}
+            disabled=${isThis || (!isMarked && marked.length >= MOST_BESIDE - 1)}
+            aria-label="Group ${each} of iteration ${iteration} beside"
+            onChange=${(event) => this.mark(each, event.target.checked)}
+          />
+        </td>
+        <td>${number(iteration)}</td>
+        <td>${number(version)}</td>
+        <td>${isThis ? `${each} (this one)` : html`<a href=${addressOfGroup(id, each)}>${each}</a>`}</td>
+        <td>${number(count)}</td>
+        <td>${reward === null ? "failed" : number(reward)}</td>
+      </tr>
+    `;
+  }
+}
+
+// ---- tokens, coloured by the probability with which they were sampled --------------------------------------------
+
+// By probability, the likeliest first: likely tokens stay plain, so that the eye finds the others.
+const LEVELS = [
+  { least: 0.9, name: "90% or more" },
+  { least: 0.5, name: "50% to 90%" },
+  { least: 0.2, name: "20% to 50%" },
+  { least: 0.05, name: "5% to 20%" },
+  { least: 0.01, name: "1% to 5%" },
+  { least: -1, name: "below 1%" },
+];
+const MARKS = new Map([
+  [" ", "·"],
+  ["\t", "⇥\t"],
+  ["\n", "↵\n"],
+  ["\r", "␍"],
+  ["\u00a0", "⍽"],
+]);
+const STEPS = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10, PageUp: -50, PageDown: 50 };
+
+/** Index into LEVELS; -1 of a log probability that is none. */
+export function levelOf(logprob) {
+  if (!Number.isFinite(logprob)) return -1;
+  return LEVELS.findIndex(({ least }) => Math.exp(logprob) >= least);
+}
+
+/** White space made visible; ends of lines still end the line. */
+export const visible = (text) => text.replace(/[ \t\n\r\u00a0]/g, (character) => MARKS.get(character));
+
+const TokenLegend = () => html`
+  <ul class="token-legend" aria-label="Colours by probability of the token">
+    ${LEVELS.map(
+      ({ name }, level) => html`<li><span class="token level-${level}" aria-hidden="true">token</span>${name}</li>`,
+    )}
+  </ul>
+`;
+
+/**
+ * Tokens that one can move through. `onPoint(words)`: what is pointed at. `areMarked`: white space is shown.
+ * One stop of the Tab key, whatever their number; arrow keys move.
+ */
+class Tokens extends Component {
+  root = createRef();
+  current = -1;
+
+  shouldComponentUpdate({ areMarked }) {
+    return areMarked !== this.props.areMarked;
   }
 
-  marked() {
-    return [...this.alike.querySelectorAll("input:checked")]
-      .map(({ value }) => value)
-      .filter((id) => id !== this.group);
+  point(index) {
+    const { tokens, onPoint } = this.props;
+    const spans = this.root.current.children;
+    spans[this.current]?.classList.remove("current");
+    this.current = index;
+    spans[index]?.classList.add("current");
+    if (tokens[index]) onPoint(describeToken(tokens[index], index, tokens.length));
   }
 
-  /** Not more than fit beside each other. */
-  limit() {
-    const isFull = this.marked().length >= MOST_BESIDE - 1;
-    for (const box of this.alike.querySelectorAll("input"))
-      box.disabled = box.value === this.group || (isFull && !box.checked);
+  under(event) {
+    const index = event.target.closest?.("[data-index]")?.dataset.index;
+    if (index !== undefined) this.point(Number(index));
   }
 
-  compare() {
-    location.hash = this.address(this.group, this.marked());
+  onKey(event) {
+    const last = this.props.tokens.length - 1;
+    const wanted = { Home: 0, End: last }[event.key] ?? this.current + STEPS[event.key];
+    if (Number.isNaN(wanted) || last < 0) return;
+    event.preventDefault();
+    this.point(Math.min(last, Math.max(0, wanted)));
+    this.root.current.children[this.current].scrollIntoView({ block: "nearest" });
+  }
+
+  render({ tokens, name, areMarked }) {
+    return html`
+      <div
+        class="tokens"
+        tabindex="0"
+        role="group"
+        aria-label="Tokens of ${name}; arrow keys move"
+        ref=${this.root}
+        onPointerOver=${(event) => this.under(event)}
+        onPointerDown=${(event) => this.under(event)}
+        onKeyDown=${(event) => this.onKey(event)}
+      >
+        ${tokens.map((token, index) => {
+          const level = levelOf(token.logprob);
+          return html`<span class=${level < 0 ? "token" : `token level-${level}`} data-index=${index}>${shown(token, areMarked)}</span>`;
+        })}
+      </div>
+    `;
   }
 }
 
 const meanProbability = (tokens) => tokens.reduce((sum, { logprob }) => sum + Math.exp(logprob), 0) / tokens.length;
+
+function shown({ id, text }, areMarked) {
+  if (text === null || text === undefined) return `⟨${id}⟩`;
+  if (text === "") return "▫"; // within a character, or a special token
+  return areMarked ? visible(text).replaceAll("·", "\u200b·") : text; // a line may end before it
+}
+
+/** `token 3 of 40: "·the", id 262, probability 83%, log probability -0.186` */
+function describeToken({ id, text, logprob }, index, total) {
+  const what =
+    text === null || text === undefined
+      ? "text not known"
+      : text === ""
+        ? "no text of its own"
+        : `“${visible(text).replace(/[\n\t]/g, "")}”`;
+  const probability = Math.exp(logprob);
+  const chance = probability < 0.001 ? number(probability, 2) : percent(probability, probability < 0.1 ? 2 : 1);
+  return `token ${index + 1} of ${total}: ${what}, id ${id}, probability ${chance}, log probability ${number(logprob, 4)}`;
+}

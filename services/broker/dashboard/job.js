@@ -1,104 +1,177 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
 import { ApiError, del, get, pause, poll, serverNow, stream } from "./api.js";
-import { lineChart, link } from "./charts.js";
-import { confirmed, isOver, tell } from "./controls.js";
-import { beatPanel, doctorPanel } from "./doctor.js";
-import { announce, el, number, setText } from "./dom.js";
-import { eventLog, MOST_EVENTS } from "./events.js";
-import { jobHead } from "./head.js";
-import { heartbeatTime } from "./heartbeats.js";
+import { Chart, Pointer } from "./charts.js";
+import { EventLog, EventStore } from "./events.js";
+import { number, toToml } from "./format.js";
+import {
+  announce, Component, confirmed, createRef, heartbeatTime, html, isOver, JobControls, JobTabs, pathOf, render, StateBadge, tell,
+} from "./parts.js";
 import { CHARTS, Series } from "./series.js";
-import { configPanel } from "./config.js";
-import { timelinePanel } from "./timeline.js";
+import { Beat, Doctor, Facts, Newest, ProgressLine } from "./status.js";
+import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
 const SCORES = ["reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac"];
 const MOST_EVENT_PAGES = 20; // of 500
+const CONNECTIONS = {
+  connecting: "connecting…",
+  open: "live",
+  lost: "connection lost, trying again",
+  over: "",
+  refused: "not live",
+};
 
 export async function show(main, { id }, signal) {
-  const page = new JobPage(id, signal);
-  await page.load();
-  if (signal.aborted) return;
-  main.append(...page.build());
-  page.drawAll();
-  await page.follow();
+  const first = await load(pathOf(id), signal);
+  if (!signal.aborted) render(html`<${JobPage} first=${first} signal=${signal} />`, main);
 }
 
-class JobPage {
-  constructor(id, signal) {
-    this.path = `/jobs/${encodeURIComponent(id)}`;
-    this.signal = signal;
-    this.series = new Series();
-    this.records = new Map(); // by iteration: the newest ones
-    this.workers = [];
-    this.beatNow = 0; // by the clock of the workers' heartbeats
-    this.gapAfter = null; // since this iteration the curves may have holes
-    this.fresh = []; // events that are not in the log yet
-    this.charts = new Map();
-    this.isDue = { job: false, curves: false, beat: false, doctor: false };
-    this.isWaiting = false; // for a frame
+async function load(path, signal) {
+  const read = (part, params) => get(path + part, params, signal);
+  const afterOf = (job) => Math.max(-1, job.next_iteration - RECENT - 1);
+  const jobRead = read("");
+  const recentRead = jobRead.then((job) => read("/iterations", { after: afterOf(job) })); // beside the metrics
+  const [job, { iterations }, { metrics }, diagnosis] = await Promise.all([
+    jobRead, recentRead, read("/metrics"), read(":explain"),
+  ]);
+  // The id of an event begins with its time in milliseconds: a time is a cursor.
+  const cursor = afterOf(job) >= 0 && iterations.length ? `${Math.floor(iterations[0].opened_at * 1000)}` : "0";
+  return { job, iterations, metrics, diagnosis, cursor };
+}
+
+class JobPage extends Component {
+  state = { connection: "connecting", why: "", isSmooth: true, isMoreOpen: false };
+  path = pathOf(this.props.first.job.id);
+  job = this.props.first.job;
+  diagnosis = this.props.first.diagnosis;
+  seenAt = serverNow(); // the diagnosis
+  series = new Series();
+  lines = new Map(); // of each chart, until its values change
+  records = new Map(this.props.first.iterations.map((record) => [record.iteration, record])); // the newest ones
+  workers = [];
+  now = 0; // by the clock of the workers' heartbeats
+  gapAfter = null; // since this iteration the curves may have holes
+  events = new EventStore(serverNow());
+  pointer = new Pointer();
+  timeline = createRef();
+
+  constructor(props) {
+    super(props);
+    this.series.load(props.first.metrics);
   }
 
-  async load() {
-    const read = (path, params) => get(path, params, this.signal);
-    const afterOf = (job) => Math.max(-1, job.next_iteration - RECENT - 1);
-    const jobRead = read(this.path);
-    const recentRead = jobRead.then((job) => read(`${this.path}/iterations`, { after: afterOf(job) })); // beside the metrics
-    const whole = [jobRead, recentRead, read(`${this.path}/metrics`), read(`${this.path}:explain`)];
-    const [job, { iterations }, { metrics }, diagnosis] = await Promise.all(whole);
-    this.job = job;
-    this.diagnosis = diagnosis;
-    this.series.load(metrics);
-    for (const record of iterations) this.records.set(record.iteration, record);
-    // The id of an event begins with its time in milliseconds: whoever knows a time has a cursor.
-    this.cursor = afterOf(job) >= 0 && iterations.length ? `${Math.floor(iterations[0].opened_at * 1000)}` : "0";
+  componentDidMount() {
+    this.follow();
   }
 
-  // ---- parts -------------------------------------------------------------------------------------------------------
+  // ---- what comes in -----------------------------------------------------------------------------------------------
 
-  build() {
-    this.head = jobHead(this.job, { onChange: (job) => this.take("job", job), onDelete: () => this.remove() });
-    this.doctor = doctorPanel();
-    this.beat = beatPanel();
-    this.timeline = timelinePanel({ path: this.path, jobId: this.job.id, signal: this.signal });
-    this.log = eventLog({
-      loadOlder: this.cursor === "0" ? null : (oldest) => this.eventsBefore(oldest),
-      loadedAt: serverNow(),
+  async follow() {
+    const { signal, first } = this.props;
+    const isDone = new AbortController();
+    const watching = this.watchWorkers(AbortSignal.any([signal, isDone.signal]));
+    try {
+      const onMessage = (kind, data) => this.take(kind, data);
+      await stream(`${this.path}/stream`, { after: first.cursor, signal, onMessage, onState: (state) => this.takeState(state) });
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this.setState({ connection: "refused", why: error.detail });
+    }
+    isDone.abort();
+    await watching;
+  }
+
+  async watchWorkers(signal) {
+    await poll(WORKERS_MS, signal, async () => {
+      if (isOver(this.job)) return;
+      try {
+        const { workers } = await get("/workers", { pool: this.job.pool }, signal);
+        this.now = heartbeatTime(workers);
+        this.workers = workers.filter((worker) => worker.job_id === this.job.id);
+        this.drawSoon();
+      } catch (error) {
+        if (!(error instanceof ApiError) && !signal.aborted) throw error; // the stream's state shows the network
+      }
     });
-    this.first = el("div", { class: "first-chart" }); // the reward's, at the top
-    this.grid = el("div", { class: "charts" });
-    this.empty = el("p", { class: "empty", text: "Curves begin with the first committed iteration." });
-    this.more = el(
-      "details",
-      { class: "more-charts", on: { toggle: () => this.mark("curves") } },
-      el("summary", {}, "More series"),
-      el("div", { class: "charts" }),
-    );
-    const curves = el(
-      "section",
-      { class: "job-curves", "aria-labelledby": "curves-heading" },
-      el("div", { class: "head" }, el("h2", { id: "curves-heading", text: "Curves" }), this.smoothBox()),
-      this.empty,
-      this.grid,
-      this.more,
-    );
-    const now = el("div", { class: "now" }, this.first, this.beat.element, this.doctor.element);
-    for (const part of [now, curves]) link(part, () => this.charts.values());
-    return [this.head.element, now, this.timeline.element, curves, this.log.element, configPanel(this.job)];
   }
 
-  smoothBox() {
-    const smooth = () => [...this.charts.values()].forEach((chart) => chart.smooth(this.smooth.checked));
-    this.smooth = el("input", { type: "checkbox", id: "smooth", checked: true, on: { change: smooth } });
-    const label = el(
-      "label",
-      { for: "smooth", title: "A mean over 2% of the iterations; the values themselves are faint" },
-      "Smooth long curves",
-    );
-    return el("span", { class: "actions" }, this.smooth, label);
+  takeState(connection) {
+    this.setState({ connection, why: "" });
+    if (connection === "lost") this.gapAfter ??= this.newestKnown();
+    else if (connection === "open" && this.gapAfter !== null) this.fillGap();
   }
+
+  /** The last iteration whose values are in the curves, and those of the evaluations up to it. */
+  newestKnown() {
+    const committed = [...this.records.values()].filter(({ state }) => state === "COMMITTED");
+    const iteration = Math.max(-1, ...committed.map((record) => record.iteration));
+    if (!this.job.config.evaluation) return iteration;
+    return Math.min(iteration, this.series.of("eval/reward_mean").at(-1)?.[0] ?? -1); // they may end later
+  }
+
+  /** The stream repeats only iterations whose events are still kept. */
+  async fillGap() {
+    this.filling?.abort(); // it may have been asked before the last loss
+    this.filling = new AbortController();
+    const signal = AbortSignal.any([this.props.signal, this.filling.signal]);
+    while (!signal.aborted) {
+      try {
+        const { metrics } = await get(`${this.path}/metrics`, { after: this.gapAfter }, signal);
+        this.series.addAll(metrics);
+        this.gapAfter = null;
+        return this.drawCurvesSoon();
+      } catch (error) {
+        if (signal.aborted) return;
+        if (!(error instanceof ApiError)) throw error;
+      }
+      await pause(WORKERS_MS, signal);
+    }
+  }
+
+  take(kind, data) {
+    if (kind === "job") this.job = data;
+    else if (kind === "iteration") this.takeIteration(data);
+    else if (kind === "event") this.takeEvent(data);
+    else if (kind === "explain") [this.diagnosis, this.seenAt] = [data, serverNow()];
+    this.drawSoon();
+  }
+
+  takeIteration({ record, point }) {
+    const before = this.records.get(record.iteration);
+    this.records.set(record.iteration, record);
+    for (const old of [...this.records.keys()].sort((a, b) => a - b).slice(0, -2 * RECENT)) this.records.delete(old);
+    const isNews = before?.num_accepted !== record.num_accepted || before?.state !== record.state;
+    if (isNews) this.timeline.current?.refresh();
+    if (record.state !== "COMMITTED") return;
+    this.series.add(record.iteration, point);
+    this.drawCurvesSoon();
+  }
+
+  takeEvent(event) {
+    this.events.add([event]);
+    if (event.kind !== "evaluation.done") return;
+    const scores = SCORES.filter((name) => name in event.data).map((name) => [`eval/${name}`, event.data[name]]);
+    this.series.add(event.data.evaluation, Object.fromEntries(scores));
+    this.drawCurvesSoon();
+  }
+
+  drawCurvesSoon() {
+    this.lines.clear();
+    this.drawSoon();
+  }
+
+  drawSoon() {
+    if (this.isWaiting) return;
+    this.isWaiting = true;
+    requestAnimationFrame(() => {
+      this.isWaiting = false;
+      if (!this.props.signal.aborted) this.setState({});
+    });
+  }
+
+  // ---- what is asked for -------------------------------------------------------------------------------------------
 
   async remove() {
     const heading = `Delete ${this.job.name}?`;
@@ -114,196 +187,169 @@ class JobPage {
     }
   }
 
-  /** All that are kept, up to this one. */
-  async eventsBefore(oldest) {
+  /** All events that are kept, up to this one. */
+  eventsBefore = async (oldest) => {
     const found = [];
     for (let page = 0, after = "0"; page < MOST_EVENT_PAGES; page += 1) {
-      const { events } = await get(`${this.path}/events`, { after }, this.signal);
+      const { events } = await get(`${this.path}/events`, { after }, this.props.signal);
       found.push(...events);
       if (!events.length || parseInt(events[events.length - 1].id) >= parseInt(oldest)) break;
       after = events[events.length - 1].id;
     }
     return found;
-  }
-
-  // ---- what comes in -----------------------------------------------------------------------------------------------
-
-  async follow() {
-    const isDone = new AbortController();
-    const watching = this.watchWorkers(AbortSignal.any([this.signal, isDone.signal]));
-    const clock = setInterval(() => this.head.tick(), 1000);
-    this.signal.addEventListener("abort", () => clearInterval(clock));
-    try {
-      const onMessage = (kind, data) => this.take(kind, data);
-      await stream(`${this.path}/stream`, {
-        after: this.cursor,
-        signal: this.signal,
-        onMessage,
-        onState: (state) => this.takeState(state),
-      });
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      this.head.connection("refused", error.detail);
-    }
-    isDone.abort();
-    await watching;
-  }
-
-  async watchWorkers(signal) {
-    await poll(WORKERS_MS, signal, async () => {
-      if (isOver(this.job)) return;
-      try {
-        const { workers } = await get("/workers", { pool: this.job.pool }, signal);
-        this.beatNow = heartbeatTime(workers);
-        this.workers = workers.filter((worker) => worker.job_id === this.job.id);
-        this.mark("beat");
-      } catch (error) {
-        if (!(error instanceof ApiError) && !signal.aborted) throw error; // the stream's state tells of the network
-      }
-    });
-  }
-
-  takeState(state) {
-    this.head.connection(state);
-    if (state === "lost") this.gapAfter ??= this.newestKnown();
-    else if (state === "open" && this.gapAfter !== null) this.fillGap();
-  }
-
-  /** The last iteration whose values are in the curves, and those of the evaluations up to it. */
-  newestKnown() {
-    const committed = [...this.records.values()].filter(({ state }) => state === "COMMITTED");
-    const iteration = Math.max(-1, ...committed.map((record) => record.iteration));
-    if (!this.job.config.evaluation) return iteration;
-    return Math.min(iteration, this.series.of("eval/reward_mean").at(-1)?.[0] ?? -1); // they may end later
-  }
-
-  /** The stream tells again only of iterations whose events are still kept. */
-  async fillGap() {
-    this.filling?.abort(); // it may have been asked before the last loss
-    this.filling = new AbortController();
-    const signal = AbortSignal.any([this.signal, this.filling.signal]);
-    while (!signal.aborted) {
-      try {
-        const { metrics } = await get(`${this.path}/metrics`, { after: this.gapAfter }, signal);
-        for (const [x, values] of byIteration(metrics)) this.series.add(x, values);
-        this.gapAfter = null;
-        return this.mark("curves");
-      } catch (error) {
-        if (signal.aborted) return;
-        if (!(error instanceof ApiError)) throw error;
-      }
-      await pause(WORKERS_MS, signal);
-    }
-  }
-
-  take(kind, data) {
-    if (kind === "job") this.takeJob(data);
-    else if (kind === "iteration") this.takeIteration(data);
-    else if (kind === "event") this.takeEvent(data);
-    else if (kind === "explain") {
-      this.diagnosis = data;
-      this.mark("doctor");
-    }
-  }
-
-  takeJob(job) {
-    this.job = job;
-    if (isOver(job)) this.workers = [];
-    this.mark("job", "beat");
-  }
-
-  takeIteration({ record, point }) {
-    const before = this.records.get(record.iteration);
-    this.records.set(record.iteration, record);
-    for (const old of [...this.records.keys()].sort((a, b) => a - b).slice(0, -2 * RECENT)) this.records.delete(old);
-    this.mark("beat");
-    if (before?.num_accepted !== record.num_accepted || before?.state !== record.state) this.timeline.refresh();
-    if (record.state !== "COMMITTED") return;
-    this.series.add(record.iteration, point);
-    this.mark("curves");
-  }
-
-  takeEvent(event) {
-    this.fresh.push(event);
-    if (this.fresh.length > 2 * MOST_EVENTS) this.fresh.splice(0, MOST_EVENTS); // no frame is drawn while hidden
-    if (event.kind === "evaluation.done") {
-      const scores = SCORES.filter((name) => name in event.data).map((name) => [`eval/${name}`, event.data[name]]);
-      this.series.add(event.data.evaluation, Object.fromEntries(scores));
-      this.mark("curves");
-    }
-    this.mark();
-  }
+  };
 
   // ---- what is shown -----------------------------------------------------------------------------------------------
 
-  /** To be drawn with the next frame. */
-  mark(...parts) {
-    for (const part of parts) this.isDue[part] = true;
-    if (this.isWaiting) return;
-    this.isWaiting = true;
-    requestAnimationFrame(() => {
-      this.isWaiting = false;
-      if (!this.signal.aborted) this.draw();
-    });
+  /** Of a chart of CHARTS, or of a single series; the same list until the values change. */
+  linesOf(chart) {
+    if (!this.lines.has(chart.id)) {
+      this.lines.set(chart.id, chart.lines ? this.series.lines(chart) : [this.series.line({ name: "value", series: chart.id })]);
+    }
+    return this.lines.get(chart.id);
   }
 
-  drawAll() {
-    for (const part of Object.keys(this.isDue)) this.isDue[part] = true;
-    this.draw();
+  chart(chart, options = {}) {
+    const lines = this.linesOf(chart);
+    if (!lines.length) return null;
+    return html`<${Chart}
+      key=${chart.id}
+      testId="chart-${chart.id}"
+      ...${chart}
+      ...${options}
+      lines=${lines}
+      pointer=${this.pointer}
+      isSmooth=${this.state.isSmooth}
+    />`;
   }
 
-  draw() {
-    const { job, curves, beat, doctor } = this.isDue;
-    for (const part of Object.keys(this.isDue)) this.isDue[part] = false;
-    if (job || curves || beat) this.head.update(this.job, this.series, [...this.records.values()]);
-    if (curves) this.drawCurves();
-    if (beat) this.beat.update(sorted(this.records), this.workers, this.job, this.beatNow);
-    if (doctor || job) this.doctor.update(this.diagnosis, isOver(this.job));
-    this.log.add(this.fresh.splice(0));
+  render({ first }, { connection, why }) {
+    const { job } = this;
+    const records = [...this.records.values()].sort((a, b) => a.iteration - b.iteration);
+    return html`
+      <header class="job-head">
+        <div class="head">
+          <div class="job-title">
+            <h1>${job.name}</h1>
+            <${StateBadge} job=${job} />
+            <span class="live muted" data-testid="live" data-state=${connection}>
+              ${why ? `${CONNECTIONS[connection]}: ${why}` : CONNECTIONS[connection]}
+            </span>
+          </div>
+          ${this.controls(job)}
+        </div>
+        <p class="muted mono job-id">${job.id}</p>
+        <${JobTabs} id=${job.id} current="" />
+      </header>
+      ${job.error && html`<p class="notice bad">${job.error}</p>`}
+      <${ProgressLine} job=${job} records=${records} />
+      <${Doctor} diagnosis=${this.diagnosis} job=${job} seenAt=${this.seenAt} />
+      ${this.lead(job, records)}
+      ${this.curves()}
+      <${TimelinePanel} ref=${this.timeline} id=${job.id} signal=${this.props.signal} />
+      <${EventLog} store=${this.events} version=${this.events.version} loadOlder=${first.cursor === "0" ? null : this.eventsBefore} />
+      <${Configuration} job=${job} />
+    `;
   }
 
-  drawCurves() {
-    const [reward, ...rest] = CHARTS;
-    this.drawChart({ ...reward, level: 2, height: 250 }, this.first, this.series.lines(reward));
-    for (const chart of rest) this.drawChart(chart, this.grid, this.series.lines(chart));
-    this.first.hidden = !this.first.childElementCount;
-    this.empty.hidden = this.grid.childElementCount > 0;
+  controls(job) {
+    const remove = html`<button class="button danger" type="button" data-testid="delete-job" onClick=${() => this.remove()}>Delete</button>`;
+    const onChange = (changed) => this.take("job", changed);
+    return html`<${JobControls} job=${job} onChange=${onChange}>
+      <a class="button quiet" href="#/new?from=${encodeURIComponent(job.id)}">New job like this</a>
+      ${isOver(job) && remove}
+    <//>`;
+  }
+
+  /** The reward, wide, beside the newest numbers and the open iteration. */
+  lead(job, records) {
+    const [reward] = CHARTS;
+    const heldOut = CHARTS.find(({ id }) => id === "held-out");
+    return html`
+      <div class="lead">
+        <div class="lead-charts">
+          ${this.chart(reward, { level: 2, height: 280 }) ??
+          html`<div class="empty"><p>The reward is shown from the first committed iteration on.</p></div>`}
+          ${this.chart(heldOut, { level: 2, height: 180 })}
+        </div>
+        <div class="lead-now">
+          <${Newest} series=${this.series} />
+          <${Beat} records=${records} workers=${this.workers} job=${job} now=${this.now} />
+          <${Facts} job=${job} />
+        </div>
+      </div>
+    `;
+  }
+
+  curves() {
+    const charts = CHARTS.filter(({ id }) => id !== "reward" && id !== "held-out").map((chart) => this.chart(chart)).filter(Boolean);
     const others = this.series.others();
-    this.more.hidden = !others.length;
-    setText(this.more.querySelector("summary"), `${number(others.length)} more series`);
-    if (!this.more.open) return;
-    for (const name of others) {
-      this.drawChart({ id: name, title: name }, this.more.lastElementChild, [
-        this.series.line({ name: "value", series: name }),
-      ]);
-    }
+    if (!charts.length && !others.length) return null;
+    const smooth = (event) => this.setState({ isSmooth: event.target.checked });
+    return html`
+      <section class="job-curves" aria-labelledby="curves-heading">
+        <div class="head">
+          <h2 id="curves-heading">Curves</h2>
+          <span class="actions">
+            <input type="checkbox" id="smooth" checked=${this.state.isSmooth} onChange=${smooth} />
+            <label for="smooth" title="A mean over 2% of the iterations; the values themselves are faint">Smooth long curves</label>
+          </span>
+        </div>
+        <div class="charts">${charts}</div>
+        ${others.length > 0 && this.moreCurves(others)}
+      </section>
+    `;
   }
 
-  /** A chart is made when there is something to show, in the order of CHARTS. */
-  drawChart({ id, lines: _, unlessZero: __, ...options }, grid, lines) {
-    if (!lines.length) return;
-    if (!this.charts.has(id)) {
-      const chart = lineChart({ ...options, testId: `chart-${id}` });
-      chart.smooth(this.smooth.checked);
-      this.charts.set(id, chart);
-      const place = grid === this.grid ? CHARTS.findIndex((each) => each.id === id) : 0;
-      const next = CHARTS.slice(place + 1).find((each) => this.charts.has(each.id));
-      grid.insertBefore(chart.element, place > 0 && next ? this.charts.get(next.id).element : null);
-    }
-    this.charts.get(id).update(lines);
+  moreCurves(names) {
+    const toggle = (event) => this.setState({ isMoreOpen: event.target.open });
+    const charts = () => names.map((name) => this.chart({ id: name, title: name }));
+    return html`
+      <details class="more-charts" onToggle=${toggle}>
+        <summary>${number(names.length)} more series</summary>
+        <div class="charts">${this.state.isMoreOpen && charts()}</div>
+      </details>
+    `;
   }
 }
 
-/** {name: [[x, y], ...]} as [x, {name: y}] pairs. */
-function byIteration(metrics) {
-  const points = new Map();
-  for (const [name, values] of Object.entries(metrics)) {
-    for (const [x, y] of values) {
-      if (!points.has(x)) points.set(x, {});
-      points.get(x)[name] = y;
+/** A job's configuration, to read and to copy. */
+class Configuration extends Component {
+  state = { form: "TOML" };
+  text = createRef();
+
+  async copy() {
+    try {
+      await navigator.clipboard.writeText(this.text.current.textContent);
+      announce("Copied");
+    } catch {
+      // No clipboard on a page that did not come over TLS: it is marked, Ctrl-C takes it.
+      getSelection().selectAllChildren(this.text.current);
+      announce("Selected: press Control C to copy");
     }
   }
-  return points;
-}
 
-const sorted = (records) => [...records.values()].sort((a, b) => a.iteration - b.iteration);
+  shouldComponentUpdate(_, state) {
+    return state !== this.state; // a configuration never changes
+  }
+
+  render({ job }, { form }) {
+    const button = (name) => html`
+      <button class="button" type="button" aria-pressed=${String(name === form)} onClick=${() => this.setState({ form: name })}>
+        ${name}
+      </button>
+    `;
+    return html`
+      <details class="config" data-testid="config">
+        <summary><h2>Configuration</h2></summary>
+        <div class="actions">
+          <div class="choice" role="group" aria-label="Format">${["TOML", "JSON"].map(button)}</div>
+          <button class="button" type="button" onClick=${() => this.copy()}>Copy</button>
+        </div>
+        <pre class="config-text" tabindex="0" role="region" aria-label="Configuration" ref=${this.text}>
+          ${form === "TOML" ? toToml(job.config) : JSON.stringify(job.config, null, 2)}
+        </pre>
+      </details>
+    `;
+  }
+}

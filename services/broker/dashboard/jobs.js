@@ -1,117 +1,55 @@
 // The list of jobs: asked for again while it is in sight, since lists have no stream.
 
-import { ApiError, get, pause, poll } from "./api.js";
-import { isOver } from "./controls.js";
-import { announce, clear, clock, el, setText } from "./dom.js";
-import { JobRow } from "./jobrow.js";
-import { RewardCurves } from "./sparkline.js";
+import { ApiError, get, pause, poll, serverNow } from "./api.js";
+import { ago, clock, duration, number } from "./format.js";
+import { addressOf, announce, Component, createRef, html, isOver, JobControls, Live, pathOf, Progress, render, StateBadge } from "./parts.js";
 
 const REFRESH_MS = 3000;
 const TYPING_MS = 250; // until the broker is asked for what is typed
 const PAGE = 50;
 const ALL = 1000; // the most that the broker lists; a search looks at all of them
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
-const COLUMNS = ["Job", "State", "Progress", "Reward", "Time"];
+const COLUMNS = ["Job", "State", "Reward", "Progress", "Time"];
+const NUM_POINTS = 40; // of a small curve
+const MAX_CURVES = 6; // that are read at a time; the next look goes on with the others
+const [WIDTH, HEIGHT] = [96, 26]; // of a small curve
 
-export async function show(main, params, signal) {
-  const list = new JobListPage(params, signal);
-  main.append(...list.elements());
-  await list.refresh();
-  list.run();
+export async function show(main, { state = "", q = "" }, signal) {
+  const page = { state, text: q, limit: PAGE };
+  const { jobs } = await get("/jobs", paramsOf(page), signal);
+  if (!signal.aborted) render(html`<${JobsPage} ...${page} jobs=${jobs} signal=${signal} />`, main);
 }
 
-class JobListPage {
-  constructor({ state = "", q = "" }, signal) {
-    this.signal = signal;
-    this.rows = new Map(); // by id
-    this.jobs = [];
-    this.turn = 0; // of the newest request for the list: older answers are not wanted
-    this.limit = PAGE;
-    this.selected = new Set();
-    this.inSight = new Set();
-    this.curves = new RewardCurves(signal);
-    this.sight = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "100px" });
-    signal.addEventListener("abort", () => this.sight.disconnect());
-    this.state = el(
-      "select",
-      { id: "state", on: { change: () => this.filter() } },
-      el("option", { value: "" }, "Any state"),
-      STATES.map((each) => el("option", { value: each, selected: each === state }, each.toLowerCase())),
-    );
-    this.text = el("input", {
-      id: "search",
-      type: "search",
-      value: q,
-      placeholder: "Name, id or pool",
-      on: { input: () => this.filter() },
-    });
+const paramsOf = ({ state, text, limit }) => ({ state, limit: text.trim() ? ALL : limit });
+
+class JobsPage extends Component {
+  state = {
+    jobs: this.props.jobs,
+    filter: { state: this.props.state, text: this.props.text, limit: PAGE },
+    selected: [],
+    problem: "",
+  };
+  jobs = this.props.jobs; // as they were read last
+  curves = new Map(); // job id -> {points, next}: as of iteration `next`
+  inSight = new Set();
+  turn = 0; // of the newest request for the list: older answers are not wanted
+  seenAt = Date.now() / 1000;
+  search = createRef();
+  sight = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "100px" });
+
+  componentDidMount() {
+    this.run();
   }
 
-  elements() {
-    this.body = el("tbody");
-    this.summary = el("p", { class: "muted" });
-    this.problem = el("p", { class: "notice warn", role: "alert", hidden: true });
-    this.empty = el("div", { class: "empty", hidden: true });
-    this.more = el(
-      "button",
-      { type: "button", class: "button", hidden: true, on: { click: () => this.showMore() } },
-      "Show more",
-    );
-    this.table = el(
-      "table",
-      { class: "jobs card", hidden: true },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("th", {}, hidden("Compare")),
-          COLUMNS.map((name) => el("th", { scope: "col" }, name)),
-          el("th", {}, hidden("Actions")),
-        ),
-      ),
-      this.body,
-    );
-    this.compareText = el("span", { role: "status" });
-    this.compareLink = el("a", { class: "button primary" }, "Compare");
-    this.compare = el(
-      "div",
-      { class: "compare-bar card", hidden: true },
-      this.compareText,
-      this.compareLink,
-      el("button", { type: "button", class: "button quiet", on: { click: () => this.unselect() } }, "Clear"),
-    );
-    const filters = el(
-      "search",
-      { class: "actions" },
-      el("label", { class: "visually-hidden", for: "search" }, "Search jobs"),
-      this.text,
-      el("label", { class: "visually-hidden", for: "state" }, "State"),
-      this.state,
-    );
-    return [
-      el(
-        "div",
-        { class: "head jobs-head" },
-        el("h1", {}, "Jobs"),
-        filters,
-        el("a", { class: "button primary", href: "#/new" }, "New job"),
-      ),
-      this.summary,
-      this.problem,
-      this.table,
-      this.empty,
-      el("div", { class: "actions center" }, this.more),
-      this.compare,
-    ];
+  componentWillUnmount() {
+    this.sight.disconnect();
   }
 
   async run() {
-    everySecond(this.signal, () => document.hidden || this.rows.forEach((row) => row.showTime()));
-    await pause(REFRESH_MS, this.signal); // it has just been read
+    const { signal } = this.props;
+    await pause(REFRESH_MS, signal); // it has just been read
     let slowness = 0; // a list that takes long is asked for less often
-    poll(REFRESH_MS, this.signal, async () => {
+    poll(REFRESH_MS, signal, async () => {
       if (slowness-- > 0) return;
       const started = performance.now();
       await this.refresh();
@@ -120,32 +58,20 @@ class JobListPage {
   }
 
   async refresh() {
-    const asked = `${this.state.value} ${this.limitNow()}`;
+    const { signal } = this.props;
     const turn = (this.turn += 1);
     try {
-      const { jobs } = await get("/jobs", { state: this.state.value, limit: this.limitNow() }, this.signal);
-      const isLate = turn !== this.turn || asked !== `${this.state.value} ${this.limitNow()}`; // asked again meanwhile
-      if (isLate) return;
-      this.problem.hidden = true;
+      const { jobs } = await get("/jobs", paramsOf(this.state.filter), signal);
+      if (turn !== this.turn) return; // asked again meanwhile
       this.tellChanges(jobs);
       this.jobs = jobs;
       this.seenAt = Date.now() / 1000;
-      this.render();
-      this.readCurves();
+      this.setState({ jobs, problem: "" }, () => this.readCurves());
     } catch (error) {
-      if (this.signal.aborted) return;
-      if (!(error instanceof ApiError) || !this.seenAt) throw error;
-      if (turn !== this.turn) return;
-      this.problem.hidden = false;
-      setText(
-        this.problem,
-        `${error.title}. ${error.detail} The list is as of ${clock(this.seenAt)}; it goes on by itself.`,
-      );
+      if (signal.aborted || turn !== this.turn) return;
+      if (!(error instanceof ApiError)) throw error;
+      this.setState({ problem: `${error.title}. ${error.detail} The list is as of ${clock(this.seenAt)}; it goes on by itself.` });
     }
-  }
-
-  limitNow() {
-    return this.text.value.trim() ? ALL : this.limit;
   }
 
   tellChanges(jobs) {
@@ -154,96 +80,30 @@ class JobListPage {
     if (changed.length) announce(changed.map((job) => `${job.name} is ${job.state.toLowerCase()}`).join(", "));
   }
 
-  // ---- what is shown ----
-
-  render() {
-    const found = this.jobs.filter((job) => this.matches(job));
-    const jobs = found.slice(0, this.limit);
-    const rows = jobs.map((job) => this.rowOf(job));
-    const listed = new Set(jobs.map((job) => job.id));
-    for (const [id, row] of this.rows) if (!listed.has(id)) this.drop(id, row);
-    rows.forEach((row, place) => {
-      if (this.body.children[place] !== row.element)
-        this.body.insertBefore(row.element, this.body.children[place] ?? null);
-    });
-    this.table.hidden = jobs.length === 0;
-    this.more.hidden = found.length < this.limit || this.limit >= ALL;
-    this.showEmpty(jobs.length === 0);
-    this.summary.hidden = this.jobs.length === 0;
-    setText(this.summary, summaryOf(this.jobs, this.jobs.length >= this.limitNow()));
-  }
-
-  matches(job) {
-    const wanted = this.text.value.trim().toLowerCase();
-    const hasState = !this.state.value || job.state === this.state.value;
-    return hasState && [job.name, job.id, job.pool].some((word) => word.toLowerCase().includes(wanted));
-  }
-
-  rowOf(job) {
-    const known = this.rows.get(job.id);
-    if (known) {
-      known.update(job);
-      return known;
-    }
-    const row = new JobRow(
-      job,
-      this.selected.has(job.id),
-      (isOn) => this.select(job.id, isOn),
-      (changed) => this.changed(changed),
-    );
-    this.rows.set(job.id, row);
-    const curve = this.curves.curves.get(job.id);
-    if (curve) row.showCurve(curve.points);
-    this.sight.observe(row.element);
-    return row;
-  }
-
-  drop(id, row) {
-    this.sight.unobserve(row.element);
-    this.inSight.delete(id);
-    row.element.remove();
-    this.rows.delete(id);
-  }
-
+  /** After a move of the user. */
   changed(job) {
     this.jobs = this.jobs.map((each) => (each.id === job.id ? job : each)); // or it would be told as news
-    this.rows.get(job.id)?.update(job);
+    this.setState({ jobs: this.jobs });
     this.refresh();
-  }
-
-  showEmpty(isEmpty) {
-    this.empty.hidden = !isEmpty;
-    if (!isEmpty) return;
-    const isFiltered = this.state.value || this.text.value.trim();
-    clear(this.empty).append(...(isFiltered ? this.noMatch() : noJobs()));
-  }
-
-  noMatch() {
-    const reset = () => {
-      this.state.value = this.text.value = "";
-      this.filter();
-      this.text.focus();
-    };
-    return [
-      el("p", {}, "No job is like that."),
-      el("button", { type: "button", class: "button", on: { click: reset } }, "Show all jobs"),
-    ];
   }
 
   // ---- filter, pages, curves ----
 
-  filter() {
-    const query = new URLSearchParams({ state: this.state.value, q: this.text.value.trim() });
+  filter(change) {
+    const filter = { ...this.state.filter, ...change };
+    this.turn += 1; // an answer to the old question is not wanted any more
+    this.setState({ filter }); // what is known is shown at once
+    const query = new URLSearchParams({ state: filter.state, q: filter.text.trim() });
     for (const [name, value] of [...query]) if (!value) query.delete(name);
     history.replaceState(null, "", `#/${query.size ? `?${query}` : ""}`);
-    if (this.seenAt) this.render(); // what is known, at once
     clearTimeout(this.typing);
     this.typing = setTimeout(() => this.refresh(), TYPING_MS);
   }
 
-  showMore() {
-    this.limit = Math.min(this.limit + PAGE, ALL);
-    this.refresh();
+  isFound(job) {
+    const { state, text } = this.state.filter;
+    const wanted = text.trim().toLowerCase();
+    return (!state || job.state === state) && [job.name, job.id, job.pool].some((word) => word.toLowerCase().includes(wanted));
   }
 
   look(entries) {
@@ -254,65 +114,219 @@ class JobListPage {
     this.readCurves();
   }
 
+  /** The newest rewards of the jobs in sight: few, small requests, one after the other, only for what is new. */
   async readCurves() {
-    if (this.isReading || this.signal.aborted) return;
+    const { signal } = this.props;
+    if (this.isReading || signal.aborted) return;
     this.isReading = true;
+    const isDue = (job) => this.inSight.has(job.id) && job.next_iteration > (this.curves.get(job.id)?.next ?? 0);
     try {
-      const jobs = this.jobs.filter((job) => this.inSight.has(job.id));
-      await this.curves.read(jobs, (id, points) => this.rows.get(id)?.showCurve(points));
+      for (const job of this.jobs.filter(isDue).slice(0, MAX_CURVES)) {
+        const known = this.curves.get(job.id)?.points ?? [];
+        const after = Math.max(known.at(-1)?.[0] ?? -1, job.next_iteration - 1 - NUM_POINTS);
+        const { metrics } = await get(`${pathOf(job.id)}/metrics`, { after }, signal);
+        const points = [...known, ...(metrics["iteration/reward_mean"] ?? [])].slice(-NUM_POINTS);
+        this.curves.set(job.id, { points, next: job.next_iteration });
+        this.setState({});
+      }
     } catch (error) {
-      if (!this.signal.aborted) throw error;
+      if (!(error instanceof ApiError) && !signal.aborted) throw error; // else the list says what is wrong
     } finally {
       this.isReading = false;
     }
   }
 
-  // ---- comparing ----
-
   select(id, isOn) {
-    if (isOn) this.selected.add(id);
-    else this.selected.delete(id);
-    const num = this.selected.size;
-    this.compare.hidden = num === 0;
-    setText(this.compareText, num === 1 ? "1 job selected: choose another one to compare" : `${num} jobs selected`);
-    this.compareLink.hidden = num < 2;
-    this.compareLink.href = `#/compare?jobs=${[...this.selected].map(encodeURIComponent).join(",")}`;
+    const rest = this.state.selected.filter((each) => each !== id);
+    this.setState({ selected: isOn ? [...rest, id] : rest });
   }
 
-  unselect() {
-    for (const id of [...this.selected]) {
-      const box = this.rows.get(id)?.box;
-      if (box) box.checked = false;
-      this.select(id, false);
-    }
+  // ---- what is shown ----
+
+  render({ signal: _ }, { jobs, filter, selected, problem }) {
+    const found = jobs.filter((job) => this.isFound(job));
+    const shown = found.slice(0, filter.limit);
+    const hasMore = found.length >= filter.limit && filter.limit < ALL;
+    return html`
+      <div class="head jobs-head">
+        <h1>Jobs</h1>
+        ${this.filters(filter)}
+        <a class="button primary" href="#/new">New job</a>
+      </div>
+      ${jobs.length > 0 && html`<p class="muted">${summaryOf(jobs, jobs.length >= paramsOf(filter).limit)}</p>`}
+      ${problem && html`<p class="notice warn" role="alert">${problem}</p>`}
+      ${shown.length ? this.table(shown, selected) : this.empty(filter)}
+      ${hasMore &&
+      html`<div class="actions center">
+        <button type="button" class="button" onClick=${() => this.filter({ limit: Math.min(filter.limit + PAGE, ALL) })}>Show more</button>
+      </div>`}
+      ${selected.length > 0 && this.compareBar(selected)}
+    `;
+  }
+
+  filters({ state, text }) {
+    return html`
+      <search class="actions">
+        <label class="visually-hidden" for="search">Search jobs</label>
+        <input
+          id="search"
+          type="search"
+          ref=${this.search}
+          value=${text}
+          placeholder="Name, id or pool"
+          onInput=${(event) => this.filter({ text: event.target.value })}
+        />
+        <label class="visually-hidden" for="state">State</label>
+        <select id="state" value=${state} onChange=${(event) => this.filter({ state: event.target.value })}>
+          <option value="">Any state</option>
+          ${STATES.map((each) => html`<option value=${each}>${each.toLowerCase()}</option>`)}
+        </select>
+      </search>
+    `;
+  }
+
+  table(jobs, selected) {
+    return html`
+      <table class="jobs">
+        <thead>
+          <tr>
+            <th><span class="visually-hidden">Compare</span></th>
+            ${COLUMNS.map((name) => html`<th scope="col">${name}</th>`)}
+            <th><span class="visually-hidden">Actions</span></th>
+          </tr>
+        </thead>
+        <tbody>
+          ${jobs.map(
+            (job) => html`<${JobRow}
+              key=${job.id}
+              job=${job}
+              points=${this.curves.get(job.id)?.points}
+              isSelected=${selected.includes(job.id)}
+              onSelect=${(isOn) => this.select(job.id, isOn)}
+              onChange=${(changed) => this.changed(changed)}
+              sight=${this.sight}
+            />`,
+          )}
+        </tbody>
+      </table>
+    `;
+  }
+
+  empty({ state, text }) {
+    const reset = () => {
+      this.filter({ state: "", text: "" });
+      this.search.current.focus();
+    };
+    if (!state && !text.trim()) return NO_JOBS;
+    return html`
+      <div class="empty">
+        <p>No job matches the search.</p>
+        <button type="button" class="button" onClick=${reset}>Show all jobs</button>
+      </div>
+    `;
+  }
+
+  compareBar(selected) {
+    const address = `#/compare?jobs=${selected.map(encodeURIComponent).join(",")}`;
+    const text = selected.length === 1 ? "1 job selected: choose another one to compare" : `${selected.length} jobs selected`;
+    return html`
+      <div class="compare-bar">
+        <span role="status">${text}</span>
+        ${selected.length > 1 && html`<a class="button primary" href=${address}>Compare</a>`}
+        <button type="button" class="button quiet" onClick=${() => this.setState({ selected: [] })}>Clear</button>
+      </div>
+    `;
   }
 }
 
-const hidden = (text) => el("span", { class: "visually-hidden" }, text);
-
-function noJobs() {
-  return [
-    el("h2", {}, "No jobs yet"),
-    el("p", {}, "Create one here, or from a terminal:"),
-    el("pre", {}, el("code", {}, "onbeat jobs create examples/quickstart.toml")),
-    el("a", { class: "button primary", href: "#/new" }, "New job"),
-  ];
-}
+const NO_JOBS = html`
+  <div class="empty">
+    <h2>No jobs yet</h2>
+    <p>Start with the quick start here, or from a terminal:</p>
+    <pre><code>onbeat jobs create examples/quickstart.toml</code></pre>
+    <a class="button primary" href="#/new">New job</a>
+  </div>
+`;
 
 function summaryOf(jobs, isCut) {
-  const active = jobs.filter((job) => !isOver(job));
-  const count = (state) => active.filter((job) => job.state === state).length;
-  const parts = [
-    [count("RUNNING"), "running"],
-    [count("PENDING"), "in the queue"],
-    [count("PAUSED"), "paused"],
-  ];
-  const words = parts.filter(([num]) => num).map(([num, what]) => `${num} ${what}`);
+  const count = (state) => jobs.filter((job) => job.state === state).length;
+  const parts = Object.entries({ running: count("RUNNING"), "in the queue": count("PENDING"), paused: count("PAUSED") });
+  const words = parts.filter(([, num]) => num).map(([what, num]) => `${num} ${what}`);
   return [...words, `${isCut ? "the newest " : ""}${jobs.length} ${jobs.length === 1 ? "job" : "jobs"}`].join(" · ");
 }
 
-/** Once a second: times go on between two looks. */
-function everySecond(signal, tick) {
-  const timer = setInterval(tick, 1000);
-  signal.addEventListener("abort", () => clearInterval(timer));
+// ---- one job -----------------------------------------------------------------------------------------------------
+
+class JobRow extends Component {
+  row = createRef();
+
+  componentDidMount() {
+    this.props.sight.observe(this.row.current);
+  }
+
+  componentWillUnmount() {
+    this.props.sight.unobserve(this.row.current);
+  }
+
+  shouldComponentUpdate({ job, points, isSelected }) {
+    const { props } = this;
+    const isSame = ["state", "next_iteration", "queue_position", "error"].every((name) => job[name] === props.job[name]);
+    return !isSame || points !== props.points || isSelected !== props.isSelected;
+  }
+
+  render({ job, points, isSelected, onSelect, onChange }) {
+    const place = job.queue_position ? `no. ${job.queue_position} in the queue` : "";
+    return html`
+      <tr data-testid="job-row" data-job=${job.id} ref=${this.row}>
+        <td class="job-box">
+          <input
+            type="checkbox"
+            checked=${isSelected}
+            aria-label="Select ${job.name}, ${job.id}, to compare"
+            onChange=${(event) => onSelect(event.target.checked)}
+          />
+        </td>
+        <th class="job-name" scope="row">
+          <a href=${addressOf(job.id)}>${job.name}</a>
+          <span class="help"><span class="mono">${job.id}</span> ${job.pool !== "default" && html`<span class="pool" title="pool">${job.pool}</span>`}</span>
+          ${job.error && html`<span class="job-error bad">${job.error}</span>`}
+        </th>
+        <td class="job-state"><${StateBadge} job=${job} />${place && html`<span class="help">${place}</span>`}</td>
+        <td class="job-reward">${points?.length > 0 && html`<${Curve} points=${points} />`}</td>
+        <td class="job-progress">
+          <${Progress} job=${job} />
+          <span class="help">${job.next_iteration} / ${job.num_iterations}</span>
+        </td>
+        <td class="job-time" title="created ${clock(job.created_at)}">
+          <span><${Live} of=${() => timeOf(job)[0]} /></span>
+          <span class="help"><${Live} of=${() => timeOf(job)[1]} /></span>
+        </td>
+        <td class="job-controls"><${JobControls} job=${job} onChange=${onChange} /></td>
+      </tr>
+    `;
+  }
+}
+
+/** How long it took or takes, and when that was. */
+function timeOf(job) {
+  const ended = job.finished_at ?? serverNow();
+  const took = job.started_at === null ? "" : duration(Math.max(1, Math.floor(ended - job.started_at)));
+  if (isOver(job)) return [took || "never ran", ago(job.finished_at)];
+  return job.started_at === null ? [duration(Math.max(1, Math.floor(ended - job.created_at))), "waiting"] : [took, "so far"];
+}
+
+/** The newest reward and the way there. */
+function Curve({ points }) {
+  const values = points.map(([, y]) => y);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const x = (iteration) => (2 + ((iteration - first) / Math.max(1, last - first)) * (WIDTH - 6)).toFixed(1);
+  const y = (value) => (HEIGHT - 3 - ((value - low) / (high - low || 1)) * (HEIGHT - 6)).toFixed(1);
+  return html`
+    <svg class="spark" viewBox="0 0 ${WIDTH} ${HEIGHT}" width=${WIDTH} height=${HEIGHT} aria-hidden="true">
+      <polyline points=${points.map(([px, py]) => `${x(px)},${y(py)}`).join(" ")} />
+      <circle cx=${x(last)} cy=${y(values.at(-1))} r="2.2" />
+    </svg>
+    <span class="num">${number(values.at(-1))}</span>
+  `;
 }

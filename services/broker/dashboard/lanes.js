@@ -1,6 +1,7 @@
 // Lanes of a timeline on a canvas: quick with 10,000 spans. Kinds differ in pattern as well as in colour.
 
-import { linear, ticks } from "./scales.js";
+import { clock, duration } from "./format.js";
+import { linear, ticks } from "./spans.js";
 
 export const KINDS = {
   generate: { name: "generate", series: 1, pattern: "solid" },
@@ -17,6 +18,15 @@ export const TOP = 22; // numbers of the iterations
 export const OVERLAP = 12; // the strip below them
 export const BOTTOM = 20; // seconds
 const TILE = 6;
+
+/** A span in words. */
+export function describe(span, origin) {
+  const isWeights = span.kind === "pull" || span.kind === "load";
+  const what = `${isWeights ? "policy version" : "iteration"} ${span.iteration}`;
+  const group = span.group_id ? `group ${span.group_id} of ${what}` : what;
+  const from = `from ${(span.start - origin).toFixed(2)} s (${clock(span.start)})`;
+  return `${span.lane}: ${KINDS[span.kind]?.name ?? span.kind}, ${group}, ${duration(span.end - span.start)}, ${from}.`;
+}
 
 /** How a kind is painted, in the colour of an element. */
 function paint(context, pattern, colour) {

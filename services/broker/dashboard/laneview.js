@@ -1,72 +1,59 @@
-// The canvas of a timeline with its lanes, and how one moves in it: pointer, wheel, keyboard.
+// The lanes of a timeline: a canvas, and how one moves in it by pointer, wheel and keyboard.
 
-import { el, percent } from "./dom.js";
-import { BOTTOM, KINDS, OVERLAP, TOP, drawLanes, drawSwatch, palette } from "./lanes.js";
-import { describe } from "./readout.js";
-import { linear } from "./scales.js";
-import { bands, itemAt, overlap, packLane } from "./spans.js";
+import { colourOf, onThemeChange } from "./theming.js";
+import { percent } from "./format.js";
+import { BOTTOM, describe, drawLanes, drawSwatch, KINDS, OVERLAP, palette, TOP } from "./lanes.js";
+import { Component, createRef, html } from "./parts.js";
+import { bands, itemAt, linear, overlap, packLane } from "./spans.js";
 
 const ROW = 5; // pixels of one of several rows in a lane
+const LEAST_LANE = { large: 40, small: 34 }; // pixels
 const MOST_LANE = 96;
 const LEAST_S = 0.01; // that a view shows
 const SLACK_PX = 3; // around a span that is thinner
 const DRAG_PX = 4; // less is a click
 
-export class LaneView {
-  /** onChoose(item or null): pointed at. onOpen(item): clicked, or Enter. onZoom(isFit): is all shown, or a part? */
-  constructor({ isLarge, signal, onChoose, onOpen, onZoom }) {
-    Object.assign(this, { isLarge, onChoose, onOpen, onZoom });
-    this.least = isLarge ? 40 : 34; // pixels of a lane
-    this.lanes = [];
-    this.isFit = true; // all is shown, also what comes
-    this.chosen = null; // {item, lane}
-    this.isDue = false;
-    this.build();
-    new ResizeObserver(() => this.draw()).observe(this.plot);
-    this.followTheme(signal);
+/**
+ * `records`: of the iterations in the timeline. `onChoose(item or null)`: pointed at. `onOpen(item)`: clicked, or Enter.
+ * `onZoom(isFit)`: is all shown, or a part? Others zoom it by `zoom`, `pan` and `fit`.
+ */
+export class Lanes extends Component {
+  chosen = null; // {item, lane}
+  isFit = true; // all is shown, also what comes
+  view = null; // [start, end] in seconds
+  focused = null; // id of the lane that is in the order of Tab
+  plot = createRef();
+  canvas = createRef();
+  legend = createRef();
+
+  constructor(props) {
+    super(props);
+    this.layOut(props);
   }
 
-  /** A canvas does not change its colours by itself. */
-  followTheme(signal) {
-    const redraw = () => this.draw();
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw, { signal });
-    const observer = new MutationObserver(redraw);
-    observer.observe(document.documentElement, { attributeFilter: ["data-theme"] });
-    signal.addEventListener("abort", () => observer.disconnect());
+  componentWillReceiveProps(props) {
+    if (props.timeline !== this.props.timeline) this.layOut(props);
   }
 
-  build() {
-    this.swatches = Object.entries(KINDS).map(([kind, { series }]) =>
-      el("canvas", { class: `kind series-${series}`, "data-kind": kind, "aria-hidden": "true" }),
-    );
-    this.keys = this.swatches.map((swatch) =>
-      el("li", { "data-kind": swatch.dataset.kind }, swatch, KINDS[swatch.dataset.kind].name),
-    );
-    this.legend = el(
-      "ul",
-      { class: "timeline-legend", "aria-label": "Kinds of spans" },
-      this.keys,
-      el("li", { "data-kind": "both" }, el("span", { class: "kind both", "aria-hidden": "true" }), "both sides work"),
-    );
-    this.names = el("div", { class: "lane-names", "aria-hidden": "true" });
-    this.canvas = el("canvas", { "aria-hidden": "true" });
-    this.sliders = el("div", { class: "lane-sliders" });
-    this.plot = el("div", { class: "lane-plot" }, this.canvas, this.sliders);
-    this.probe = el("span", { hidden: true });
-    this.element = el(
-      "div",
-      { class: `lanes${this.isLarge ? " large" : ""}`, role: "group", "aria-label": "Lanes" },
-      this.names,
-      this.plot,
-      this.probe,
-    );
-    this.listen();
+  componentDidMount() {
+    this.observer = new ResizeObserver(() => this.draw());
+    this.observer.observe(this.plot.current);
+    this.forget = onThemeChange(() => this.draw());
+    this.draw();
+  }
+
+  componentDidUpdate() {
+    this.draw();
+  }
+
+  componentWillUnmount() {
+    this.observer.disconnect();
+    this.forget();
   }
 
   // ---- what is shown -----------------------------------------------------------------------------------------------
 
-  update(timeline, records) {
-    this.timeline = timeline;
+  layOut({ timeline, records, isLarge }) {
     this.bands = bands(timeline, records);
     this.both = overlap(timeline.spans);
     const byLane = new Map(timeline.lanes.map(({ id }) => [id, []]));
@@ -74,18 +61,16 @@ export class LaneView {
     let top = TOP + OVERLAP;
     this.lanes = timeline.lanes.map(({ id, idle_frac: idle }) => {
       const packed = packLane(byLane.get(id));
-      const height = Math.min(MOST_LANE, Math.max(this.least, packed.numRows * ROW + 4));
+      const least = isLarge ? LEAST_LANE.large : LEAST_LANE.small;
+      const height = Math.min(MOST_LANE, Math.max(least, packed.numRows * ROW + 4));
       const lane = { id, idle, top, height, ...packed };
       top += height;
       return lane;
     });
     this.height = top + BOTTOM;
+    this.kinds = Object.keys(KINDS).filter((kind) => timeline.spans.some((span) => span.kind === kind));
     this.keep();
     if (this.isFit || !this.view) this.view = [timeline.start, Math.max(timeline.end, timeline.start + LEAST_S)];
-    const kinds = new Set(timeline.spans.map(({ kind }) => kind));
-    for (const key of this.keys) key.hidden = !kinds.has(key.dataset.kind);
-    this.drawNames();
-    this.draw();
   }
 
   /** What was chosen stays so when the same span comes again; its start may have become known better meanwhile. */
@@ -93,52 +78,10 @@ export class LaneView {
     if (!this.chosen) return;
     const { span } = this.chosen.item;
     const lane = this.lanes.find(({ id }) => id === span.lane);
-    const same = (lane?.items ?? []).filter(
-      ({ span: { kind, iteration, group_id: group } }) =>
-        kind === span.kind && iteration === span.iteration && group === span.group_id,
-    );
+    const isSame = (other) => ["kind", "iteration", "group_id"].every((name) => other[name] === span[name]);
     const distance = (item) => Math.abs(item.span.start - span.start);
-    same.sort((one, other) => distance(one) - distance(other));
-    this.chosen = same.length ? { item: same[0], lane } : null;
-  }
-
-  drawNames() {
-    this.names.replaceChildren(
-      ...this.lanes.map(({ id, idle, top, height }) =>
-        el(
-          "div",
-          { class: "lane-name", style: { top: `${top}px`, height: `${height}px` } },
-          el("strong", { title: id }, id),
-          el("span", {}, idle === null ? "idle –" : `idle ${percent(idle)}`),
-        ),
-      ),
-    );
-    this.names.style.height = `${this.height}px`;
-    const shown = [...this.sliders.children].map(({ dataset }) => dataset.lane);
-    const isSame = JSON.stringify(shown) === JSON.stringify(this.lanes.map(({ id }) => id));
-    if (!isSame) this.sliders.replaceChildren(...this.lanes.map(({ id }, index) => newSlider(id, index))); // else the focus stays
-    this.lanes.forEach((lane, index) => this.place(this.sliders.children[index], lane));
-  }
-
-  place(slider, lane) {
-    slider.style.top = `${lane.top}px`;
-    slider.style.height = `${lane.height}px`;
-    const idle = lane.idle === null ? "" : `, idle ${percent(lane.idle)}`;
-    slider.setAttribute("aria-label", `${lane.id}${idle}, ${lane.items.length} spans`);
-    this.describeSlider(slider, lane);
-  }
-
-  describeSlider(slider, lane) {
-    const isHere = this.chosen?.lane.id === lane.id;
-    const index = isHere ? lane.items.indexOf(this.chosen.item) : 0;
-    const text = isHere ? describe(this.chosen.item.span, this.timeline.start) : "no span chosen, arrow keys move";
-    const values = {
-      "aria-valuemin": 0,
-      "aria-valuemax": Math.max(0, lane.items.length - 1),
-      "aria-valuenow": index,
-      "aria-valuetext": text,
-    };
-    for (const [name, value] of Object.entries(values)) slider.setAttribute(name, value);
+    const [nearest] = (lane?.items ?? []).filter((item) => isSame(item.span)).sort((a, b) => distance(a) - distance(b));
+    this.chosen = nearest ? { item: nearest, lane } : null;
   }
 
   draw() {
@@ -146,41 +89,84 @@ export class LaneView {
     this.isDue = true;
     requestAnimationFrame(() => {
       this.isDue = false;
-      this.drawNow();
+      const width = this.plot.current?.clientWidth;
+      if (!width) return;
+      for (const swatch of this.legend.current.querySelectorAll("canvas")) drawSwatch(swatch);
+      const { lanes, view, bands: shown, both, chosen, height } = this;
+      const options = { width, height, lanes, view, bands: shown, both, chosen, origin: this.props.timeline.start };
+      drawLanes(this.canvas.current, { ...options, colours: palette(colourOf) });
     });
   }
 
-  drawNow() {
-    const width = this.plot.clientWidth;
-    if (!width || !this.timeline) return;
-    for (const swatch of this.swatches) drawSwatch(swatch);
-    const { lanes, view, bands: shown, both, chosen, height } = this;
-    const colours = palette((name) => this.colour(name));
-    drawLanes(this.canvas, {
-      width,
-      height,
-      lanes,
-      view,
-      bands: shown,
-      both,
-      chosen,
-      origin: this.timeline.start,
-      colours,
-    });
-    this.plot.style.height = `${height}px`;
+  render({ isLarge }) {
+    return html`
+      <ul class="timeline-legend" aria-label="Kinds of spans" ref=${this.legend}>
+        ${this.kinds.map(
+          (kind) => html`<li key=${kind}>
+            <canvas class="kind series-${KINDS[kind].series}" data-kind=${kind} aria-hidden="true"></canvas>${KINDS[kind].name}
+          </li>`,
+        )}
+        <li key="both"><span class="kind both" aria-hidden="true"></span>both sides work</li>
+      </ul>
+      <div class="lanes ${isLarge ? "large" : ""}" role="group" aria-label="Lanes">
+        <div class="lane-names" aria-hidden="true" style=${{ height: `${this.height}px` }}>
+          ${this.lanes.map(
+            ({ id, idle, top, height }) => html`<div class="lane-name" style=${{ top: `${top}px`, height: `${height}px` }}>
+              <strong title=${id}>${id}</strong><span>idle ${idle === null ? "–" : percent(idle)}</span>
+            </div>`,
+          )}
+        </div>
+        <div
+          class="lane-plot"
+          ref=${this.plot}
+          style=${{ height: `${this.height}px` }}
+          onPointerMove=${(event) => this.onMove(event)}
+          onPointerDown=${(event) => this.onDown(event)}
+          onPointerUp=${(event) => this.onUp(event)}
+          onPointerCancel=${() => (this.drag = null)}
+          onWheel=${(event) => this.onWheel(event)}
+        >
+          <canvas ref=${this.canvas} aria-hidden="true"></canvas>
+          <div class="lane-sliders">${this.lanes.map((lane) => this.slider(lane))}</div>
+        </div>
+      </div>
+    `;
   }
 
-  /** A CSS variable as the theme has it: the variable itself may hold both themes. */
-  colour(name) {
-    this.probe.style.color = `var(${name})`;
-    return getComputedStyle(this.probe).color;
+  /** One lane is in the order of Tab: that which was used last. */
+  slider(lane) {
+    const isHere = this.chosen?.lane.id === lane.id;
+    const idle = lane.idle === null ? "" : `, idle ${percent(lane.idle)}`;
+    const text = isHere ? describe(this.chosen.item.span, this.props.timeline.start) : "no span chosen, arrow keys move";
+    const stop = this.lanes.some(({ id }) => id === this.focused) ? this.focused : this.lanes[0].id;
+    return html`
+      <div
+        key=${lane.id}
+        class="lane-slider"
+        role="slider"
+        tabindex=${lane.id === stop ? "0" : "-1"}
+        data-lane=${lane.id}
+        style=${{ top: `${lane.top}px`, height: `${lane.height}px` }}
+        aria-label="${lane.id}${idle}, ${lane.items.length} spans"
+        aria-valuemin="0"
+        aria-valuemax=${Math.max(0, lane.items.length - 1)}
+        aria-valuenow=${isHere ? lane.items.indexOf(this.chosen.item) : 0}
+        aria-valuetext=${text}
+        onKeyDown=${(event) => this.onKey(event)}
+        onFocus=${() => this.focusOn(lane.id)}
+      ></div>
+    `;
+  }
+
+  focusOn(id) {
+    this.focused = id;
+    this.setState({});
   }
 
   // ---- zoom --------------------------------------------------------------------------------------------------------
 
   /** `factor` below 1: in. `at`: seconds that stay where they are. */
   zoom(factor, at = this.chosen ? middle(this.chosen.item.span) : (this.view[0] + this.view[1]) / 2) {
-    if (!this.timeline) return;
     const [start, end] = this.view;
     const length = Math.max(LEAST_S, (end - start) * factor);
     const begin = at - ((at - start) / (end - start)) * length;
@@ -189,59 +175,48 @@ export class LaneView {
 
   /** By a share of what is shown. */
   pan(share) {
-    if (!this.timeline) return;
     const by = share * (this.view[1] - this.view[0]);
     this.show(this.view[0] + by, this.view[1] + by);
   }
 
   fit() {
-    if (this.timeline) this.show(this.timeline.start, this.timeline.end);
+    this.show(this.props.timeline.start, this.props.timeline.end);
   }
 
   /** Within what there is. */
   show(start, end) {
-    const { start: first, end: last } = this.timeline;
+    const { start: first, end: last } = this.props.timeline;
     const length = Math.min(end - start, last - first);
     const begin = Math.min(Math.max(start, first), last - length);
     this.view = [begin, begin + length];
     this.isFit = length >= (last - first) * (1 - 1e-9);
-    this.onZoom(this.isFit);
+    this.props.onZoom(this.isFit);
     this.draw();
   }
 
   // ---- pointer and keys --------------------------------------------------------------------------------------------
 
-  listen() {
-    this.plot.addEventListener("pointermove", (event) => this.onMove(event));
-    this.plot.addEventListener("pointerdown", (event) => this.onDown(event));
-    this.plot.addEventListener("pointerup", (event) => this.onUp(event));
-    this.plot.addEventListener("pointercancel", () => (this.drag = null));
-    this.plot.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
-    this.sliders.addEventListener("keydown", (event) => this.onKey(event));
-    this.sliders.addEventListener("focusin", (event) => this.onFocus(event.target));
-  }
-
   itemUnder(event) {
-    const frame = this.plot.getBoundingClientRect();
+    const frame = this.plot.current.getBoundingClientRect();
     const y = event.clientY - frame.top;
     const lane = this.lanes.find(({ top, height }) => y >= top && y < top + height);
     if (!lane) return null;
     const time = this.timeAt(event.clientX - frame.left);
     const row = Math.floor(((y - lane.top - 2) / (lane.height - 4)) * lane.numRows);
-    const item = itemAt(lane.items, time, row, (SLACK_PX * (this.view[1] - this.view[0])) / this.plot.clientWidth);
+    const slack = (SLACK_PX * (this.view[1] - this.view[0])) / this.plot.current.clientWidth;
+    const item = itemAt(lane.items, time, row, slack);
     return item && { item, lane };
   }
 
   timeAt(pixel) {
-    return linear([0, this.plot.clientWidth], this.view)(pixel);
+    return linear([0, this.plot.current.clientWidth], this.view)(pixel);
   }
 
   onMove(event) {
-    if (!this.timeline) return;
     if (this.drag) {
       const by = event.clientX - this.drag.x;
       if (Math.abs(by) > DRAG_PX) this.drag.isMoved = true;
-      const seconds = (by * (this.drag.view[1] - this.drag.view[0])) / this.plot.clientWidth;
+      const seconds = (by * (this.drag.view[1] - this.drag.view[0])) / this.plot.current.clientWidth;
       if (this.drag.isMoved) this.show(this.drag.view[0] - seconds, this.drag.view[1] - seconds);
       return;
     }
@@ -250,34 +225,34 @@ export class LaneView {
   }
 
   onDown(event) {
-    if (!this.timeline || event.button !== 0) return;
+    if (event.button !== 0) return;
     this.drag = { x: event.clientX, view: this.view, isMoved: false };
-    this.plot.setPointerCapture(event.pointerId);
+    this.plot.current.setPointerCapture(event.pointerId);
   }
 
   onUp(event) {
-    const drag = this.drag;
+    const { drag } = this;
     this.drag = null;
     if (!drag || drag.isMoved) return;
     const found = this.itemUnder(event);
     if (!found) return;
     this.choose(found);
-    if (event.pointerType === "mouse") this.onOpen(found.item); // on glass the first touch only tells
+    if (event.pointerType === "mouse") this.props.onOpen(found.item); // on glass the first touch only tells
   }
 
   onWheel(event) {
-    if (!this.timeline || !this.isLarge) return;
+    if (!this.props.isLarge) return;
     const isSideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
     if (!event.ctrlKey && !isSideways) return;
     event.preventDefault();
-    if (isSideways) this.pan(event.deltaX / this.plot.clientWidth);
-    else this.zoom(2 ** (event.deltaY / 200), this.timeAt(event.clientX - this.plot.getBoundingClientRect().left));
+    const { clientWidth } = this.plot.current;
+    if (isSideways) this.pan(event.deltaX / clientWidth);
+    else this.zoom(2 ** (event.deltaY / 200), this.timeAt(event.clientX - this.plot.current.getBoundingClientRect().left));
   }
 
   onKey(event) {
-    const index = this.lanes.findIndex(({ id }) => id === event.target.dataset.lane);
+    const index = this.lanes.findIndex(({ id }) => id === event.currentTarget.dataset.lane);
     const lane = this.lanes[index];
-    if (!lane) return;
     const at = this.chosen?.lane.id === lane.id ? lane.items.indexOf(this.chosen.item) : -1;
     const steps = {
       ArrowLeft: at - 1,
@@ -293,7 +268,7 @@ export class LaneView {
       "+": () => this.zoom(0.5),
       "-": () => this.zoom(2),
       0: () => this.fit(),
-      Enter: () => this.chosen && this.onOpen(this.chosen.item),
+      Enter: () => this.chosen && this.props.onOpen(this.chosen.item),
       Escape: () => this.choose(null),
     };
     const act = event.key in steps ? () => this.step(lane, steps[event.key]) : actions[event.key];
@@ -307,33 +282,21 @@ export class LaneView {
     const item = lane.items[Math.min(lane.items.length - 1, Math.max(0, index))];
     this.choose({ item, lane });
     const [start, end] = this.view;
-    if (item.span.start < start || item.span.end > end)
-      this.show(middle(item.span) - (end - start) / 2, middle(item.span) + (end - start) / 2);
+    const half = (end - start) / 2;
+    if (item.span.start < start || item.span.end > end) this.show(middle(item.span) - half, middle(item.span) + half);
   }
 
   focusLane(index) {
-    const slider = this.sliders.children[Math.min(this.lanes.length - 1, Math.max(0, index))];
-    slider?.focus();
-  }
-
-  /** One lane is in the order of Tab: that which was used last. */
-  onFocus(slider) {
-    for (const each of this.sliders.children) each.tabIndex = each === slider ? 0 : -1;
+    const { id } = this.lanes[Math.min(this.lanes.length - 1, Math.max(0, index))];
+    [...this.plot.current.querySelectorAll("[data-lane]")].find(({ dataset }) => dataset.lane === id)?.focus();
   }
 
   choose(chosen) {
     if (chosen?.item === this.chosen?.item) return;
-    const before = this.chosen;
     this.chosen = chosen;
-    for (const each of [before, chosen]) {
-      const slider = each && [...this.sliders.children].find(({ dataset }) => dataset.lane === each.lane.id);
-      if (slider) this.describeSlider(slider, each.lane);
-    }
-    this.onChoose(chosen?.item ?? null);
-    this.draw();
+    this.props.onChoose(chosen?.item ?? null);
+    this.setState({});
   }
 }
 
-const newSlider = (id, index) =>
-  el("div", { class: "lane-slider", role: "slider", tabindex: index ? "-1" : "0", "data-lane": id });
 const middle = ({ start, end }) => (start + end) / 2;

@@ -1,296 +1,273 @@
-// What the model said: responses of an iteration or an evaluation, with a filter and pages; and one group of them.
+// What the model said: responses of an iteration or an evaluation, with a filter and pages.
 
 import { ApiError, get } from "./api.js";
-import { clear, el, number } from "./dom.js";
-import { showGroups } from "./group.js";
-import { jobTabs } from "./head.js";
-import { advantageBar, largest, largestAdvantage, lengthOf, rewardBars } from "./reward.js";
+import { number } from "./format.js";
+import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "./parts.js";
 
 const PAGE = 20;
+const FINISHED = { stop: "finished by itself", length: "cut at the limit of tokens" };
 
 /** `group`: that group, with those of `beside` at its side; else a list, by iteration or evaluation and reward. */
 export async function show(main, params, signal) {
-  const path = `/jobs/${encodeURIComponent(params.id)}`;
-  if (params.group) return showGroups(main, params, signal);
+  if (params.group) return (await import("./group.js")).show(main, params, signal);
+  const path = pathOf(params.id);
   const [job, { evaluations }] = await Promise.all([get(path, {}, signal), get(`${path}/evaluations`, {}, signal)]);
-  const page = new SamplesPage(
-    job,
-    evaluations.filter(({ state }) => state === "DONE"),
-    params,
-    signal,
-  );
-  main.append(...page.build());
-  await page.load();
+  const done = evaluations.filter(({ state }) => state === "DONE").map(({ evaluation }) => evaluation);
+  const wanted = {
+    iteration: params.iteration ?? "",
+    evaluation: params.evaluation ?? "",
+    min: params.min ?? "",
+    max: params.max ?? "",
+    page: Math.max(1, parseInt(params.page) || 1),
+  };
+  if (!signal.aborted) render(html`<${SamplesPage} job=${job} evaluations=${done} wanted=${wanted} signal=${signal} />`, main);
 }
 
-class SamplesPage {
-  constructor(job, evaluations, params, signal) {
-    this.job = job;
-    this.evaluations = evaluations;
-    this.signal = signal;
-    this.path = `/jobs/${encodeURIComponent(job.id)}`;
-    this.wanted = {
-      iteration: params.iteration ?? "",
-      evaluation: params.evaluation ?? "",
-      min: params.min ?? "",
-      max: params.max ?? "",
-      page: Math.max(1, parseInt(params.page) || 1),
-    };
-  }
+class SamplesPage extends Component {
+  state = { wanted: this.props.wanted, draft: this.props.wanted, found: null, problem: "", isBusy: true };
+  job = this.props.job;
+  path = pathOf(this.job.id);
+  status = createRef();
 
-  build() {
-    this.status = el("p", { class: "muted", role: "status" });
-    this.list = el("div", { class: "samples" });
-    this.pages = el("nav", { class: "actions pages", "aria-label": "Pages of samples" });
-    return [
-      el(
-        "header",
-        { class: "job-head" },
-        el("h1", {}, `Samples of ${this.job.name}`),
-        el("p", { class: "muted mono job-id" }, this.job.id),
-        jobTabs(this.job.id, "samples"),
-      ),
-      this.filters(),
-      this.status,
-      this.list,
-      this.pages,
-    ];
+  componentDidMount() {
+    this.load();
   }
 
   // ---- the filter --------------------------------------------------------------------------------------------------
 
-  filters() {
-    const { wanted } = this;
-    this.iteration = el("input", {
-      id: "sample-iteration",
-      type: "number",
-      min: 0,
-      step: 1,
-      value: wanted.iteration,
-      placeholder: "newest",
-    });
-    this.least = el("input", { id: "sample-min", type: "number", step: "any", value: wanted.min, placeholder: "any" });
-    this.most = el("input", { id: "sample-max", type: "number", step: "any", value: wanted.max, placeholder: "any" });
-    const step = (by) =>
-      el(
-        "button",
-        {
-          class: "button icon",
-          type: "button",
-          "aria-label": by < 0 ? "Iteration before" : "Next iteration",
-          on: { click: () => this.step(by) },
-        },
-        by < 0 ? "‹" : "›",
-      );
-    const field = (name, input, ...more) =>
-      el(
-        "div",
-        { class: "filter-field" },
-        el("label", { for: input.id }, name),
-        el("div", { class: "filter-row" }, input, more),
-      );
-    const form = el(
-      "form",
-      {
-        class: "card filters sample-filters",
-        "aria-label": "Filter",
-        on: { submit: (event) => this.submit(event), change: (event) => this.submit(event) },
-      },
-      this.evaluations.length > 0 && field("From", this.sourceSelect()),
-      field("Iteration", this.iteration, step(-1), step(1)),
-      field("Reward from", this.least),
-      field("to", this.most),
-      el(
-        "div",
-        { class: "actions" },
-        el("button", { class: "button", type: "submit" }, "Show"),
-        el("button", { class: "button quiet", type: "button", on: { click: () => this.reset() } }, "Reset"),
-      ),
-    );
-    return form;
-  }
-
-  sourceSelect() {
-    const options = this.evaluations.map(({ evaluation }) =>
-      el(
-        "option",
-        { value: evaluation, selected: String(evaluation) === this.wanted.evaluation },
-        `Evaluation after ${number(evaluation)}`,
-      ),
-    );
-    this.source = el("select", { id: "sample-source" }, el("option", { value: "" }, "Training"), options.reverse());
-    return this.source;
+  edit(name, value) {
+    this.setState(({ draft }) => ({ draft: { ...draft, [name]: value } }));
   }
 
   submit(event) {
     event.preventDefault();
-    const wanted = {
-      iteration: this.iteration.value,
-      evaluation: this.source?.value ?? "",
-      min: this.least.value,
-      max: this.most.value,
-      page: 1,
-    };
-    this.apply(wanted, event.type === "submit");
+    const value = (name) => event.currentTarget.elements[`sample-${name}`]?.value ?? "";
+    const [iteration, evaluation, min, max] = ["iteration", "source", "min", "max"].map(value);
+    this.apply({ iteration, evaluation, min, max, page: 1 }, event.type === "submit");
   }
 
   async step(by) {
-    const from =
-      this.iteration.value === "" ? (this.shownIteration ?? this.job.num_opened - 1) : Number(this.iteration.value);
+    const { draft, found } = this.state;
+    const from = draft.iteration === "" ? (found?.[0]?.iteration ?? this.job.num_opened - 1) : Number(draft.iteration);
     if (from + by >= this.job.num_opened) await this.readJob(); // more may have been opened
-    if (this.signal.aborted) return;
+    if (this.props.signal.aborted) return;
     const to = Math.min(Math.max(0, from + by), Math.max(0, this.job.num_opened - 1));
-    this.iteration.value = to;
-    this.apply({ ...this.wanted, iteration: String(to), evaluation: "", page: 1 });
+    this.apply({ ...draft, iteration: String(to), evaluation: "", page: 1 });
   }
 
-  reset() {
-    this.iteration.value = this.least.value = this.most.value = "";
-    this.apply({ iteration: "", evaluation: "", min: "", max: "", page: 1 });
-  }
-
-  /** The address says what is shown, and the page stays as it is otherwise. `isAsked`: read again if it is equal. */
+  /** The address says what is shown. `isAsked`: read again if it is equal. */
   apply(wanted, isAsked = false) {
-    if (!isAsked && JSON.stringify(wanted) === JSON.stringify(this.wanted)) return;
-    this.wanted = wanted;
-    if (this.source) this.source.value = wanted.evaluation;
-    history.replaceState(null, "", this.address(wanted));
-    this.load(isAsked);
-  }
-
-  address({ page, ...rest }) {
+    if (!isAsked && JSON.stringify(wanted) === JSON.stringify(this.state.wanted)) return;
+    const { page, ...rest } = wanted;
     const query = new URLSearchParams(Object.entries(rest).filter(([, value]) => value !== ""));
     if (page > 1) query.set("page", page);
-    const text = query.toString();
-    return `#/jobs/${encodeURIComponent(this.job.id)}/samples${text ? `?${text}` : ""}`;
+    history.replaceState(null, "", `${addressOf(this.job.id)}/samples${query.size ? `?${query}` : ""}`);
+    this.setState({ wanted, draft: wanted }, () => this.load(isAsked));
   }
 
-  // ---- the list ----------------------------------------------------------------------------------------------------
+  // ---- reading -----------------------------------------------------------------------------------------------------
 
   /** What the job is by now; without an answer what it was: the samples are refused as well then, and that is told. */
   async readJob() {
     try {
-      this.job = await get(this.path, {}, this.signal);
+      this.job = await get(this.path, {}, this.props.signal);
     } catch (error) {
-      if (!(error instanceof ApiError) && !this.signal.aborted) throw error;
+      if (!(error instanceof ApiError) && !this.props.signal.aborted) throw error;
     }
   }
 
   async load(withJob = false) {
     this.loading?.abort(); // an answer that comes late would show what is not wanted any more
     this.loading = new AbortController();
-    const signal = AbortSignal.any([this.signal, this.loading.signal]);
-    this.iteration.disabled = this.wanted.evaluation !== "";
-    this.list.setAttribute("aria-busy", "true");
+    const signal = AbortSignal.any([this.props.signal, this.loading.signal]);
+    this.setState({ isBusy: true });
     try {
       if (withJob) await this.readJob();
-      this.showPage(this.wanted.evaluation ? await this.readEvaluation(signal) : await this.readIteration(signal));
+      const found = await (this.state.wanted.evaluation ? this.readEvaluation(signal) : this.readIteration(signal));
+      this.setState({ found, problem: "", isBusy: false });
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
-      clear(this.list);
-      const again = el(
-        "button",
-        { class: "button", type: "button", on: { click: () => this.load(true) } },
-        "Try again",
-      );
-      this.pages.replaceChildren(again);
-      this.status.textContent = error.detail || error.title;
+      this.setState({ found: [], problem: error.detail || error.title, isBusy: false });
     }
-    this.list.removeAttribute("aria-busy");
   }
 
+  /** One more than a page, if there are more. */
   async readIteration(signal) {
-    const { iteration, min, max, page } = this.wanted;
+    const { iteration, min, max, page } = this.state.wanted;
     const range = { min_reward: min, max_reward: max };
-    const { samples } = await get(
-      `${this.path}/samples`,
-      { iteration, limit: PAGE + 1, offset: (page - 1) * PAGE, ...range },
-      signal,
-    );
-    this.shownIteration = samples[0]?.iteration;
-    return samples;
+    const params = { iteration, limit: PAGE + 1, offset: (page - 1) * PAGE, ...range };
+    return (await get(`${this.path}/samples`, params, signal)).samples;
   }
 
   /** A few are kept of each, so the reward is looked at here. */
   async readEvaluation(signal) {
-    const { evaluation, min, max, page } = this.wanted;
+    const { evaluation, min, max, page } = this.state.wanted;
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
-    const wanted = samples.filter(
-      ({ reward }) => (min === "" || reward >= Number(min)) && (max === "" || reward <= Number(max)),
-    );
-    return wanted.slice((page - 1) * PAGE, page * PAGE + 1);
+    const isWanted = ({ reward }) => (min === "" || reward >= Number(min)) && (max === "" || reward <= Number(max));
+    return samples.filter(isWanted).slice((page - 1) * PAGE, page * PAGE + 1);
   }
 
-  showPage(found) {
-    const samples = found.slice(0, PAGE);
-    const [most, mostAdvantage] = [largest(samples), largestAdvantage(samples)];
-    this.list.replaceChildren(...samples.map((sample) => this.card(sample, most, mostAdvantage)));
-    this.status.textContent = this.words(samples);
-    const turn = (name, page) =>
-      el("button", { class: "button", type: "button", on: { click: () => this.turn(page) } }, name);
-    const { page } = this.wanted;
-    this.pages.replaceChildren(
-      ...[page > 1 && turn("Previous", page - 1), found.length > PAGE && turn("Next", page + 1)].filter(Boolean),
-    );
+  // ---- what is shown -----------------------------------------------------------------------------------------------
+
+  render(_, { found, problem, isBusy, wanted }) {
+    const samples = (found ?? []).slice(0, PAGE);
+    const scale = scaleOf(samples);
+    return html`
+      <${JobHead} id=${this.job.id} title="Samples of ${this.job.name}" current="samples" />
+      ${this.filters()}
+      <p class="muted" role="status" ref=${this.status}>${problem || (found && this.words(samples))}</p>
+      <div class="samples" aria-busy=${isBusy ? "true" : null}>
+        ${samples.map((sample) => html`<${Sample} sample=${sample} scale=${scale} jobId=${this.job.id} isHeldOut=${wanted.evaluation !== ""} />`)}
+      </div>
+      <nav class="actions pages" aria-label="Pages of samples">
+        ${wanted.page > 1 && this.turnButton("Previous", wanted.page - 1)}
+        ${found?.length > PAGE && this.turnButton("Next", wanted.page + 1)}
+        ${problem && html`<button class="button" type="button" onClick=${() => this.load(true)}>Try again</button>`}
+      </nav>
+    `;
   }
 
-  turn(page) {
-    this.apply({ ...this.wanted, page });
-    this.status.scrollIntoView({ block: "start" });
+  filters() {
+    const { draft, wanted } = this.state;
+    const { evaluations } = this.props;
+    const submit = (event) => this.submit(event);
+    const edit = (name) => (event) => this.edit(name, event.target.value);
+    const step = (by, name, sign) =>
+      html`<button class="button icon" type="button" aria-label=${name} onClick=${() => this.step(by)}>${sign}</button>`;
+    const reset = () => this.apply({ iteration: "", evaluation: "", min: "", max: "", page: 1 });
+    const bound = (name, label) => html`
+      <${Field} name=${label} id="sample-${name}">
+        <input id="sample-${name}" type="number" step="any" placeholder="any" value=${draft[name]} onInput=${edit(name)} />
+      <//>
+    `;
+    return html`
+      <form class="filters sample-filters" aria-label="Filter" onSubmit=${submit} onChange=${submit}>
+        ${evaluations.length > 0 &&
+        html`<${Field} name="From" id="sample-source">
+          <select id="sample-source" value=${draft.evaluation} onInput=${edit("evaluation")}>
+            <option value="">Training</option>
+            ${evaluations.toReversed().map((each) => html`<option value=${String(each)}>Evaluation after ${number(each)}</option>`)}
+          </select>
+        <//>`}
+        <${Field} name="Iteration" id="sample-iteration">
+          <input
+            id="sample-iteration"
+            type="number"
+            min="0"
+            step="1"
+            placeholder="newest"
+            value=${draft.iteration}
+            disabled=${wanted.evaluation !== ""}
+            onInput=${edit("iteration")}
+          />
+          ${step(-1, "Iteration before", "‹")}${step(1, "Next iteration", "›")}
+        <//>
+        ${bound("min", "Reward from")}${bound("max", "to")}
+        <div class="actions">
+          <button class="button" type="submit">Show</button>
+          <button class="button quiet" type="button" onClick=${reset}>Reset</button>
+        </div>
+      </form>
+    `;
+  }
+
+  turnButton(name, page) {
+    const turn = () => {
+      this.apply({ ...this.state.wanted, page });
+      this.status.current.scrollIntoView({ block: "start" });
+    };
+    return html`<button class="button" type="button" onClick=${turn}>${name}</button>`;
   }
 
   words(samples) {
-    const { evaluation, min, max, page } = this.wanted;
-    const range =
-      min !== "" || max !== ""
-        ? ` with a reward ${min !== "" ? `from ${min} ` : ""}${max !== "" ? `up to ${max}` : ""}`.trimEnd()
-        : "";
-    if (!samples.length)
-      return this.job.num_opened ? `No response${range} here.` : "No response has been accepted yet.";
+    const { evaluation, min, max, page } = this.state.wanted;
+    const bounds = [min !== "" && `from ${min}`, max !== "" && `up to ${max}`].filter(Boolean).join(" ");
+    const range = bounds && ` with a reward ${bounds}`;
+    if (!samples.length) return this.job.num_opened ? `No response${range} here.` : "No response has been accepted yet.";
     const first = (page - 1) * PAGE + 1;
     const of = evaluation
       ? `evaluation after ${evaluation} iterations`
       : `iteration ${samples[0].iteration}, policy version ${samples[0].policy_version}`;
     return `Responses ${first} to ${first + samples.length - 1} of ${of}${range}.`;
   }
+}
 
-  card(sample, most, mostAdvantage) {
-    const { group_id: group, iteration } = sample;
-    const query = new URLSearchParams({ iteration, group });
-    const link = el(
-      "a",
-      { class: "button", href: `#/jobs/${encodeURIComponent(this.job.id)}/samples?${query}` },
-      `All of group ${group}`,
-    );
-    return el(
-      "article",
-      { class: "card sample", "data-testid": "sample" },
-      el(
-        "div",
-        { class: "sample-texts" },
-        el("h2", { class: "sample-name" }, `Group ${group}, response ${(sample.index ?? 0) + 1}`),
-        textBlock("Prompt", sample.prompt),
-        textBlock("Response", sample.response),
-      ),
-      el(
-        "div",
-        { class: "sample-facts" },
-        rewardBars(sample, most),
-        advantageBar(sample.advantage, mostAdvantage),
-        lengthOf(sample),
-        !this.wanted.evaluation && link,
-      ),
-    );
-  }
+const Field = ({ name, id, children }) => html`
+  <div class="filter-field"><label for=${id}>${name}</label><div class="filter-row">${children}</div></div>
+`;
+
+function Sample({ sample, scale, jobId, isHeldOut }) {
+  const { group_id: group, iteration } = sample;
+  const address = `${addressOf(jobId)}/samples?${new URLSearchParams({ iteration, group })}`;
+  return html`
+    <article class="sample" data-testid="sample">
+      <div class="sample-texts">
+        <h2 class="sample-name">Group ${group}, response ${(sample.index ?? 0) + 1}</h2>
+        <${TextBlock} name="Prompt" text=${sample.prompt} />
+        <${TextBlock} name="Response" text=${sample.response} />
+      </div>
+      <div class="sample-facts">
+        <${Rewards} sample=${sample} scale=${scale} isHeldOut=${isHeldOut} />
+        ${!isHeldOut && html`<p><a href=${address}>All of group ${group}</a></p>`}
+      </div>
+    </article>
+  `;
 }
 
 /** Text that somebody else wrote, as it is. */
-export function textBlock(name, text) {
-  return el(
-    "div",
-    { class: `text-block of-${name.toLowerCase()}` },
-    el("h3", {}, name),
-    el("div", { class: "text", tabindex: "0", role: "group", "aria-label": name }, text || "(empty)"),
-  );
+const TextBlock = ({ name, text }) => html`
+  <div class="text-block of-${name.toLowerCase()}">
+    <h3>${name}</h3>
+    <div class="text" tabindex="0" role="group" aria-label=${name}>${text || "(empty)"}</div>
+  </div>
+`;
+
+// ---- what a response was worth -----------------------------------------------------------------------------------
+
+/** What fills a bar: the largest reward or part, 1 at least, and the largest advantage. */
+export function scaleOf(samples) {
+  const rewards = samples.flatMap(({ reward, reward_parts: parts }) => [reward, ...Object.values(parts ?? {})]);
+  return {
+    reward: Math.max(1, ...rewards.map(Math.abs)),
+    advantage: Math.max(1e-9, ...samples.map(({ advantage }) => Math.abs(advantage ?? 0))),
+  };
+}
+
+/** The reward with its parts as bars, the advantage to either side of zero, and how it ended. */
+export const Rewards = ({ sample, scale, isHeldOut = false }) => html`
+  <ul class="bars">
+    <${Bar} name="reward" value=${sample.reward} most=${scale.reward} className="whole" />
+    ${Object.entries(sample.reward_parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
+  </ul>
+  ${!isHeldOut && html`<${Advantage} value=${sample.advantage} most=${scale.advantage} />`}
+  <p class="finish">
+    ${number(sample.num_tokens)} tokens ·${" "}
+    <span class=${sample.finish_reason === "length" ? "warn" : "muted"}>${FINISHED[sample.finish_reason] ?? sample.finish_reason}</span>
+  </p>
+`;
+
+function Bar({ name, value, most, className = "" }) {
+  const width = `${(100 * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;
+  return html`
+    <li class=${className}>
+      <span class="bar-name">${name}</span>
+      <span class="bar-track" aria-hidden="true"><span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${{ width }}></span></span>
+      <span class="bar-value">${number(value || 0)}</span>
+    </li>
+  `; // not -0
+}
+
+function Advantage({ value, most }) {
+  if (value === null || value === undefined) return html`<p class="advantage muted">advantage: known after the commit</p>`;
+  const sign = value > 0 ? "+" : value < 0 ? "−" : "";
+  const width = `${(50 * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;
+  const side = value < 0 ? { width, right: "50%" } : { width, left: "50%" };
+  return html`
+    <p class="advantage">
+      <span class="bar-name">advantage</span>
+      <span class="bar-track both-ways" aria-hidden="true"><span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${side}></span></span>
+      <span class="bar-value">${sign}${number(Math.abs(value))}</span>
+    </p>
+  `;
 }

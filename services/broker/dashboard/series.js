@@ -169,6 +169,15 @@ export class Series {
     }
   }
 
+  /** {name: [[x, y], ...]}, in any order: what is new, or has come late. */
+  addAll(metrics) {
+    const byX = new Map();
+    for (const [name, points] of Object.entries(metrics)) {
+      for (const [x, y] of points) byX.set(x, { ...byX.get(x), [name]: y });
+    }
+    for (const [x, values] of byX) this.add(x, values);
+  }
+
   of(name) {
     return this.points.get(name) ?? [];
   }
@@ -203,4 +212,17 @@ function insert(points, x, y) {
   let index = points.length;
   while (index > 0 && points[index - 1][0] >= x) index -= 1; // nearly always the last
   points.splice(index, points[index]?.[0] === x ? 1 : 0, [x, y]);
+}
+
+/** Index of the element whose `at(element)` is nearest to `value`; -1 of an empty array. Sorted by `at`. */
+export function nearest(sorted, value, at = (element) => element) {
+  if (!sorted.length) return -1;
+  let low = 0;
+  let high = sorted.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (at(sorted[middle]) < value) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && value - at(sorted[low - 1]) <= at(sorted[low]) - value ? low - 1 : low;
 }

@@ -103,3 +103,25 @@ export function totals(spans) {
   for (const { kind, start, end } of spans) sums.set(kind, (sums.get(kind) ?? 0) + end - start);
   return sums;
 }
+
+// ---- axes --------------------------------------------------------------------------------------------------------
+
+/** Maps the domain's ends onto the range's ends. A domain of no width maps to the middle. */
+export function linear([d0, d1], [r0, r1]) {
+  if (d0 === d1) return () => (r0 + r1) / 2;
+  const slope = (r1 - r0) / (d1 - d0);
+  return (value) => r0 + (value - d0) * slope;
+}
+
+/** Round steps of 1, 2 or 5 times a power of ten: about `count` ticks within [low, high]. */
+export function ticks(low, high, count = 5) {
+  if (!(high > low)) return Number.isFinite(low) ? [low] : [];
+  const rough = (high - low) / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5].find((factor) => factor * power >= rough * 0.999) ?? 10);
+  const first = Math.ceil(low / step - 1e-9);
+  const last = Math.floor(high / step + 1e-9);
+  // Divided where the step is below 1: 3 / 10 is 0.3, and 3 * 0.1 is not.
+  const value = (index) => (step < 1 ? index / Math.round(1 / step) : index * step);
+  return Array.from({ length: last - first + 1 }, (_, index) => value(first + index));
+}

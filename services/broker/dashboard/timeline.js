@@ -1,198 +1,215 @@
 // Who did what while the last iterations were made: a page of its own, and a small one on the job's page.
 
 import { ApiError, get, stream } from "./api.js";
-import { el, number, setText } from "./dom.js";
-import { jobTabs } from "./head.js";
-import { LaneView } from "./laneview.js";
-import { describe, lanesTable, spansTable, summarise } from "./readout.js";
+import { duration, number, percent } from "./format.js";
+import { describe, KINDS } from "./lanes.js";
+import { Lanes } from "./laneview.js";
+import { addressOf, Component, createRef, html, JobHead, pathOf, render, Table } from "./parts.js";
+import { covered, overlap, totals, TRAINER } from "./spans.js";
 
 const CHOICES = [1, 2, 3, 5, 10, 20];
 const SMALL = 3; // iterations on the job's page
+const LARGE = 5;
+const MOST_ROWS = 500; // of the table
 const REFRESH_MS = 2000;
 const REST = 10; // times as long as an answer took: large ones are asked for less often
 
 export async function show(main, { id, iterations }, signal) {
-  const path = `/jobs/${encodeURIComponent(id)}`;
+  const path = pathOf(id);
   const job = await get(path, {}, signal);
-  const wanted = CHOICES.includes(Number(iterations)) ? Number(iterations) : 5;
-  const panel = new TimelinePanel({ path, jobId: id, signal, wanted, isLarge: true });
-  main.append(
-    el(
-      "header",
-      { class: "job-head" },
-      el("h1", {}, `Timeline of ${job.name}`),
-      el("p", { class: "muted mono job-id" }, id),
-      jobTabs(id, "timeline"),
-    ),
-    panel.element,
-  );
-  await panel.load();
-  await stream(`${path}/stream`, {
-    after: `${Date.now()}`,
-    signal,
-    onMessage: (kind) => kind === "iteration" && panel.refresh(),
-  });
+  if (signal.aborted) return;
+  const wanted = CHOICES.includes(Number(iterations)) ? Number(iterations) : LARGE;
+  const panel = createRef();
+  const page = html`
+    <${JobHead} id=${id} title="Timeline of ${job.name}" current="timeline" />
+    <${TimelinePanel} ref=${panel} id=${id} signal=${signal} wanted=${wanted} isLarge=${true} />
+  `;
+  render(page, main);
+  const onMessage = (kind) => kind === "iteration" && panel.current.refresh();
+  await stream(`${path}/stream`, { after: `${Date.now()}`, signal, onMessage });
 }
 
-/** The small one. `refresh()`: something has changed. */
-export function timelinePanel({ path, jobId, signal }) {
-  const panel = new TimelinePanel({ path, jobId, signal, wanted: SMALL, isLarge: false });
-  panel.load();
-  return panel;
-}
+/** `refresh()`: something has changed. */
+export class TimelinePanel extends Component {
+  state = { timeline: null, records: [], problem: "", wanted: this.props.wanted ?? SMALL, chosen: null, isLive: true, isOpen: false };
+  path = pathOf(this.props.id);
+  lanes = createRef();
+  isReading = false;
+  isStale = false; // something changed while it was read
+  turn = 0;
 
-class TimelinePanel {
-  constructor({ path, jobId, signal, wanted, isLarge }) {
-    Object.assign(this, { path, jobId, signal, wanted, isLarge });
-    this.isLive = true;
-    this.isReading = false;
-    this.isStale = false; // something changed while it was read
-    this.view = new LaneView({
-      isLarge,
-      signal,
-      onChoose: (item) => this.tell(item),
-      onOpen: (item) => this.open(item),
-      onZoom: (isFit) => this.setLive(isFit),
-    });
-    this.build();
-  }
-
-  build() {
-    this.summary = el("p", { class: "timeline-summary", "data-testid": "timeline-summary" });
-    this.readout = el("p", { class: "timeline-readout", "data-testid": "timeline-readout" });
-    this.tables = el(
-      "details",
-      { class: "timeline-tables", on: { toggle: () => this.drawTables() } },
-      el("summary", {}, "As tables"),
-    );
-    const more = el("a", { href: `#/jobs/${encodeURIComponent(this.jobId)}/timeline` }, "Larger, with zoom");
-    this.element = el(
-      "section",
-      { class: "card timeline", "data-testid": "timeline", "aria-labelledby": "timeline-heading" },
-      el(
-        "div",
-        { class: "head" },
-        el("h2", { id: "timeline-heading", text: this.isLarge ? "Who did what" : "Timeline" }),
-        this.isLarge ? this.tools() : more,
-      ),
-      this.summary,
-      this.view.legend,
-      this.view.element,
-      this.readout,
-      this.tables,
-    );
-    this.tell(null);
-  }
-
-  tools() {
-    const choose = el(
-      "select",
-      { id: "timeline-iterations", on: { change: () => this.choose(Number(choose.value)) } },
-      CHOICES.map((count) => el("option", { value: count, selected: count === this.wanted }, number(count))),
-    );
-    this.live = el("input", {
-      type: "checkbox",
-      id: "timeline-live",
-      checked: true,
-      on: { change: () => (this.live.checked ? this.view.fit() : this.setLive(false)) },
-    });
-    const button = (name, text, act) =>
-      el("button", { class: "button icon", type: "button", "aria-label": name, title: name, on: { click: act } }, text);
-    return el(
-      "div",
-      { class: "actions" },
-      el("label", { for: "timeline-iterations" }, "Iterations"),
-      choose,
-      el("span", {}, this.live, " ", el("label", { for: "timeline-live" }, "Live")),
-      button("Zoom in", "+", () => this.view.zoom(0.5)),
-      button("Zoom out", "−", () => this.view.zoom(2)),
-      button("Earlier", "◂", () => this.view.pan(-0.25)),
-      button("Later", "▸", () => this.view.pan(0.25)),
-      el("button", { class: "button", type: "button", on: { click: () => this.view.fit() } }, "Show all"),
-    );
-  }
-
-  choose(count) {
-    this.wanted = count;
-    history.replaceState(null, "", `#/jobs/${encodeURIComponent(this.jobId)}/timeline?iterations=${count}`);
-    this.view.fit();
+  componentDidMount() {
     this.load();
   }
 
-  /** A part that somebody looks at would move away under him: it stands still until all is shown again. */
-  setLive(isLive) {
-    if (isLive === this.isLive) return;
-    this.isLive = isLive;
-    if (this.live) this.live.checked = isLive;
-    if (isLive) this.refresh();
+  shouldComponentUpdate(_, state) {
+    return state !== this.state; // the job's page is drawn often
   }
 
   // ---- reading -----------------------------------------------------------------------------------------------------
 
   /** Read it again, but not more often than every REFRESH_MS, or REST times what the last answer took. */
   refresh() {
-    if (!this.isLive) return;
+    if (!this.state.isLive) return;
     if (this.isReading) this.isStale = true;
     else this.load();
   }
 
   async load() {
+    const { signal } = this.props;
     this.isReading = true;
     this.isStale = false;
-    const turn = (this.turn = (this.turn ?? 0) + 1);
+    const turn = (this.turn += 1);
     const begun = performance.now();
     try {
-      const timeline = await get(`${this.path}/timeline`, { iterations: this.wanted }, this.signal);
+      const timeline = await get(`${this.path}/timeline`, { iterations: this.state.wanted }, signal);
       const after = (timeline.iterations[0] ?? 0) - 1;
-      const { iterations } = await get(`${this.path}/iterations`, { after, limit: 20 }, this.signal);
-      if (turn === this.turn) this.show(timeline, iterations); // else others were asked for meanwhile
+      const { iterations: records } = await get(`${this.path}/iterations`, { after, limit: 20 }, signal);
+      if (turn === this.turn) this.setState({ timeline, records, problem: "" }); // else others were asked for meanwhile
     } catch (error) {
-      if (this.signal.aborted) return;
+      if (signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
-      setText(this.summary, `The timeline could not be read: ${error.detail || error.title}`);
+      this.setState({ problem: `The timeline could not be read: ${error.detail || error.title}` });
     }
     const restMs = Math.max(REFRESH_MS, REST * (performance.now() - begun));
     setTimeout(() => {
       if (turn !== this.turn) return; // the later one tells when
       this.isReading = false;
-      if (this.isStale && this.isLive && !this.signal.aborted) this.load();
+      if (this.isStale && this.state.isLive && !signal.aborted) this.load();
     }, restMs);
   }
 
-  show(timeline, records) {
-    this.timeline = timeline;
-    this.view.update(timeline, records);
-    setText(this.summary, summarise(timeline));
-    const isEmpty = !timeline.lanes.length;
-    for (const part of [this.view.legend, this.view.element, this.readout, this.tables]) part.hidden = isEmpty;
-    if (this.tables.open) this.drawTables();
+  choose(wanted) {
+    history.replaceState(null, "", `${addressOf(this.props.id)}/timeline?iterations=${wanted}`);
+    this.lanes.current?.fit();
+    this.setState({ wanted }, () => this.load());
   }
 
-  // ---- words -------------------------------------------------------------------------------------------------------
+  /** A part that somebody looks at would move away: it stands still until all is shown again. */
+  setLive(isLive) {
+    if (isLive !== this.state.isLive) this.setState({ isLive }, () => isLive && this.refresh());
+  }
 
-  tell(item) {
+  // ---- what is shown -----------------------------------------------------------------------------------------------
+
+  groupLink({ iteration, group_id: group }) {
+    return `${addressOf(this.props.id)}/samples?iteration=${iteration}&group=${encodeURIComponent(group)}`;
+  }
+
+  open({ span }) {
+    if (span.group_id) location.hash = this.groupLink(span);
+  }
+
+  render({ id, isLarge }, { timeline, records, problem, chosen }) {
+    const summary = problem || (timeline ? summarise(timeline) : "");
+    const more = html`<a href="${addressOf(id)}/timeline">Larger, with zoom</a>`;
+    return html`
+      <section class="timeline" data-testid="timeline" aria-labelledby="timeline-heading">
+        <div class="head">
+          <h2 id="timeline-heading">${isLarge ? "Who did what" : "Timeline"}</h2>
+          ${isLarge ? this.tools() : more}
+        </div>
+        <p class="timeline-summary" data-testid="timeline-summary">${summary}</p>
+        ${timeline?.lanes.length > 0 &&
+        html`
+          <${Lanes}
+            ref=${this.lanes}
+            timeline=${timeline}
+            records=${records}
+            isLarge=${isLarge}
+            onChoose=${(item) => this.setState({ chosen: item })}
+            onOpen=${(item) => this.open(item)}
+            onZoom=${(isFit) => this.setLive(isFit)}
+          />
+          <p class="timeline-readout" data-testid="timeline-readout">${this.readout(chosen)}</p>
+          ${this.tables()}
+        `}
+      </section>
+    `;
+  }
+
+  tools() {
+    const { wanted, isLive } = this.state;
+    const lanes = () => this.lanes.current;
+    const button = (name, text, act) =>
+      html`<button class="button icon" type="button" aria-label=${name} title=${name} onClick=${() => lanes() && act()}>${text}</button>`;
+    const setLive = (event) => (event.target.checked ? lanes()?.fit() : this.setLive(false));
+    return html`
+      <div class="actions">
+        <label for="timeline-iterations">Iterations</label>
+        <select id="timeline-iterations" value=${String(wanted)} onChange=${(event) => this.choose(Number(event.target.value))}>
+          ${CHOICES.map((count) => html`<option value=${String(count)}>${number(count)}</option>`)}
+        </select>
+        <span><input type="checkbox" id="timeline-live" checked=${isLive} onChange=${setLive} /> <label for="timeline-live">Live</label></span>
+        ${button("Zoom in", "+", () => lanes().zoom(0.5))}${button("Zoom out", "−", () => lanes().zoom(2))}
+        ${button("Earlier", "◂", () => lanes().pan(-0.25))}${button("Later", "▸", () => lanes().pan(0.25))}
+        <button class="button" type="button" onClick=${() => lanes()?.fit()}>Show all</button>
+      </div>
+    `;
+  }
+
+  readout(item) {
     if (!item) {
-      const how = this.isLarge
-        ? "Point at a span, or move with the arrow keys. + and − zoom, dragging moves, Control and the wheel zoom."
-        : "Point at a span, or move with the arrow keys.";
-      this.readout.replaceChildren(el("span", { class: "muted" }, how));
-      return;
+      const more = this.props.isLarge ? " + and − zoom, dragging moves, Control and the wheel zoom." : "";
+      return html`<span class="muted">Point at a span, or move with the arrow keys.${more}</span>`;
     }
-    const link = item.span.group_id && el("a", { href: this.groupLink(item.span) }, "Its responses");
-    this.readout.replaceChildren(...[describe(item.span, this.timeline.start), link && " ", link].filter(Boolean));
+    const link = item.span.group_id && html` <a href=${this.groupLink(item.span)}>Its responses</a>`;
+    return html`${describe(item.span, this.state.timeline.start)}${link}`;
   }
 
-  groupLink(span) {
-    return `#/jobs/${encodeURIComponent(this.jobId)}/samples?iteration=${span.iteration}&group=${encodeURIComponent(span.group_id)}`;
+  /** Rows are made when somebody opens them. */
+  tables() {
+    const { timeline, isOpen } = this.state;
+    return html`
+      <details class="timeline-tables" onToggle=${(event) => this.setState({ isOpen: event.target.open })}>
+        <summary>As tables</summary>
+        ${isOpen && html`<${Table} ...${lanesTable(timeline)} /><${Table} ...${spansTable(timeline)} />`}
+      </details>
+    `;
   }
+}
 
-  open(item) {
-    if (item.span.group_id) location.hash = this.groupLink(item.span);
-  }
+// ---- words and tables ----------------------------------------------------------------------------------------------
 
-  drawTables() {
-    const summary = this.tables.firstElementChild;
-    if (!this.tables.open || !this.timeline) return this.tables.replaceChildren(summary);
-    this.tables.replaceChildren(summary, lanesTable(this.timeline), spansTable(this.timeline));
-  }
+/** Idle shares of both sides, how much of the time both work, and what the adviser says. */
+function summarise(timeline) {
+  const whole = timeline.end - timeline.start;
+  if (!timeline.lanes.length || whole <= 0) return "No iteration has been opened yet.";
+  const [first, last] = [timeline.iterations[0], timeline.iterations.at(-1)];
+  const idle = timeline.lanes.filter(({ id, idle_frac: share }) => id !== TRAINER && share !== null).map((lane) => lane.idle_frac);
+  const trainer = timeline.lanes.find(({ id }) => id === TRAINER)?.idle_frac ?? null;
+  const both = percent(covered(overlap(timeline.spans)) / whole);
+  const parts = [
+    trainer === null ? "what the trainer did is reported at the commit" : `the trainer was idle ${percent(trainer)} of the time`,
+    idle.length === 1 && `the rollout ${percent(idle[0])}`,
+    idle.length > 1 && `${idle.length} rollouts were idle ${percent(idle.reduce((sum, each) => sum + each, 0) / idle.length)} on average`,
+    trainer !== null && `generation and micro-batches ran side by side for ${both}`,
+  ].filter(Boolean);
+  const which = first === last ? `Iteration ${first}` : `Iterations ${first} to ${last}`;
+  const advice = timeline.advice ? ` Advice, predicted from the last iterations: ${timeline.advice}.` : "";
+  return `${which}, ${duration(whole)}: ${parts.join("; ")}.${advice}`;
+}
+
+function lanesTable({ lanes, spans }) {
+  const kinds = Object.keys(KINDS).filter((kind) => spans.some((span) => span.kind === kind));
+  const rows = lanes.map(({ id, idle_frac: idle }) => {
+    const sums = totals(spans.filter(({ lane }) => lane === id));
+    return [id, percent(idle), ...kinds.map((kind) => (sums.has(kind) ? duration(sums.get(kind)) : "–"))];
+  });
+  const columns = ["Lane", "Idle", ...kinds.map((kind) => KINDS[kind].name)];
+  return { caption: "Time by lane; spans of a rollout overlap", columns, rows };
+}
+
+function spansTable({ spans, start }) {
+  const shown = spans.slice(0, MOST_ROWS);
+  const rows = shown.map((span) => [
+    span.lane,
+    KINDS[span.kind]?.name ?? span.kind,
+    number(span.iteration),
+    span.group_id ?? "–",
+    `${(span.start - start).toFixed(3)} s`,
+    duration(span.end - span.start),
+  ]);
+  const caption = shown.length < spans.length ? `The first ${number(shown.length)} of ${number(spans.length)} spans` : "Spans";
+  return { caption, columns: ["Lane", "Kind", "Iteration or version", "Group", "Begin", "Length"], rows };
 }

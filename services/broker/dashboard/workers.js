@@ -1,10 +1,8 @@
 // Who works in a pool: its rollouts by their last heartbeat, and what is wrong in the whole installation.
 
 import { ApiError, get, poll, serverNow } from "./api.js";
-import { ago, clear, clock, el, number, setText } from "./dom.js";
-import { marked } from "./fields.js";
-import { heartbeatTime, isSilent } from "./heartbeats.js";
-import { addressOf } from "./jobrow.js";
+import { ago, clock, number } from "./format.js";
+import { addressOf, Component, Figures, heartbeatTime, html, isSilent, marked, render } from "./parts.js";
 
 const REFRESH_MS = 3000;
 const DOCTOR_EVERY = 3; // looks
@@ -13,89 +11,108 @@ const COLUMNS = ["Rollout", "State", "Job", "Version", "In flight", "Tokens/s", 
 const NUMBERS = new Set(["Version", "In flight", "Tokens/s", "Devices"]);
 
 export async function show(main, { pool = "default" }, signal) {
-  const page = new WorkersPage(pool, signal);
-  main.append(...page.elements());
-  await poll(REFRESH_MS, signal, () => page.look());
+  const first = await look(pool, signal, true);
+  if (!signal.aborted) render(html`<${WorkersPage} pool=${pool} first=${first} signal=${signal} />`, main);
 }
 
-class WorkersPage {
-  constructor(pool, signal) {
-    Object.assign(this, { pool, signal, looks: 0, seenAt: null });
+/** Pools have no list of their own: those of the newest jobs. */
+async function look(pool, signal, withDoctor) {
+  const read = (path, params = {}) => get(path, params, signal);
+  const both = [read("/workers", { pool }), read(`/pools/${encodeURIComponent(pool)}`)];
+  const rest = withDoctor ? [read("/jobs", { limit: 100 }), read("/doctor")] : [];
+  const [{ workers }, status, list, diagnosis] = await Promise.all([...both, ...rest]);
+  const found = { workers, status, seenAt: Date.now() / 1000, problem: "" };
+  if (!withDoctor) return found;
+  const pools = [...new Set(["default", pool, ...list.jobs.map((job) => job.pool)])].sort();
+  const problems = diagnosis.findings.filter((finding) => finding.is_problem);
+  return { ...found, pools, sentences: [...new Set(problems.map((finding) => finding.sentence))] }; // jobs may wait for the same
+}
+
+class WorkersPage extends Component {
+  state = this.props.first;
+  looks = 0;
+
+  componentDidMount() {
+    poll(REFRESH_MS, this.props.signal, () => (this.looks === 0 ? (this.looks += 1) : this.refresh()));
   }
 
-  elements() {
-    this.pools = el("select", { id: "pool", on: { change: () => (location.hash = `#/workers?pool=${encodeURIComponent(this.pools.value)}`) } }, el("option", {}, this.pool));
-    this.tiles = el("dl", { class: "tiles" });
-    this.problem = el("p", { class: "notice warn", role: "alert", hidden: true });
-    this.body = el("tbody");
-    this.table = el("div", { class: "card scroll flush", tabindex: "0", role: "region", "aria-label": "Rollouts", hidden: true },
-      el("table", { class: "workers" }, el("thead", {}, el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col", class: NUMBERS.has(name) ? "num" : "" }, name)))), this.body));
-    this.empty = el("div", { class: "empty", hidden: true }, el("h2", {}, "No rollouts"),
-      el("p", {}, "None has been seen in this pool. On one machine this starts all services:"), el("pre", {}, el("code", {}, "onbeat up")));
-    this.findings = el("ul", { class: "findings" });
-    this.doctor = el("section", { class: "card stack", hidden: true }, el("h2", {}, "What the doctor finds"), this.findings);
-    return [
-      el("div", { class: "head" }, el("h1", {}, "Workers"), el("div", { class: "actions" }, el("label", { for: "pool" }, "Pool"), this.pools)),
-      this.problem, this.tiles, this.table, this.empty, this.doctor,
-    ];
-  }
-
-  async look() {
+  async refresh() {
+    const { pool, signal } = this.props;
     try {
-      const [{ workers }, status] = await Promise.all([
-        get("/workers", { pool: this.pool }, this.signal),
-        get(`/pools/${encodeURIComponent(this.pool)}`, {}, this.signal),
-      ]);
-      if (this.looks++ % DOCTOR_EVERY === 0) await Promise.all([this.readPools(), this.readDoctor()]);
-      this.seenAt = Date.now() / 1000;
-      this.problem.hidden = true;
-      this.render(workers, status);
+      this.setState(await look(pool, signal, this.looks++ % DOCTOR_EVERY === 0));
     } catch (error) {
-      if (this.signal.aborted) return;
-      if (!(error instanceof ApiError) || this.seenAt === null) throw error;
-      this.problem.hidden = false;
-      setText(this.problem, `${error.title}. ${error.detail} This is as of ${clock(this.seenAt)}; it goes on by itself.`);
+      if (signal.aborted) return;
+      if (!(error instanceof ApiError)) throw error;
+      const asOf = `This is as of ${clock(this.state.seenAt)}; it goes on by itself.`;
+      this.setState({ problem: `${error.title}. ${error.detail} ${asOf}` });
     }
   }
 
-  /** Pools have no list of their own: those of the newest jobs. */
-  async readPools() {
-    const { jobs } = await get("/jobs", { limit: 100 }, this.signal);
-    const names = [...new Set(["default", this.pool, ...jobs.map((job) => job.pool)])].sort();
-    if ([...this.pools.options].map((option) => option.value).join() === names.join()) return;
-    clear(this.pools).append(...names.map((name) => el("option", { value: name, selected: name === this.pool }, name)));
-  }
-
-  async readDoctor() {
-    const { findings } = await get("/doctor", {}, this.signal);
-    const problems = findings.filter((finding) => finding.is_problem);
-    this.doctor.hidden = problems.length === 0;
-    const sentences = new Set(problems.map((finding) => finding.sentence)); // jobs that wait for the same say the same
-    clear(this.findings).append(...[...sentences].map((sentence) => el("li", {}, marked(sentence))));
-  }
-
-  render(workers, status) {
+  render({ pool }, { workers, status, pools, sentences, problem }) {
     const now = status.num_rollouts ? heartbeatTime(workers) : serverNow(); // all of them may have ended
-    clear(this.tiles).append(
-      ...tile("Rollouts", status.num_rollouts), ...tile("Trainers", status.num_trainers), ...tile("Active jobs", status.num_jobs),
-      ...tile("Prompts out", status.num_prompts), ...tile("of them unclaimed", status.num_unclaimed_prompts),
-      ...tile("Tokens/s", workers.filter((worker) => !isSilent(worker, now)).reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0)),
-    );
-    const sorted = workers.toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
-    if (!this.body.contains(document.activeElement)) clear(this.body).append(...sorted.map((worker) => rowOf(worker, now)));
-    this.table.hidden = workers.length === 0;
-    this.empty.hidden = workers.length > 0;
+    const alive = workers.filter((worker) => !isSilent(worker, now));
+    const figures = [
+      ["Rollouts", status.num_rollouts],
+      ["Trainers", status.num_trainers],
+      ["Active jobs", status.num_jobs],
+      ["Prompts out", status.num_prompts, `${number(status.num_unclaimed_prompts)} of them unclaimed`],
+      ["Tokens/s", alive.reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0)],
+    ];
+    const choose = (event) => (location.hash = `#/workers?pool=${encodeURIComponent(event.target.value)}`);
+    return html`
+      <div class="head">
+        <h1>Workers</h1>
+        <div class="actions">
+          <label for="pool">Pool</label>
+          <select id="pool" value=${pool} onChange=${choose}>${pools.map((name) => html`<option>${name}</option>`)}</select>
+        </div>
+      </div>
+      ${problem && html`<p class="notice warn" role="alert">${problem}</p>`}
+      ${sentences.length > 0 &&
+      html`<section class="notice bad">
+        <h2>What the doctor finds</h2>
+        <ul class="findings">${sentences.map((sentence) => html`<li class="finding">${marked(sentence)}</li>`)}</ul>
+      </section>`}
+      <${Figures} label="The pool" of=${figures} />
+      ${workers.length ? table(workers, now) : NO_ROLLOUTS}
+    `;
   }
 }
 
-const tile = (name, value) => [el("div", {}, el("dt", {}, name), el("dd", {}, number(value)))];
+const NO_ROLLOUTS = html`
+  <div class="empty">
+    <h2>No rollouts</h2>
+    <p>None has been seen in this pool. On one machine this starts all services:</p>
+    <pre><code>onbeat up</code></pre>
+  </div>
+`;
 
-function rowOf(worker, now) {
+function table(workers, now) {
+  const sorted = workers.toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
+  return html`
+    <div class="scroll" tabindex="0" role="region" aria-label="Rollouts">
+      <table class="workers">
+        <thead>
+          <tr>${COLUMNS.map((name) => html`<th scope="col" class=${NUMBERS.has(name) ? "num" : ""}>${name}</th>`)}</tr>
+        </thead>
+        <tbody>${sorted.map((worker) => html`<${WorkerRow} key=${worker.id} worker=${worker} now=${now} />`)}</tbody>
+      </table>
+    </div>
+  `;
+}
+
+function WorkerRow({ worker, now }) {
   const silent = isSilent(worker, now);
   const seenAt = worker.last_seen_at + serverNow() - now; // by the broker's clock
-  const badge = el("span", { class: `badge ${silent ? "bad" : TONES[worker.state] ?? "hollow"}` }, silent ? `silent, was ${worker.state}` : worker.state);
-  const job = worker.job_id ? el("a", { class: "mono", href: addressOf(worker.job_id) }, worker.job_id) : "–";
+  const tone = silent ? "bad" : (TONES[worker.state] ?? "hollow");
   const numbers = [worker.policy_version, worker.num_in_flight, worker.tokens_per_s, worker.num_devices];
-  return el("tr", {}, el("th", { scope: "row", class: "mono" }, worker.id), el("td", {}, badge), el("td", {}, job),
-    numbers.map((value) => el("td", { class: "num" }, number(value))), el("td", { title: clock(seenAt) }, ago(seenAt)));
+  return html`
+    <tr>
+      <th scope="row" class="mono">${worker.id}</th>
+      <td><span class="badge ${tone}">${silent ? `silent, was ${worker.state}` : worker.state}</span></td>
+      <td>${worker.job_id ? html`<a class="mono" href=${addressOf(worker.job_id)}>${worker.job_id}</a>` : "–"}</td>
+      ${numbers.map((value) => html`<td class="num">${number(value)}</td>`)}
+      <td title=${clock(seenAt)}>${ago(seenAt)}</td>
+    </tr>
+  `;
 }

@@ -1,54 +1,8 @@
-// Elements and formatted values. Text always goes through text nodes: nothing is parsed as HTML.
+// Values as text: numbers, times, sizes. null and NaN are shown as a dash.
 
 import { serverNow } from "./api.js";
 
-const SVG = "http://www.w3.org/2000/svg";
-const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "selected", "open", "indeterminate"]);
 const MISSING = "–";
-
-/**
- * el("a", {class: "button", href: "#/", "aria-label": "Jobs", on: {click: go}, style: {width: "3em"}}, "Jobs")
- * `text` sets the text; an attribute of null, undefined or false is left out, of true is empty. Children may be nodes,
- * strings, numbers, lists of them; null, undefined and false are left out.
- */
-export const el = (tag, props = {}, ...children) => fill(document.createElement(tag), props, children);
-
-/** The same for SVG. */
-export const svg = (tag, props = {}, ...children) => fill(document.createElementNS(SVG, tag), props, children);
-
-function fill(node, props, children) {
-  for (const [name, value] of Object.entries(props ?? {})) {
-    if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
-    else if (name === "style") for (const [key, each] of Object.entries(value)) setStyle(node, key, each);
-    else if (name === "text") node.textContent = value ?? "";
-    else if (PROPERTIES.has(name)) node[name] = value;
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return node;
-}
-
-function setStyle(node, name, value) {
-  if (name.startsWith("--")) node.style.setProperty(name, value);
-  else node.style[name] = value;
-}
-
-export function clear(node) {
-  node.replaceChildren();
-  return node;
-}
-
-/** Sets the text only when it differs: no selection is lost, nothing is read out again. */
-export function setText(node, text) {
-  if (node.textContent !== String(text)) node.textContent = text;
-}
-
-/** Said by screen readers, seen by nobody. */
-export function announce(text) {
-  document.getElementById("announcer").textContent = text;
-}
-
-// ---- values: null and NaN are shown as a dash -------------------------------------------------------------------
 
 const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 const formats = new Map();
@@ -109,4 +63,35 @@ export function ago(unix) {
   if (!isNumber(unix)) return MISSING;
   const s = Math.floor(serverNow() - unix);
   return s < 1 ? "now" : `${s < 60 ? `${s} s` : duration(s).replace(/(min) \d+ s$/, "$1")} ago`;
+}
+
+// ---- TOML --------------------------------------------------------------------------------------------------------
+
+const isTable = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const isTables = (value) => Array.isArray(value) && value.length > 0 && value.every(isTable);
+const bare = (key) => (/^[A-Za-z0-9_-]+$/.test(key) ? key : JSON.stringify(key));
+
+/** A job's configuration as `onbeat jobs create FILE` takes it: plain values first, then tables. null is left out. */
+export function toToml(table, path = []) {
+  const entries = Object.entries(table).filter(([, value]) => value !== null && value !== undefined);
+  const plain = entries
+    .filter(([, value]) => !isTable(value) && !isTables(value))
+    .map(([key, value]) => `${bare(key)} = ${inline(value)}`);
+  const nested = entries.flatMap(([key, value]) => {
+    const name = [...path, bare(key)];
+    if (isTables(value)) return value.map((each) => `\n[[${name.join(".")}]]\n${toToml(each, name)}`);
+    return isTable(value) ? [`\n[${name.join(".")}]\n${toToml(value, name)}`] : [];
+  });
+  return [...plain, ...nested].join("\n");
+}
+
+function inline(value) {
+  if (Array.isArray(value)) return `[${value.map(inline).join(", ")}]`;
+  if (isTable(value))
+    return `{ ${Object.entries(value)
+      .filter(([, each]) => each !== null)
+      .map(([key, each]) => `${bare(key)} = ${inline(each)}`)
+      .join(", ")} }`;
+  if (typeof value === "string") return JSON.stringify(value).replaceAll("\u007f", "\\u007f");
+  return String(value); // numbers and truth values are alike in both
 }

@@ -1,0 +1,263 @@
+// How a job is doing: its newest numbers, what the doctor finds, the open iteration, and who generates.
+
+import { serverNow } from "./api.js";
+import { ago, clock, duration, number, percent } from "./format.js";
+import { Figures, html, isOver, isSilent, Live, marked, Progress } from "./parts.js";
+
+const RECENT = 10; // iterations that the time left is computed from
+const MOST_WORKERS = 8; // that are shown, the silent ones first
+const STEPS = [
+  { state: "OPEN", about: "prompts are out" },
+  { state: "DRAINED", about: "all groups are in" },
+  { state: "COMMITTED", about: "step done" },
+];
+const NEXT = {
+  OPEN: "Rollouts generate; the trainer works on groups as they arrive.",
+  DRAINED: "All groups are in. The trainer finishes, steps and publishes the next version.",
+};
+
+// ---- progress ----------------------------------------------------------------------------------------------------
+
+/** How far it is, how long it took, and how long it may take. */
+export const ProgressLine = ({ job, records }) => html`
+  <div class="job-progress-row">
+    <${Progress} job=${job} />
+    <span>${number(job.next_iteration)} of ${number(job.num_iterations)} iterations</span>
+    <span class="muted"><${Live} of=${() => timeOf(job, records)} /></span>
+  </div>
+`;
+
+function timeOf(job, records) {
+  if (!job.started_at) return `submitted ${ago(job.created_at)}`;
+  const elapsed = duration(Math.max(0, Math.floor((job.finished_at ?? serverNow()) - job.started_at)));
+  if (isOver(job)) return `took ${elapsed}, ended ${ago(job.finished_at)}`;
+  const walls = records
+    .filter(({ wall_s: wall, iteration }) => wall && iteration > 0) // the first one contains the engine's start
+    .slice(-RECENT)
+    .map(({ wall_s: wall }) => wall);
+  if (job.state !== "RUNNING" || !walls.length) return `${elapsed} so far`;
+  const each = walls.reduce((sum, wall) => sum + wall, 0) / walls.length;
+  return `${elapsed} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
+}
+
+export function Facts({ job }) {
+  const facts = {
+    Started: job.started_at ? clock(job.started_at) : "not yet",
+    "Policy version": job.policy_version === null ? "none yet" : number(job.policy_version),
+    "Computes in": job.dtype ?? "not chosen yet",
+    Pool: job.queue_position ? `${job.pool}, number ${job.queue_position} in its queue` : job.pool,
+  };
+  return html`
+    <dl class="job-facts">
+      ${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
+    </dl>
+  `;
+}
+
+// ---- the newest numbers --------------------------------------------------------------------------------------------
+
+/** The reward first; then whether the update is sound; then what it costs. */
+export function Newest({ series }) {
+  const of = (name) => series.last(name);
+  const figures = [
+    ["Reward", number(of("iteration/reward_mean")), of("iteration/reward_mean"), gain(series)],
+    ["Held-out reward", number(of("eval/reward_mean")), of("eval/reward_mean"), "of the newest evaluation"],
+    ["Cut responses", percent(of("rollout/truncated_frac")), of("rollout/truncated_frac"), "reached the limit of tokens"],
+    ["Mismatch", number(of("iteration/mismatch_mean")), of("iteration/mismatch_mean"), "mean gap of log probabilities"],
+    ["Staleness", number(of("iteration/staleness_max")), of("iteration/staleness_max"), stale(of("iteration/staleness_max"))],
+    ["TPSPD", number(of("iteration/tpspd")), of("iteration/tpspd"), "tokens per second per device"],
+    ["Trainer idle", percent(of("iteration/trainer_idle_frac")), of("iteration/trainer_idle_frac"), "of the iteration"],
+    ["Rollouts idle", percent(of("iteration/rollout_idle_frac")), of("iteration/rollout_idle_frac"), "of the iteration"],
+  ];
+  const shown = figures.filter(([, , value]) => value !== null).map(([name, text, , about]) => [name, text, about]);
+  return shown.length > 0 && html`<${Figures} label="Newest values" of=${shown} />`;
+}
+
+const stale = (versions) => (versions === 0 ? "on-policy: every token" : "versions at most");
+
+/** How the reward moved: the newest tenth against the first one, of at least 4 iterations. */
+function gain(series) {
+  const points = series.of("iteration/reward_mean");
+  if (points.length < 4) return "mean of the last iteration";
+  const size = Math.max(1, Math.floor(points.length / 10));
+  const mean = (part) => part.reduce((sum, [, y]) => sum + y, 0) / part.length;
+  const change = mean(points.slice(-size)) - mean(points.slice(0, size));
+  const sign = change >= 0 ? "+" : "−";
+  return `${sign}${number(Math.abs(change), 2)} in ${number(points.length)} iterations`;
+}
+
+// ---- the doctor --------------------------------------------------------------------------------------------------
+
+/** One line while all is well; open by itself when something is wrong. */
+export function Doctor({ diagnosis, job, seenAt }) {
+  const problems = diagnosis.findings.filter(({ is_problem: isProblem }) => isProblem);
+  const what = isOver(job) ? "How it ended" : "What it waits for";
+  const state = problems.length ? `${problems.length} problem${problems.length > 1 ? "s" : ""}` : isOver(job) ? "" : "healthy";
+  const [first] = problems.length ? problems : diagnosis.findings;
+  return html`
+    <details class="doctor ${problems.length ? "bad" : ""}" data-testid="doctor" open=${problems.length > 0} key=${problems.length > 0}>
+      <summary>
+        <h2>${what}</h2>
+        ${state && html`<span class="badge ${problems.length ? "bad" : "good"}">${state}</span>`}
+        ${first && html`<span class="doctor-first">${marked(first.sentence)}</span>`}
+      </summary>
+      <ul class="findings">${diagnosis.findings.map((finding) => html`<${Finding} finding=${finding} />`)}</ul>
+      ${!isOver(job) && html`<p class="muted doctor-time">as of ${clock(seenAt)}</p>`}
+    </details>
+  `;
+}
+
+function Finding({ finding }) {
+  const within = Number.isFinite(finding.deadline_s) ? ` within ${duration(Math.max(0, finding.deadline_s))}` : "";
+  const isSaid = finding.next && finding.sentence.includes(finding.next);
+  return html`
+    <li class=${finding.is_problem ? "finding problem" : "finding"}>
+      ${finding.is_problem && html`<span class="visually-hidden">Problem: </span>`}
+      ${marked(finding.sentence)}
+      ${finding.next && !isSaid && html`<p class="muted">Next: ${marked(finding.next)}${within}.</p>`}
+    </li>
+  `;
+}
+
+// ---- the open iteration ------------------------------------------------------------------------------------------
+
+/** `records`: the newest last. `workers`: that serve the job. `now`: by the clock of their heartbeats. */
+export function Beat({ records, workers, job, now }) {
+  const open = records.filter(({ state }) => state !== "COMMITTED");
+  const last = records.findLast(({ state }) => state === "COMMITTED");
+  const heading = isOver(job) || !open.length ? (last || open.length ? "The last iteration" : "No iteration yet") : "Now";
+  return html`
+    <section class="beat" data-testid="iteration" aria-labelledby="beat-heading">
+      <h2 id="beat-heading">${heading}</h2>
+      ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} />`))}
+      ${last && (open.length ? html`<${Done} record=${last} />` : html`<${LastIteration} record=${last} />`)}
+      ${!records.length && html`<p class="muted">${isOver(job) ? "No iteration was opened." : "No iteration has been opened yet."}</p>`}
+      ${!isOver(job) && html`<${Rollouts} workers=${workers} job=${job} now=${now} />`}
+    </section>
+  `;
+}
+
+function OpenIteration({ record }) {
+  const at = { OPEN: record.opened_at, DRAINED: record.drained_at, COMMITTED: record.committed_at };
+  const reached = STEPS.findIndex(({ state }) => state === record.state);
+  return html`
+    <article class="open-iteration">
+      <${IterationHead} record=${record} />
+      <ol class="steps">
+        ${STEPS.map(
+          ({ state, about }, index) => html`
+            <li class=${index <= reached ? "reached" : null} aria-current=${index === reached ? "step" : null}>
+              <strong>${state.toLowerCase()}</strong><span>${at[state] ? clock(at[state]) : about}</span>
+            </li>
+          `,
+        )}
+      </ol>
+      <${GroupsBar} record=${record} />
+      <p class="muted">${NEXT[record.state]}${refusals(record)}</p>
+    </article>
+  `;
+}
+
+const IterationHead = ({ record }) => html`
+  <div class="head">
+    <h3>Iteration ${number(record.iteration)}</h3>
+    <span class="muted">policy version ${record.policy_version}</span>
+  </div>
+`;
+
+const groupsIn = ({ num_accepted: accepted, num_groups: total, num_failed_groups: failed }) =>
+  `${accepted} of ${total} groups are in${failed ? `; ${failed} of them failed` : ""}`;
+
+function GroupsBar({ record }) {
+  const { num_accepted: accepted, num_groups: total, num_failed_groups: failed } = record;
+  const share = (count) => ({ width: `${total ? (100 * count) / total : 0}%` });
+  const label = groupsIn(record);
+  return html`
+    <div class="groups-bar">
+      <div
+        class="groups-track"
+        role="progressbar"
+        aria-valuemin="0"
+        aria-valuemax=${total}
+        aria-valuenow=${accepted}
+        aria-label=${label}
+      >
+        <span class="accepted" style=${share(accepted - failed)}></span>
+        <span class="failed" style=${share(failed)}></span>
+      </div>
+      <span>${label}</span>
+    </div>
+  `;
+}
+
+function refusals({ num_stale: stale, num_duplicate: duplicate, num_lost: lost }) {
+  const counts = Object.entries({ stale, duplicate, "without a lease": lost }).filter(([, count]) => count > 0);
+  return counts.length ? ` Refused: ${counts.map(([what, count]) => `${count} ${what}`).join(", ")}.` : "";
+}
+
+/** Of a job that ended while this iteration was open. */
+const Unfinished = ({ record }) => html`
+  <article>
+    <${IterationHead} record=${record} />
+    <p>
+      It was not committed. When the job ended, ${record.num_accepted} of ${record.num_groups} groups had arrived
+      ${record.num_failed_groups ? `, ${record.num_failed_groups} of them failed` : ""}.${refusals(record)}
+    </p>
+  </article>
+`;
+
+const Done = ({ record }) => html`
+  <p class="muted">
+    <strong>Iteration ${number(record.iteration)}</strong> was committed <${Live} of=${() => ago(record.committed_at)} />,
+    took ${duration(record.wall_s)}, reward ${number(record.reward_mean)}.
+  </p>
+`;
+
+/** When none is open. */
+function LastIteration({ record }) {
+  const failed = record.num_failed_groups ? `, ${record.num_failed_groups} of them failed` : "";
+  const facts = {
+    Committed: html`${clock(record.committed_at)}, <${Live} of=${() => ago(record.committed_at)} />`,
+    Groups: `${record.num_accepted}${failed}`,
+    Took: duration(record.wall_s),
+    Generating: duration(record.generate_s),
+    Training: duration(record.train_s),
+    "Hand-over": duration(record.weight_sync_s),
+    Responses: `${number(record.num_responses)}, ${number(record.response_tokens)} tokens`,
+  };
+  return html`
+    <article>
+      <${IterationHead} record=${record} />
+      <dl class="facts">${Object.entries(facts).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
+      <p class="muted">${refusals(record)}</p>
+    </article>
+  `;
+}
+
+// ---- who generates -----------------------------------------------------------------------------------------------
+
+function Rollouts({ workers, job, now }) {
+  const shown = [...workers].sort((a, b) => isSilent(b, now) - isSilent(a, now)).slice(0, MOST_WORKERS);
+  return html`
+    <div>
+      <h3 class="chips-heading">Rollouts</h3>
+      <ul class="chips" aria-label="Rollouts of this job">
+        ${shown.map((worker) => html`<${Rollout} worker=${worker} newest=${job.policy_version} now=${now} />`)}
+        ${shown.length < workers.length && html`<li><a href="#/workers">and ${workers.length - shown.length} more</a></li>`}
+        ${!workers.length && html`<li class="muted">No rollout serves this job at the moment.</li>`}
+      </ul>
+    </div>
+  `;
+}
+
+function Rollout({ worker, newest, now }) {
+  const isLost = isSilent(worker, now);
+  const parts = [
+    worker.state,
+    worker.num_in_flight && `${worker.num_in_flight} in flight`,
+    worker.policy_version !== null && worker.policy_version !== newest && `version ${worker.policy_version}`,
+    worker.tokens_per_s && `${number(worker.tokens_per_s)} tokens/s`,
+  ].filter(Boolean);
+  const text = isLost ? `silent for ${duration(now - worker.last_seen_at)}` : parts.join(" · ");
+  return html`<li class="chip ${isLost ? "bad" : worker.state}"><strong>${worker.id}</strong> <span>${text}</span></li>`;
+}
