@@ -290,7 +290,7 @@ function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
       { ...axis, grid: { show: false }, size: 24, gap: 4, incrs: WHOLE, space: 56, values: (_, xs) => xs.map((x) => number(x)) },
       {
         ...axis,
-        grid: { stroke: () => colourOf("--border"), width: 1 },
+        grid: { stroke: () => colourOf("--border"), width: 1, filter: (_, values) => (isLog ? onlyPowers(values) : values) },
         space: height > 200 ? 40 : 24,
         gap: 6,
         incrs: ROUND,
@@ -313,6 +313,9 @@ const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, index) =>
 const ROUND = powers(-15, 20).flatMap((power) => [1, 2, 5].map((factor) => Number(`${factor}e${power}`)));
 const WHOLE = ROUND.filter((step) => step >= 1);
 const MOUSE = ["mousedown", "mouseup", "click", "dblclick", "mousemove", "mouseleave", "mouseenter"];
+
+/** Of a logarithmic axis, for lines at powers of ten. */
+const onlyPowers = (values) => values.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));
 
 /** The values with some space around them, and at least `domain`. Values that are never below 0 have no axis there. */
 function rangeOf(low, high, domain) {

@@ -183,7 +183,7 @@ class SamePrompt extends Component {
         <table>
           <caption>Mark up to ${MOST_BESIDE - 1} others</caption>
           <thead>
-            <tr>${names.map((name) => html`<th scope="col">${name}</th>`)}</tr>
+            <tr>${names.map((name) => html`<th scope="col" class=${name === "Beside" || name === "Group" ? "" : "num"}>${name}</th>`)}</tr>
           </thead>
           <tbody>${groups.toReversed().map((each) => this.row(id, group, each, marked))}</tbody>
         </table>
@@ -215,11 +215,11 @@ class SamePrompt extends Component {
             onChange=${(event) => this.mark(each, event.target.checked)}
           />
         </td>
-        <td>${number(iteration)}</td>
-        <td>${number(version)}</td>
+        <td class="num">${number(iteration)}</td>
+        <td class="num">${number(version)}</td>
         <td>${isThis ? `${each} (this one)` : html`<a href=${addressOfGroup(id, each)}>${each}</a>`}</td>
-        <td>${number(count)}</td>
-        <td>${reward === null ? "failed" : number(reward)}</td>
+        <td class="num">${number(count)}</td>
+        <td class="num">${reward === null ? "failed" : number(reward)}</td>
       </tr>
     `;
   }

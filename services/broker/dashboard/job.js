@@ -226,6 +226,7 @@ class JobPage extends Component {
   render({ first }, { connection, why }) {
     const { job } = this;
     const records = [...this.records.values()].sort((a, b) => a.iteration - b.iteration);
+    const isErrorNews = job.error && !this.diagnosis.findings.some(({ sentence }) => sentence.includes(job.error));
     return html`
       <header class="job-head">
         <div class="head">
@@ -241,7 +242,7 @@ class JobPage extends Component {
         <p class="muted mono job-id">${job.id}</p>
         <${JobTabs} id=${job.id} current="" />
       </header>
-      ${job.error && html`<p class="notice bad">${job.error}</p>`}
+      ${isErrorNews && html`<p class="notice bad">${job.error}</p>`}
       <${ProgressLine} job=${job} records=${records} />
       <${Doctor} diagnosis=${this.diagnosis} job=${job} seenAt=${this.seenAt} />
       ${this.lead(job, records)}
@@ -268,14 +269,14 @@ class JobPage extends Component {
     return html`
       <div class="lead">
         <div class="lead-charts">
-          ${this.chart(reward, { level: 2, height: 280 }) ??
+          ${this.chart(reward, { level: 2, height: 320 }) ??
           html`<div class="empty"><p>The reward is shown from the first committed iteration on.</p></div>`}
           ${this.chart(heldOut, { level: 2, height: 180 })}
+          <${Facts} job=${job} />
         </div>
         <div class="lead-now">
           <${Newest} series=${this.series} />
           <${Beat} records=${records} workers=${this.workers} job=${job} now=${this.now} />
-          <${Facts} job=${job} />
         </div>
       </div>
     `;

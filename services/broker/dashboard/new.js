@@ -81,7 +81,7 @@ class NewJob extends Component {
         <h2>${title}</h2>
         <p>${detail}</p>
         <ul class="wrong-fields">
-          ${errors.map(
+          ${errors.toSorted((a, b) => (a.line ?? 0) - (b.line ?? 0)).map(
             ({ field, message, line }) => html`<li>
               ${line && html`<button type="button" class="link" onClick=${() => this.goTo(line)}>Line ${line}</button> `}
               <code>${field}</code> ${message}

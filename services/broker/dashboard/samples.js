@@ -24,7 +24,7 @@ export async function show(main, params, signal) {
 }
 
 class SamplesPage extends Component {
-  state = { wanted: this.props.wanted, draft: this.props.wanted, found: null, problem: "", isBusy: true };
+  state = { wanted: this.props.wanted, draft: this.props.wanted, found: null, foundFor: null, problem: "", isBusy: true };
   job = this.props.job;
   path = pathOf(this.job.id);
   status = createRef();
@@ -80,11 +80,12 @@ class SamplesPage extends Component {
     this.loading?.abort(); // an answer that comes late would show what is not wanted any more
     this.loading = new AbortController();
     const signal = AbortSignal.any([this.props.signal, this.loading.signal]);
+    const { wanted } = this.state;
     this.setState({ isBusy: true });
     try {
       if (withJob) await this.readJob();
-      const found = await (this.state.wanted.evaluation ? this.readEvaluation(signal) : this.readIteration(signal));
-      this.setState({ found, problem: "", isBusy: false });
+      const found = await (wanted.evaluation ? this.readEvaluation(signal, wanted) : this.readIteration(signal, wanted));
+      this.setState({ found, foundFor: wanted, problem: "", isBusy: false });
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
@@ -93,16 +94,14 @@ class SamplesPage extends Component {
   }
 
   /** One more than a page, if there are more. */
-  async readIteration(signal) {
-    const { iteration, min, max, page } = this.state.wanted;
+  async readIteration(signal, { iteration, min, max, page }) {
     const range = { min_reward: min, max_reward: max };
     const params = { iteration, limit: PAGE + 1, offset: (page - 1) * PAGE, ...range };
     return (await get(`${this.path}/samples`, params, signal)).samples;
   }
 
   /** A few are kept of each, so the reward is looked at here. */
-  async readEvaluation(signal) {
-    const { evaluation, min, max, page } = this.state.wanted;
+  async readEvaluation(signal, { evaluation, min, max, page }) {
     const { samples } = await get(`${this.path}/evaluations/${encodeURIComponent(evaluation)}/samples`, {}, signal);
     const isWanted = ({ reward }) => (min === "" || reward >= Number(min)) && (max === "" || reward <= Number(max));
     return samples.filter(isWanted).slice((page - 1) * PAGE, page * PAGE + 1);
@@ -110,15 +109,15 @@ class SamplesPage extends Component {
 
   // ---- what is shown -----------------------------------------------------------------------------------------------
 
-  render(_, { found, problem, isBusy, wanted }) {
+  render(_, { found, foundFor, problem, isBusy, wanted }) {
     const samples = (found ?? []).slice(0, PAGE);
     const scale = scaleOf(samples);
     return html`
       <${JobHead} id=${this.job.id} title="Samples of ${this.job.name}" current="samples" />
       ${this.filters()}
-      <p class="muted" role="status" ref=${this.status}>${problem || (found && this.words(samples))}</p>
+      <p class="muted" role="status" ref=${this.status}>${problem || (found && this.words(samples, foundFor))}</p>
       <div class="samples" aria-busy=${isBusy ? "true" : null}>
-        ${samples.map((sample) => html`<${Sample} sample=${sample} scale=${scale} jobId=${this.job.id} isHeldOut=${wanted.evaluation !== ""} />`)}
+        ${samples.map((sample) => html`<${Sample} sample=${sample} scale=${scale} jobId=${this.job.id} isHeldOut=${foundFor.evaluation !== ""} />`)}
       </div>
       <nav class="actions pages" aria-label="Pages of samples">
         ${wanted.page > 1 && this.turnButton("Previous", wanted.page - 1)}
@@ -180,8 +179,7 @@ class SamplesPage extends Component {
     return html`<button class="button" type="button" onClick=${turn}>${name}</button>`;
   }
 
-  words(samples) {
-    const { evaluation, min, max, page } = this.state.wanted;
+  words(samples, { evaluation, min, max, page }) {
     const bounds = [min !== "" && `from ${min}`, max !== "" && `up to ${max}`].filter(Boolean).join(" ");
     const range = bounds && ` with a reward ${bounds}`;
     if (!samples.length) return this.job.num_opened ? `No response${range} here.` : "No response has been accepted yet.";

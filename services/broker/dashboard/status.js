@@ -16,6 +16,12 @@ const NEXT = {
   DRAINED: "All groups are in. The trainer finishes, steps and publishes the next version.",
 };
 
+const BEFORE = {
+  PENDING: "The job begins when a trainer takes it.",
+  RUNNING: "The first one opens when the trainer has loaded the model and published its weights.",
+  PAUSED: "Resume the job to open the first one.",
+};
+
 // ---- progress ----------------------------------------------------------------------------------------------------
 
 /** How far it is, how long it took, and how long it may take. */
@@ -29,7 +35,7 @@ export const ProgressLine = ({ job, records }) => html`
 
 function timeOf(job, records) {
   if (!job.started_at) return `submitted ${ago(job.created_at)}`;
-  const elapsed = duration(Math.max(0, Math.floor((job.finished_at ?? serverNow()) - job.started_at)));
+  const elapsed = duration(Math.max(1, Math.floor((job.finished_at ?? serverNow()) - job.started_at)));
   if (isOver(job)) return `took ${elapsed}, ended ${ago(job.finished_at)}`;
   const walls = records
     .filter(({ wall_s: wall, iteration }) => wall && iteration > 0) // the first one contains the engine's start
@@ -125,14 +131,14 @@ function Finding({ finding }) {
 export function Beat({ records, workers, job, now }) {
   const open = records.filter(({ state }) => state !== "COMMITTED");
   const last = records.findLast(({ state }) => state === "COMMITTED");
-  const heading = isOver(job) || !open.length ? (last || open.length ? "The last iteration" : "No iteration yet") : "Now";
+  const heading = open.length && !isOver(job) ? "Now" : records.length ? "The last iteration" : "No iteration yet";
   return html`
     <section class="beat" data-testid="iteration" aria-labelledby="beat-heading">
       <h2 id="beat-heading">${heading}</h2>
       ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} />`))}
       ${last && (open.length ? html`<${Done} record=${last} />` : html`<${LastIteration} record=${last} />`)}
-      ${!records.length && html`<p class="muted">${isOver(job) ? "No iteration was opened." : "No iteration has been opened yet."}</p>`}
-      ${!isOver(job) && html`<${Rollouts} workers=${workers} job=${job} now=${now} />`}
+      ${!records.length && html`<p class="muted">${isOver(job) ? "The job ended before it began to train." : BEFORE[job.state]}</p>`}
+      ${!isOver(job) && (job.state !== "PENDING" || workers.length > 0) && html`<${Rollouts} workers=${workers} job=${job} now=${now} />`}
     </section>
   `;
 }

@@ -101,6 +101,7 @@ export class TimelinePanel extends Component {
   }
 
   render({ id, isLarge }, { timeline, records, problem, chosen }) {
+    if (!isLarge && !problem && !timeline?.lanes.length) return null; // nothing to show on the job's page yet
     const summary = problem || (timeline ? summarise(timeline) : "");
     const more = html`<a href="${addressOf(id)}/timeline">Larger, with zoom</a>`;
     return html`
