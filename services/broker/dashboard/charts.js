@@ -33,6 +33,7 @@ export class Pointer {
 export class Chart extends Component {
   state = { at: null, isOpen: false };
   plot = createRef();
+  width = 0; // of the plot, as the browser tells after each layout; 0: not in sight
 
   get pointer() {
     return this.props.pointer ?? (this.own ??= new Pointer());
@@ -40,10 +41,9 @@ export class Chart extends Component {
 
   componentDidMount() {
     this.pointer.charts.add(this);
-    this.observer = new ResizeObserver(() => this.resize());
+    this.observer = new ResizeObserver(([entry]) => this.resize(Math.floor(entry.contentRect.width)));
     this.observer.observe(this.plot.current);
     this.forget = onThemeChange(() => this.chart?.redraw(false));
-    this.draw();
   }
 
   componentDidUpdate({ lines, isSmooth }) {
@@ -65,6 +65,7 @@ export class Chart extends Component {
 
   /** The chart is made again only when its shape changes: other lines, another kind of scale. */
   draw() {
+    if (!this.width) return;
     const { lines, isLog } = this.props;
     const canBeLog = Boolean(isLog) && lines.every(({ points }) => points.every(([, y]) => y > 0));
     const { data, series, bands } = layersOf(lines, this.props.isSmooth);
@@ -77,17 +78,19 @@ export class Chart extends Component {
     this.chart?.destroy();
     const options = optionsOf(this.props, series, bands, canBeLog);
     const hooks = { draw: [() => this.placeCursor()] };
-    this.chart = new uPlot({ ...options, ...this.size(), hooks }, data, this.plot.current);
+    this.chart = new uPlot({ ...options, width: this.width, height: this.height, hooks }, data, this.plot.current);
     this.chart.root.setAttribute("aria-hidden", "true");
   }
 
-  size() {
-    return { width: Math.max(80, this.plot.current.clientWidth), height: this.props.height ?? 168 };
+  get height() {
+    return this.props.height ?? 168;
   }
 
-  resize() {
-    const { width, height } = this.size();
-    if (this.chart && width !== this.chart.width) this.chart.setSize({ width, height });
+  resize(width) {
+    if (width === this.width) return;
+    this.width = width;
+    if (this.chart && width) this.chart.setSize({ width, height: this.height });
+    this.draw(); // what came while it was out of sight
   }
 
   // ---- pointing at a value -----------------------------------------------------------------------------------------
