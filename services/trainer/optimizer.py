@@ -34,8 +34,8 @@ class MasterAdamW:
     """The optimizer. After gradients have added up, call `rescale`, `clip`, `step` once each, in this order."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig, decay_ends: Sequence[int] = (0,)) -> None:
-        """Create the masters. `decay_ends`: steps to which the learning rate decays, ascending; a job that was given more iterations
-        has several."""
+        """Create the masters. `decay_ends`: steps to which the learning rate decays, ascending; a job that was given
+        more iterations has several."""
         self.config, self._decay_ends = config, decay_ends
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}

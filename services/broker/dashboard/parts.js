@@ -147,7 +147,7 @@ export class JobControls extends Component {
 const isCancelWanted = (job) =>
   confirmed({
     heading: `Cancel ${job.name}?`,
-    detail: `${job.id} has ${job.next_iteration} of ${job.num_iterations} iterations. Its record and checkpoints stay; it cannot be resumed.`,
+    detail: `${job.id} has ${job.next_iteration} of ${job.num_iterations} iterations. Its record and checkpoints stay; \`onbeat jobs resume\` brings it back.`,
     yes: "Cancel the job",
     no: "Keep it",
   });
