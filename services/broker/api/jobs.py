@@ -221,7 +221,10 @@ async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Re
     checkpoint and what was recorded since; one that SUCCEEDED does so when it is given more iterations. Repeating it
     changes nothing."""
     num_iterations = wanted.num_iterations if wanted is not None else None
-    state = await broker.ledger.job_state(job_id)
+    fields = await broker.ledger.job_fields(job_id)
+    state = JobState(fields["state"])
+    if state is JobState.PENDING and "queued_at" in fields and num_iterations in (None, int(fields["num_iterations"])):
+        return await read_job(broker.ledger, job_id)  # it was resumed a moment ago
     if state.is_final or num_iterations is not None:
         async with broker.quota.place(submitter_of(request)):
             await resume_over(broker.ledger, broker.admission, job_id, num_iterations)
