@@ -53,7 +53,7 @@ def pids_in(pids_file: Path) -> list[int]:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ends between opening the file and reading it
         return False
 
 
