@@ -160,8 +160,8 @@ class Schedule(Section):
     num_iterations: PositiveInt = Field(le=1_000_000, description="of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
-        description="numbers of iterations that it had before it was given more; `onbeat jobs resume --iterations` "
-        "writes them, and the learning rate decays to each of them",
+        description="how many iterations it had before each `onbeat jobs resume JOB --iterations 50`, "
+        "which writes them; the learning rate decays to each",
     )
     iteration_deadline_s: Float = Field(
         1800.0, gt=0, le=7 * 86_400, description="an iteration that makes no progress for this long fails the job"
