@@ -95,7 +95,7 @@ class TrainLoop:
 
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
         """One optimizer step on its share of the iteration; returns the number of responses in it."""
-        self._policy.optimizer.zero_gradients()
+        self._policy.optimizer.drop_gradients()
         self._rows.clear()
         stats.start_update()
         witness: list[RolloutGroup] = []

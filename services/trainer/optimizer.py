@@ -41,18 +41,6 @@ class MasterAdamW:
         self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}
         self._buckets = [(names, self._adamw(names)) for names in buckets(self.masters)]
         self.num_steps = 0
-        self._create_moments()
-
-    def _create_moments(self) -> None:
-        """Create the moments before the first pass, not at the first step as AdamW would.
-
-        What lives for the whole job would otherwise take the memory that passes have freed, and they would need more.
-        """
-        for names, adamw in self._buckets:
-            for name in names:
-                master = self.masters[name]
-                moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
-                adamw.state[master] = {"step": torch.tensor(0.0, device=master.device), **moments}
 
     def _adamw(self, names: list[str]) -> torch.optim.AdamW:
         masters, config = [self.masters[name] for name in names], self.config
@@ -139,14 +127,6 @@ class MasterAdamW:
         for name in names:
             if self.parameters[name] is not self.masters[name]:
                 self.parameters[name].copy_(self.masters[name])
-
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero, and create them where there are none.
-
-        Created before a pass, they do not end up between its activations, whose memory the next pass takes as a whole.
-        """
-        for gradient in self.gradients().values():
-            gradient.zero_()
 
     def drop_gradients(self) -> None:
         for _, adamw in self._buckets:
