@@ -1,4 +1,4 @@
-"""What to train: the job, as users write it in TOML or JSON. Unknown keys are refused, at every level.
+"""The job: what to train, as users write it in TOML or JSON. Unknown keys are refused, at every level.
 
 Where a process runs (URLs, ports, devices) is not here: that is each service's `settings`.
 """
@@ -247,7 +247,7 @@ class RetentionConfig(Section):
 
 
 class Tracker(Section):
-    """Where else the curves go, besides TensorBoard. Addresses and keys: the trainer's environment, never the job."""
+    """A place for the curves besides TensorBoard. Addresses and keys: the trainer's environment, never the job."""
 
     project: str = Field(
         "onbeat",
@@ -425,7 +425,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def default_retention(self) -> "JobConfig":
-        """A replay starts at a checkpoint: so what lies between two of them is kept."""
+        """Keep the iterations between two checkpoints, as a replay starts at a checkpoint."""
         if self.retention.rollout_iterations is None:
             kept = RetentionConfig(rollout_iterations=max(50, self.checkpoint.every_iterations))
             object.__setattr__(self, "retention", kept)
@@ -463,7 +463,7 @@ def is_nested_deeper(value: Any, depth: int) -> bool:
 
 
 def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """The raw job with `key.sub=value` overrides applied; values are TOML, bare words are strings.
+    """Read the raw job with `key.sub=value` overrides applied; values are TOML, bare words are strings.
 
     >>> apply_override({"schedule": {"mode": "sync"}}, "schedule.mode=periodic")
     {'schedule': {'mode': 'periodic'}}

@@ -28,7 +28,7 @@ class JobNotFinal(IllegalTransition):
 
 
 class CannotResume(IllegalTransition):
-    """`reason`: why not, and what to do instead."""
+    """The job cannot be resumed. `reason`: why not, and what to do instead."""
 
     def __init__(self, job_id: str, current: str, reason: str) -> None:
         super().__init__(job_id, current, "resumed")

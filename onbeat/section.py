@@ -1,4 +1,4 @@
-"""What the sections of a job are made of: unknown keys are refused, and true is not the number 1."""
+"""The base of a job's sections: unknown keys are refused, and true is not the number 1."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def refuse_boolean(value: Any) -> Any:
-    """To Python true is the number 1."""
+    """Raise ValueError for a boolean, as to Python true is the number 1."""
     if isinstance(value, bool):
         raise ValueError("should be a number, not true or false")
     return value

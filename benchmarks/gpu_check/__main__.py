@@ -1,4 +1,4 @@
-"""One command for the day a GPU is there: `make gpu-check`. Needs PyTorch, transformers and this checkout.
+"""One command for the day a GPU is there: `make gpu-check`. It needs PyTorch, transformers and this checkout.
 
 Each part is a process of its own with a time limit, so that one failure costs only itself; all together take 9 minutes
 at most. Without a GPU the same parts run on the CPU, with tiny shapes. Everything found goes into one JSON file.
@@ -46,7 +46,7 @@ class Check:
     """One run; `result` is what is written after each part."""
 
     def __init__(self, folder: Path | None, site: Path, described: dict[str, Any]) -> None:
-        """`site`: packages, caches, and what parts leave behind. `folder` None: no file is written."""
+        """Create the run. `site`: packages, caches, and what parts leave behind. `folder` None: no file is written."""
         self._started, self._folder, self._site = time.monotonic(), folder, site
         about = {"benchmark": "gpu_check", "date": time.strftime("%Y-%m-%d"), "num_cores": os.cpu_count()}
         self.result: dict[str, Any] = {**about, **described, "parts": {}}
@@ -103,14 +103,14 @@ class Check:
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Compiled kernels are shared by the parts, and gone afterwards."""
+    """Return the environment of a part. Compiled kernels are shared by the parts, and gone afterwards."""
     paths = [str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(site / "inductor"), "TRITON_CACHE_DIR": str(site / "triton")}
     return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """With everything that it started in its session."""
+    """End the process, with everything that it started in its session."""
     for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
         try:
             os.killpg(process.pid, number)
@@ -120,7 +120,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe(site: Path) -> dict[str, Any]:
-    """In a process of its own: one that has asked for a CUDA device takes memory there. Raises SystemExit."""
+    """Describe the machine in its own process: one that asks for a CUDA device takes its memory. Raises SystemExit."""
     command = [sys.executable, "-m", "benchmarks.gpu_check.versions"]
     done = subprocess.run(command, cwd=ROOT, env=environment(site), capture_output=True, text=True, check=False)
     if done.returncode:

@@ -16,7 +16,7 @@ from services.trainer.attention.flex import plan_flex
 LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens
     "smallest": ([(1, [2])], 0),
     "whole blocks": ([(128, [129, 129]), (128, [129])], 0),
-    # Those of tests/unit/test_attention_kernels.py.
+    # These are those of tests/unit/test_attention_kernels.py.
     "long": ([(150, [3, 40, 1]), (5, [200, 7])], 0),
     "longer": ([(300, [310, 2, 1]), (150, [3, 40, 1]), (5, [200, 7])], 0),
     "behind a long prefix": ([(152, [3, 40, 1]), (131, [200, 7])], 130),
@@ -47,7 +47,7 @@ def measure(place: Place, findings: Findings) -> None:
 
 
 def check(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: Place, findings: Findings) -> None:
-    """One combination that the compiler refuses does not cost the others."""
+    """Check one combination: one that the compiler refuses does not cost the others."""
     what = f"{str(dtype).removeprefix('torch.')}, heads {heads}, {name}"
     try:
         gap, gap_of_dense, first_call_s = compare(name, heads, dtype, place)
@@ -76,7 +76,7 @@ def compare(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: P
 def random_inputs(
     layout: PackedLayout, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Query [1, H, T, D], key and value [1, K, T, D]."""
+    """Return query [1, H, T, D], key and value [1, K, T, D]."""
     num_heads, num_keys, size = heads
     generator = torch.Generator().manual_seed(layout.num_places)
     shapes = [(1, count, layout.num_places, size) for count in (num_heads, num_keys, num_keys)]
@@ -84,7 +84,7 @@ def random_inputs(
 
 
 def outputs(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What comes out, and on a GPU the gradients of the inputs too."""
+    """Return the output, and on a GPU the gradients of the inputs too."""
     inputs = [tensor.detach().requires_grad_(tensor.is_cuda) for tensor in inputs]
     output = attend(*inputs)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).to(torch.bfloat16).reshape(output.shape)
@@ -98,7 +98,7 @@ def by_dense_mask(layout: PackedLayout, query, key, value) -> torch.Tensor:
 
 
 def largest_gap(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The mean gap of each tensor by the mean size of its values; the largest of them."""
+    """Return the largest of the tensors' gaps: the mean gap divided by the mean size of the values."""
     gaps = [(ours - truth).abs().mean() / truth.abs().mean() for ours, truth in zip(found, exact, strict=True)]
     return max(gap.item() for gap in gaps)
 

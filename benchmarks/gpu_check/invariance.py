@@ -15,7 +15,7 @@ MAX_PROMPTS = 64
 
 
 def operators(dtype: torch.dtype, place: Place):
-    """Name, what is done with a batch, and the shape of one of its rows."""
+    """Return the name of each operator, the function of a batch, and the shape of one of its rows."""
     hidden, intermediate = (64, 96) if place.is_tiny else (HIDDEN, INTERMEDIATE)
     context = 40 if place.is_tiny else CONTEXT
     weights = random((intermediate, hidden), dtype, place)
@@ -28,7 +28,7 @@ def operators(dtype: torch.dtype, place: Place):
         return scaled_dot_product_attention(rows_BHTD, key, value, is_causal=is_causal, enable_gqa=True)
 
     def own_rms_norm(rows: torch.Tensor) -> torch.Tensor:
-        """As transformers writes it."""
+        """Compute the RMS norm as transformers does."""
         precise = rows.float()
         return gain * (precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + 1e-6)).to(rows.dtype)
 

@@ -33,7 +33,7 @@ def random_config(size: str) -> Qwen2Config:
 
 
 def random_model(size: str, device: torch.device, dtype: torch.dtype, is_checkpointed: bool = True):
-    """A decoder that attends by packed layouts, as the trainer has it."""
+    """Return a decoder that attends by packed layouts, as the trainer has it."""
     register_attention()
     with device:
         model = AutoModelForCausalLM.from_config(random_config(size), dtype=dtype).eval()
@@ -45,7 +45,7 @@ def random_model(size: str, device: torch.device, dtype: torch.dtype, is_checkpo
 
 
 def write_model(folder: Path, size: str) -> Path:
-    """A model in Hugging Face layout with the tokenizer of the tests, one token per byte."""
+    """Write a model in Hugging Face layout with the tokenizer of the tests, one token per byte."""
     tokenizer, config = build_tokenizer(), random_config(size)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id

@@ -37,7 +37,7 @@ REPETITIONS = 3
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """Each sequence of the row by itself, causally."""
+    """A plan in which each sequence of the row attends to itself, causally."""
 
     ends: torch.Tensor  # [S + 1] int32, cumulative
     longest: int
@@ -97,13 +97,13 @@ def measure(place: Place, findings: Findings) -> None:
             for shape in TINY_SHAPES if place.is_tiny else SHAPES:
                 compare(size, model, shape, peak, place, findings)
             del model
-            gc.collect()  # of a model that is wrapped for checkpointing only this lets go
+            gc.collect()  # only this frees a model that is wrapped for checkpointing
         except torch.OutOfMemoryError as error:
             findings.leave_out(f"the {size} model's larger shapes do not fit into the card's free memory: {error}")
 
 
 def time_head(size: str, model, place: Place, findings: Findings) -> None:
-    """The output head, by how many rows of float32 logits it makes at a time: 16 suit the cache of a CPU."""
+    """Time the output head by the number of float32 rows of logits that it makes at a time: 16 suit a CPU's cache."""
     weight = model.get_output_embeddings().weight
     num_tokens = 32 if place.is_tiny else 4096
     hidden = torch.randn(num_tokens, weight.shape[1], device=place.device).bfloat16().requires_grad_()

@@ -1,4 +1,4 @@
-"""What every part of the check is given, and what it leaves behind: a JSON file, written anew after each finding.
+"""The inputs of every part of the check, and what it leaves behind: a JSON file, written anew after each finding.
 
 So a part that is stopped at its time limit leaves what it had found by then.
 """
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs. On a CPU every shape is tiny."""
+    """The device that a part runs on. On a CPU every shape is tiny."""
 
     device: torch.device
 
@@ -45,7 +45,7 @@ class Place:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> float | None:
-        """Return the most memory that tensors took since `reset_peak`; None on a CPU, where nobody counts it."""
+        """Return the most memory that tensors took since `reset_peak`; None on a CPU, where it is not counted."""
         return torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None
 
 
@@ -83,7 +83,7 @@ def in_words(finding: Any) -> str:
 
 
 def run_part(measure: Callable[[Place, Findings], None]) -> None:
-    """The `main` of a part."""
+    """Run a part with its command line: the `main` of each part."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--findings", type=Path, required=True)

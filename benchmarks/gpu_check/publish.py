@@ -1,4 +1,4 @@
-"""From an optimizer step to a version that rollouts can pull: copies to the host, digests, the delta; what overlaps.
+"""The way from an optimizer step to a version that rollouts can pull: copies to the host, digests, the delta, overlap.
 
 The copy is timed as the trainer does it, into ordinary memory, and into pinned memory. Digests (BLAKE3), checksums
 (XXH3) and deltas are made by one thread of the trainer while the device is at the next parameters.
@@ -53,7 +53,7 @@ def time_copies(tensor: torch.Tensor, place: Place, findings: Findings) -> None:
 
 
 def time_step_and_snapshot(optimizer: MasterAdamW, base: Snapshot, place: Place, findings: Findings) -> None:
-    """The step alone, the snapshot after it, then both as the trainer does them."""
+    """Time the step alone, the snapshot after it, then both as the trainer does them."""
     give_gradients(optimizer)
     place.synchronize()
     started = time.perf_counter()
@@ -92,7 +92,7 @@ def time_step_and_snapshot(optimizer: MasterAdamW, base: Snapshot, place: Place,
 
 
 def time_codec(before: Snapshot, after: Snapshot, findings: Findings) -> None:
-    """Rates of one core, on the largest tensor."""
+    """Measure the rates of one core on the largest tensor."""
     index = max(range(len(after.buffers)), key=lambda index: len(after.buffers[index]))
     old, new = (snapshot.buffers[index][:CODEC_BYTES] for snapshot in (before, after))
     rates = {}
@@ -108,7 +108,7 @@ def time_codec(before: Snapshot, after: Snapshot, findings: Findings) -> None:
 
 
 def check_delta(before: Snapshot, after: Snapshot, findings: Findings) -> None:
-    """Applied to the version before, each tensor's delta gives this version's bits."""
+    """Check that each tensor's delta, applied to the version before, gives this version's bits."""
     wrong = []
     for entry, old, new in zip(after.entries, before.buffers, after.buffers, strict=True):
         encoding, change = delta.encode(old, new, 2)

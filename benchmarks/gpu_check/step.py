@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 NUM_ITERATIONS, NUM_GROUPS = 3, 4
 SMALL = (11, 7, 3)  # tokens of prompt and response, responses
 LARGE = (512, 256, 8)
-# Of the gradient's norm; on average, of the way that all steps could move a weight. Another attention on the CPU: 1e-6.
+# The limits are for the gradient's norm, and for the weights' mean gap as a share of the way that all steps could move
+# one. Another attention on the CPU has 1e-6.
 NORM_GAP, WEIGHT_GAP = 1e-3, 1e-3
 GAIN = 8.0  # random weights are so small that every softmax is flat
 
@@ -62,7 +63,7 @@ def job_config(
 
 
 def recorded_stream(shape: tuple[int, int, int], vocabulary: int) -> list[RolloutGroup]:
-    """All groups of the job, of that many tokens at most; rewards differ within each."""
+    """Return all groups of the job, of that many tokens at most; rewards differ within each."""
     generator = torch.Generator().manual_seed(0)
     prompt_length, response_length, group_size = shape
 
@@ -109,7 +110,7 @@ def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.de
 
 
 def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings: Findings) -> None:
-    """On a CPU: with itself, where it must have the same bits."""
+    """Train on the device and on the CPU, and compare; on a CPU the bits must be the same."""
     config = job_config(objective, has_reference, "float32", num_updates=2, shape=SMALL)
     groups = recorded_stream(SMALL, SIZES["tiny, few tokens"][5])
     policies, links = {}, {}
@@ -137,7 +138,7 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
 
 
 def plan_bytes(config: JobConfig, model_config: Any, prompt_tokens: int) -> dict[str, int]:
-    """What `onbeat plan memory` says of the device's memory."""
+    """Return the plan of `onbeat plan memory` for the device's memory, in bytes."""
     sizes = measure_sizes(config, model_config, Passes(), prompt_tokens)
     return plan_trainer(config, sizes, Placement(is_on_host=False))["device"]
 
@@ -170,7 +171,7 @@ def time_job(objective: str, has_reference: bool, place: Place, findings: Findin
 
 
 def time_barrier(policy: Policy, place: Place, findings: Findings) -> None:
-    """Its parts one by one, on gradients of random numbers."""
+    """Time the parts of the barrier one by one, on gradients of random numbers."""
     optimizer, seconds = policy.optimizer, {}
     for master in optimizer.masters.values():
         master.grad = torch.randn_like(master)
@@ -191,7 +192,7 @@ def time_barrier(policy: Policy, place: Place, findings: Findings) -> None:
 
 
 def check_fused_adamw(place: Place, findings: Findings) -> None:
-    """Against PyTorch's plain AdamW in float64, ten steps."""
+    """Compare fused AdamW with PyTorch's plain one in float64, over ten steps."""
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(100_003, generator=generator), torch.randn(10, 100_003, generator=generator)
     found = []
@@ -219,7 +220,7 @@ def measure(place: Place, findings: Findings) -> None:
             policy = time_job(objective, has_reference, place, findings)
             time_barrier(policy, place, findings)
             del policy
-            gc.collect()  # of a model that is wrapped for checkpointing only this lets go
+            gc.collect()  # only this frees a model that is wrapped for checkpointing
     except torch.OutOfMemoryError as error:
         findings.leave_out(f"the large model's step does not fit into the card's free memory: {error}")
 

@@ -1,4 +1,4 @@
-"""What is here: versions and the device, as one line of JSON. `problems` are sentences: what is missing, what to do."""
+"""A report of versions and the device, as one line of JSON. `problems` are sentences: what is missing, what to do."""
 
 import json
 import platform

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "requirements" / "gpu-check-wheels.in"
 PYTHON, LIMIT_MB = "3.12", 40
 GLIBCS = ("_2_28_x86_64", "_2_17_x86_64", "2014_x86_64", "2010_x86_64", "1_x86_64")
-# What stands for all of them: a machine that has these has been set up for Onbeat.
+# These stand for all of them: a machine that has them has been set up for Onbeat.
 MODULES = ("blake3", "fastapi", "grpc", "prometheus_client", "pydantic_settings", "redis", "tensorboard", "zstandard")
 
 
 def fetch(folder: Path) -> None:
-    """Raises CalledProcessError with pip's words on the terminal, SystemExit when the wheels are too large."""
+    """Download the wheels. Raises CalledProcessError, with pip's words on the terminal, SystemExit when too large."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -57,7 +57,7 @@ def unpack(folder: Path, target: Path) -> str:
 
 
 def write_entry_points(target: Path) -> None:
-    """Onbeat's engines and rewards are found by name, as if the checkout were installed."""
+    """Write entry points, so that Onbeat's engines and rewards are found by name as if the checkout were installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = target / f"{project['name']}-{project['version']}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)

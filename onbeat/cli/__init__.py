@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def describe_value_error(error: ValueError) -> str:
-    """One line per wrong field of a job, named as in the file."""
+    """Return the error with one line per wrong field of a job, named as in the file."""
     from pydantic import ValidationError
 
     from onbeat.config import JobConfig
@@ -91,7 +91,7 @@ def describe_value_error(error: ValueError) -> str:
 
 
 def union_tags(schema: Any) -> Iterator[str]:
-    """The values of `type` and `mode` anywhere in a JSON schema."""
+    """Yield the values of `type` and `mode` anywhere in a JSON schema."""
     children = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
     if isinstance(schema, dict) and isinstance(schema.get("discriminator"), dict):
         yield from schema["discriminator"]["mapping"]

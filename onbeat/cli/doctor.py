@@ -53,7 +53,7 @@ def explain_unreachable(url: str, reason: str) -> "Diagnosis":
 
 
 def describe(found: "Diagnosis") -> str:
-    """Problems are marked, and come first."""
+    """Return the findings as text, with problems marked, and a verdict at the end."""
     lines = [("PROBLEM  " if finding.is_problem else "ok       ") + finding.sentence for finding in found.findings]
     num_problems = sum(finding.is_problem for finding in found.findings)
     verdict = "healthy" if found.is_healthy else f"{num_problems} problems" if num_problems > 1 else "1 problem"

@@ -1,4 +1,4 @@
-"""`onbeat keys`: the API keys that a broker lets in. Works on the keys file alone; no broker is asked."""
+"""`onbeat keys`: the API keys that a broker lets in. They work on the keys file alone; no broker is asked."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -57,9 +57,9 @@ TrainerCores = Annotated[
 
 
 def connect(url: str | None, api_key: str | None, data_dir: Path | None = None) -> "AsyncClient":
-    """A client for --url, else for the stack of the data folder, else for the default address.
+    """Return a client for --url, else for the stack of the data folder, else for the default address.
 
-    Trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for whatever command follows.
+    It trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
     """
     from onbeat.client import DEFAULT_URL, AsyncClient
     from onbeat.local.state import resolve_data_dir, running_stack

@@ -57,7 +57,7 @@ def memory(
 
 
 def with_dtype(config: "JobConfig") -> dict[str, Any]:
-    """The job with a dtype instead of `auto`."""
+    """Return the job with a dtype instead of `auto`."""
     from onbeat.local.hardware import read_processor
 
     fields: dict[str, Any] = config.model_dump(mode="json")
@@ -67,7 +67,7 @@ def with_dtype(config: "JobConfig") -> dict[str, Any]:
 
 
 def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
-    """Raises ValueError where the model cannot be planned."""
+    """Plan the memory of trainer and rollout. Raises ValueError where the model cannot be planned."""
     request = {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
     trainer = ask("services.trainer.memory_plan", request)
     names = {"host": "trainer", "device": "trainer's GPU"}
@@ -86,7 +86,7 @@ def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_g
 
 
 def ask(module: str, request: dict[str, Any]) -> Any:
-    """What a service's module prints. A process of its own: this one never imports torch. Raises ValueError."""
+    """Return what a service's module prints in its own process: this one never imports torch. Raises ValueError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
@@ -123,7 +123,7 @@ def by_size(item: tuple[str, int]) -> int:
 
 
 def available_bytes() -> int:
-    """What programs can still get, or all that there is where the system does not say."""
+    """Return the bytes that programs can still get, or all that there are where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

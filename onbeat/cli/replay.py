@@ -32,6 +32,6 @@ def replay(
         typer.echo(f"no stack runs in {folder}: start it with `onbeat up`, or set ONBEAT_REDIS_URL", err=True)
         raise typer.Exit(2)
     environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
-    # A process of its own: this one never imports torch.
+    # It runs in its own process: this one never imports torch.
     command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]
     raise typer.Exit(subprocess.call(command, env=environment))

@@ -21,7 +21,7 @@ from onbeat.types import (
 )
 
 MAX_ROWS = 200
-MAX_CHARACTERS = 1000  # of a text in a cell
+MAX_CHARACTERS = 1000  # characters of a text in a cell
 # The columns of tables of these records. Other tables show all fields.
 COLUMNS: dict[type[Record], Sequence[str]] = {
     JobRecord: ("id", "name", "pool", "state", "next_iteration", "num_iterations", "policy_version", "created_at"),

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# In the order of ONBEAT_DEVICE=auto: the variable that makes devices visible, and the names of their files.
+# The order is that of ONBEAT_DEVICE=auto. Values: the variable that makes devices visible, the names of their files.
 KINDS = {
     "cuda": ("CUDA_VISIBLE_DEVICES", re.compile(r"nvidia\d+")),
     "npu": ("ASCEND_RT_VISIBLE_DEVICES", re.compile(r"davinci\d+")),
 }
 MEMORY = "ONBEAT_GPU_MEMORY_UTILIZATION"
-# Shares of a device's memory for all its rollouts together: without the trainer, what one rollout takes by default.
+# The shares of a device's memory for all its rollouts together. The first, without the trainer, is a rollout's default.
 ROLLOUTS_MEMORY, BESIDE_TRAINER_MEMORY = 0.85, 0.4
 
 

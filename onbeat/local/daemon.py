@@ -58,7 +58,7 @@ def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: P
 
 
 def stop_in_background(data_dir: Path) -> bool:
-    """Stop the stack of this data folder, whoever started it; False if none was running."""
+    """Stop the stack of this data folder, no matter what started it. Return False if none was running."""
     state = running_stack(data_dir)
     if state is None:
         if has_processes(data_dir):

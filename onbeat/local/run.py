@@ -47,8 +47,8 @@ class JobRun:
             return progress.job.state
 
     async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
-        """Continue the unfinished job of the same file. Of other files those that are paused stay so, and what a run
-        that was killed has left goes first."""
+        """Continue the unfinished job of the same file. Paused jobs of other files stay paused, and the jobs that a
+        killed run has left go first."""
         for job in reversed([job for job in await client.jobs.list() if not job.state.is_final]):
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:
@@ -89,7 +89,7 @@ class JobRun:
 def run_job(
     config: JobConfig, job_folder: Path, options: StackOptions, report_path: Path | None, is_fresh: bool
 ) -> int:
-    """The exit code: 0 SUCCEEDED, 1 any other end, 130 interrupted. Raises OnbeatError."""
+    """Run the job. Return the exit code: 0 SUCCEEDED, 1 any other end, 130 interrupted. Raises OnbeatError."""
     console = Console(highlight=False, markup=False)
     if report_path is not None:
         check_report_path(report_path)
@@ -124,7 +124,7 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
     """Say where the job stands, and how it goes on."""
     if job.state.is_final:
         return f"job {job.id} is {job.state}"
-    if running_stack(data_dir) is not None:  # of `onbeat up`: its trainer keeps the job
+    if running_stack(data_dir) is not None:  # this is the stack of `onbeat up`: its trainer keeps the job
         text = f"job {job.id} is {job.state} after {job.next_iteration} of {job.num_iterations} iterations: the same "
         return text + f"command continues it, `onbeat jobs cancel {job.id}` ends it"
     written = sorted((data_dir / "jobs" / job.id / "checkpoints").glob("iteration-*/state.json"))
@@ -142,7 +142,7 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
 
 @contextmanager
 def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The URL of the stack of `onbeat up` if there is one, else of our own; and what to call about every second."""
+    """Yield the URL of the stack of `onbeat up`, or else of our own, and a function to call about every second."""
     running = running_stack(options.data_dir)
     if running is not None and running.command == "up":
         if options.pool != UP_POOL:
@@ -163,13 +163,13 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
 
 @contextmanager
 def terminations_as_interrupts() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a run as Ctrl-C does. They often come twice, and count once."""
+    """Let SIGTERM and a closed terminal end a run as Ctrl-C does. They often come twice, and count once."""
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def interrupt(received: int, _: object) -> None:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        if received == signal.SIGHUP:  # what is written to a terminal that has gone would fail
+        if received == signal.SIGHUP:  # writing to a terminal that has gone would fail
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: Ctrl-C is not for us
@@ -189,7 +189,7 @@ def is_same(job: JobRecord, config: JobConfig) -> bool:
     try:
         return JobConfig.model_validate(job.config) == config
     except ValidationError:
-        return False  # of another version of Onbeat
+        return False  # it is of another version of Onbeat
 
 
 def stage_data(config: JobConfig, job_folder: Path, data_dir: Path) -> JobConfig:

@@ -25,8 +25,9 @@ from onbeat.temporary import PrivateFolder
 
 log = logging.getLogger(__name__)
 
-# Responses at a time. On cores of its own few: groups finish one after another, so that the trainer starts early. On
-# shared cores many: generating is soonest over, and then the trainer has them all. A GPU or NPU is made for many.
+# Responses at a time. A rollout with its own cores takes few: groups finish one after another, so that the trainer
+# starts early. On shared cores it takes many: generating is over soonest, and then the trainer has all cores. A GPU or
+# NPU is made for many.
 SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 # On shared cores a thread that waits should soon give its core to the other process (GNU OpenMP; default 300,000). But
 # it should not sleep between two operations: with 1,000 it did, and waking it took 0.3 ms on a virtual machine.
@@ -47,8 +48,8 @@ class StackOptions:
 
 
 class LocalStack:
-    """Use as a context manager: entering returns when the broker is ready, leaving leaves no process behind. A Ctrl-C
-    that leaves it kills all services at once."""
+    """A context manager for the stack: entering returns when the broker is ready, leaving leaves no process behind. A
+    Ctrl-C that leaves it kills all services at once."""
 
     def __init__(self, options: StackOptions, command: str, report: Callable[[str], None] = log.warning) -> None:
         self.options = options
@@ -73,7 +74,7 @@ class LocalStack:
         self.stop(is_urgent=kind is KeyboardInterrupt)
 
     def start(self) -> None:
-        """Raises OnbeatError (StackFailed included) with what to do about it."""
+        """Start all services. Raises OnbeatError (StackFailed included) with what to do about it."""
         options = self.options
         create_data_dir(options.data_dir)
         self._lock = StackLock(options.data_dir)
@@ -92,7 +93,7 @@ class LocalStack:
             self._supervisor.check()
 
     def stop(self, *, is_urgent: bool = False) -> None:
-        """`is_urgent`, or a Ctrl-C meanwhile: kill all services instead of asking them to end."""
+        """Stop all services. `is_urgent`, or a Ctrl-C meanwhile: kill them instead of asking them to end."""
         try:
             if self._supervisor is not None:
                 self._supervisor.stop(is_urgent=is_urgent)
@@ -105,7 +106,7 @@ class LocalStack:
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:
-    """Broker, then trainer and rollouts. All they know comes from these environment variables."""
+    """Return the broker, then trainer and rollouts. All they know comes from these environment variables."""
     plan = plan_cores(available_cores(), options.num_rollouts, options.rollout_cores, options.trainer_cores)
     trainer_devices, rollout_devices = device_environments(os.environ, options.num_rollouts)
     common = {"ONBEAT_REDIS_URL": redis_url, "ONBEAT_POOL": options.pool, "ONBEAT_LOG_FORMAT": "text"}
@@ -179,7 +180,7 @@ def describe_places(options: StackOptions) -> str:
 
 
 def check_engine_name(name: str) -> None:
-    """Raises ValueError for an engine that is not installed: rollouts would only find it out after their start."""
+    """Raise ValueError for an engine that is not installed: rollouts would only find it out after their start."""
     installed = entry_points(group="onbeat.engines").names
     if installed and name not in installed:
         close = difflib.get_close_matches(name, installed, n=1)

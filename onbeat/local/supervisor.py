@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
-HEALTHY_AFTER_S = 120.0  # a service that lived so long starts again with a clean record
+HEALTHY_AFTER_S = 120.0  # a service that ran for this long starts again with a clean record
 TAIL_LINES = 20
 GUARD_S = 7.0  # for a guard to kill what its service has left
-# What the user's shell has for other brokers and another Redis is no business of these services: names that begin so.
+# Variables with these prefixes are not inherited: the shell may have them for other brokers and another Redis.
 NOT_INHERITED = (
     *("ONBEAT_API_KEY", "ONBEAT_URL", "ONBEAT_CA_FILE", "ONBEAT_TLS_", "ONBEAT_REDIS_USERNAME"),
     *("ONBEAT_REDIS_PASSWORD_FILE", "ONBEAT_REDIS_CA_FILE", "ONBEAT_REDIS_CERT_FILE", "ONBEAT_REDIS_KEY_FILE"),
@@ -46,7 +46,7 @@ class ServiceSpec:
     wave: int  # started in ascending order, each wave ready before the next
     env: Mapping[str, str] = field(default_factory=dict)
     grace_s: float = 10.0
-    missing: Callable[[], str] = lambda: ""  # what is still missing for readiness; "" when it is ready
+    missing: Callable[[], str] = lambda: ""  # the part that is still missing for readiness; "" when it is ready
     ready_deadline_s: float = 30.0
 
 
@@ -83,7 +83,7 @@ class Service:
         self.restart_at = None
 
     def _empty_scratch(self) -> Path:
-        """Its folder for temporary files, without those of a predecessor: nothing of that one is alive."""
+        """Return its folder for temporary files, emptied: the predecessor that wrote them has no process left."""
         assert self._scratch is not None
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -102,14 +102,14 @@ class Service:
             self._guard.send_signal(signal.SIGINT)
 
     def kill_group(self) -> None:
-        """Also after the guard's death: whoever it could not kill is still in its group."""
+        """Kill the process group, also after the guard's death: processes that it could not kill are still in it."""
         if self._guard is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guard.pid, signal.SIGKILL)
             self._guard.wait()
 
     def schedule_restart(self) -> bool:
-        """False when it has died too often."""
+        """Schedule a restart after a growing delay. Return False when the service has died too often."""
         now = time.monotonic()
         if now - self._started_at > HEALTHY_AFTER_S:
             self.num_failures = 0
@@ -124,7 +124,7 @@ class Service:
 
 
 class Supervisor:
-    """Call `start` once, `check` about every second, and `stop` in any case.
+    """A supervisor of services: call `start` once, `check` about every second, and `stop` in any case.
 
     Guards keep `held_fds` open: a lock among them stays taken until the last child is gone, even if we are killed.
     Temporary files of a service go to its own folder in `scratch`, which is emptied before each of its starts.
@@ -143,7 +143,7 @@ class Supervisor:
         self.services: list[Service] = []
 
     def start(self, specs: Sequence[ServiceSpec]) -> None:
-        """Raises StackFailed when a service dies or is not ready in time."""
+        """Start the services, wave by wave. Raises StackFailed when a service dies or is not ready in time."""
         for wave in sorted({spec.wave for spec in specs}):
             started = [self._launch(spec) for spec in specs if spec.wave == wave]
             for service in started:
@@ -176,7 +176,7 @@ class Supervisor:
             self._report(f"{cause}; restart {service.num_failures} of {MAX_RESTARTS} (log: {service.log_path})")
 
     def stop(self, *, is_urgent: bool = False) -> None:
-        """Last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice.
+        """Stop the services, the last wave first: SIGTERM, then SIGKILL for the process groups. Safe to call twice.
 
         `is_urgent`, or an exception (Ctrl-C) meanwhile: everything is killed.
         """

@@ -19,7 +19,7 @@ GROUP = "onbeat.objectives"
 
 
 def read_folder() -> dict[str, type[Objective]]:
-    """Each file's class by the file's name."""
+    """Return each file's class by the file's name."""
     found: dict[str, type[Objective]] = {}
     for file in pkgutil.iter_modules(__path__):
         if not file.ispkg:
@@ -61,7 +61,7 @@ def find_objective(name: str) -> type[Objective]:
 
 
 class ForeignObjective(Objective):
-    """Another machine's, of a job that was accepted: who computes no loss (rollouts, dashboards) goes on without it."""
+    """An accepted job's objective that is not installed here. Processes without a loss (rollouts, dashboards) go on."""
 
     model_config = ConfigDict(extra="allow")
 

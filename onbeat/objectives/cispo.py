@@ -22,7 +22,7 @@ class CispoObjective(GrpoObjective):
     clip_high: Float = Field(4.0, gt=0, description="and at 1 + clip_high")
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
-        """And whether the weight was clipped."""
+        """Return the loss of each token [N], and whether its weight was clipped."""
         ratio = inputs.importance_ratio.detach()
         weight = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -weight * inputs.advantages * inputs.trainer_logprobs, weight != ratio

@@ -31,7 +31,7 @@ class GrpoObjective(PolicyObjective):
         return self.clipped_surrogate(inputs.importance_ratio, inputs.advantages)
 
     def clipped_surrogate(self, ratio: Tensor, advantages: Tensor) -> TokenLoss:
-        """[N], [N] -> [N] and whether the clip cut the token's gradient off."""
+        """Return the loss [N] for a ratio [N] and advantages [N], and whether the clip cut the token's gradient off."""
         surrogate = ratio * advantages
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages
         return -surrogate.minimum(clipped), clipped < surrogate

@@ -3,7 +3,7 @@
     L = -log sigmoid(beta [(log pi(w) - log ref(w)) - (log pi(l) - log ref(l))])
 
 w and l are the group's best and worst response (first of equals); log pi sums over the response. A group whose rewards
-are all equal has no pair. Needs no importance ratio, which is why it bears off-policy rollouts best.
+are all equal has no pair. The loss needs no importance ratio, which is why it bears off-policy rollouts best.
 """
 
 from typing import ClassVar, Literal
@@ -36,7 +36,7 @@ class OnlineDpoObjective(Objective):
         return len(rewards) > 0 and best_and_worst(rewards) is not None
 
     def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
-        """The pair; any two if there is none."""
+        """Return the pair, or any two if there is none."""
         return tuple(sorted(best_and_worst(rewards) or (0, 1)))
 
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
@@ -61,6 +61,6 @@ class OnlineDpoObjective(Objective):
 
 
 def best_and_worst(rewards: Tensor) -> tuple[int, int] | None:
-    """Indices of the pair, or None when all rewards [G] are equal."""
+    """Return the indices of the pair, or None when all rewards [G] are equal."""
     best, worst = int(rewards.argmax()), int(rewards.argmin())
     return (best, worst) if rewards[best] > rewards[worst] else None

@@ -36,12 +36,12 @@ class ReinforcePpObjective(GrpoObjective):
         return self
 
     def iteration_scale(self, rewards_by_group: list[Tensor]) -> float:
-        """The standard deviation of centred rewards."""
+        """Return the standard deviation of the centred rewards."""
         import torch
 
         centred = torch.cat([rewards - rewards.mean() for rewards in rewards_by_group])
         return float(centred.square().mean().sqrt().item()) + EPS
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Before they are scaled."""
+        """Compute the advantages before they are scaled."""
         return rewards - rewards.mean()

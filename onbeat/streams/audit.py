@@ -38,7 +38,7 @@ class Iteration:
     num_groups: int
     digests: dict[str, str] = field(default_factory=dict)  # group id -> group_digest
     entries: dict[str, str] = field(default_factory=dict)  # group id -> entry of the rollouts stream
-    weights_digest: str = ""  # of the version that it made
+    weights_digest: str = ""  # digest of the version that it made
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Audit:
     num_entries: int = 0
     config_digest: str = ""
     published: int | None = None
-    first_iteration: int = 0  # those before it are another job's, which this one was forked from
+    first_iteration: int = 0  # earlier ones are of the job that this one was forked from
     next_iteration: int = 0  # the next iteration to be committed
-    weights_digest: str = ""  # of the newest published version
+    weights_digest: str = ""  # digest of the newest published version
     iterations: list[Iteration] = field(default_factory=list)
 
     def read(self, entries: Iterable[Entry]) -> None:

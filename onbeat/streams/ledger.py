@@ -122,7 +122,7 @@ class Ledger:
         digest = payload_digest(text.encode())
         fields = ["name", config["name"], "pool", config["pool"], "config", text, "submitter", submitter]
         fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
-        if (fork := config.get("fork")) is not None:  # what is before its first iteration belongs to another job
+        if (fork := config.get("fork")) is not None:  # iterations before its first one belong to another job
             numbers = ("first_iteration", "num_opened", "next_iteration", "next_evaluation", "num_trimmed")
             fields += [word for name in numbers for word in (name, str(fork["iteration"]))]
         more_keys = [job.prompts, job.rollouts, job.deleted]
@@ -201,7 +201,7 @@ class Ledger:
         return JobState(before.decode())
 
     async def resume_job(self, job_id: str, seen: JobState, extension: Extension | None = None) -> None:
-        """A job that was seen to be over becomes PENDING again. Raises CannotResume or JobNotFound."""
+        """Make a job that was seen to be over PENDING again. Raises CannotResume or JobNotFound."""
         assert seen.is_final, f"{job_id} is {seen}, it is not over"
         more: list[Any] = []
         if extension is not None:

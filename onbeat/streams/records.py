@@ -1,6 +1,6 @@
-"""Records of iterations and evaluations, built from the ledger's fields, and a job's curves made of them. Reads only.
+"""Records of iterations and evaluations, built from the ledger's fields, and a job's curves made of them.
 
-The broker's REST API and the trainer's trackers show the same numbers.
+The broker's REST API and the trainer's trackers show the same numbers. Nothing here writes.
 """
 
 import json
@@ -139,7 +139,7 @@ def published_at(version: int, iterations: Mapping[int, Fields]) -> float | None
 
 
 def first_iteration(job: Fields) -> int:
-    """0, unless the job is a fork: it counts on from the checkpoint that it started from."""
+    """Return 0, unless the job is a fork: it counts on from the checkpoint that it started from."""
     return int(job.get("first_iteration", "0"))
 
 
@@ -159,7 +159,7 @@ async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list
     records, evaluation = [], first_iteration(job)
     while section and evaluation < int(job.get("next_evaluation", "0")):
         if evaluation > after and (fields := await ledger.evaluations.fields(job_id, evaluation)):
-            records.append(evaluation_record(fields))  # one that nobody opened before the job's earlier end is left out
+            records.append(evaluation_record(fields))  # one that was not opened before an earlier end is left out
         end = next((end for end in ends if evaluation < end), ends[-1])
         evaluation = following_evaluation(evaluation, section["every_iterations"], end)
     return records

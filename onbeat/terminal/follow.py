@@ -28,8 +28,8 @@ async def follow(
     tick: Callable[[], None] = lambda: None,
     grace_s: float = 0.0,
 ) -> JobProgress:
-    """Show the job until it is final. `tick` is called about twice a second and may raise. `grace_s`: services were
-    just started; for so long none is missed.
+    """Show the job until it is final. `tick` is called about twice a second and may raise. Services that were just
+    started may be away for `grace_s`.
 
     Raise BrokerUnreachable when the broker does not come back in time, and ApiError when the job is deleted or a
     request is refused.

@@ -36,7 +36,7 @@ class PoolView:
 
 @dataclass(frozen=True)
 class Snapshot:
-    jobs: Sequence[JobRecord]  # those that are not over
+    jobs: Sequence[JobRecord]  # jobs that are not over
     newest: dict[str, IterationRecord]  # by job id: the last committed one
     pools: Sequence[PoolView]
 

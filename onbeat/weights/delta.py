@@ -40,7 +40,7 @@ MAX_SPARSE_SHARE = 0.2  # share of changed items up to which SPARSE is smaller t
 # than sending them on one machine does.
 MAX_XOR_ITEM_BYTES = 2
 NUM_SAMPLES = 1024  # items that are compared to estimate the share
-BLOCK_BYTES = 1 << 20  # of base and of new at a time, so that temporaries stay in the cache
+BLOCK_BYTES = 1 << 20  # bytes of base and of new at a time, so that temporaries stay in the cache
 GAP_BLOCK_BYTES = 1 << 16  # each becomes an 8-byte position
 ZSTD_LEVEL = 1  # the lowest level that entropy-codes; higher ones gain nothing on these streams
 

@@ -1,4 +1,4 @@
-"""What a job must also satisfy, beyond its schema, before it is created. Every refusal names a field and a remedy."""
+"""The checks of a new job beyond its schema. Every refusal names a field and a remedy."""
 
 import json
 import re
@@ -42,13 +42,13 @@ class JobRefused(OnbeatError):
 
 
 class Admission:
-    """`patterns`: a process of its own with a short deadline, so that an odd pattern holds up no data."""
+    """A review of jobs. `patterns`: one more process, with a short deadline, as an odd pattern must hold up no data."""
 
     def __init__(self, data: DatasetProcess, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
 
     async def review(self, config: JobConfig) -> None:
-        """Raises JobRefused with everything that is wrong; the data is only opened when all else is right."""
+        """Raise JobRefused with everything that is wrong; the data is only opened when all else is right."""
         errors = review_numbers(config) + review_free_values(config) + review_reward(config)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
         errors += await self._review_pattern(config)
@@ -94,7 +94,7 @@ def review_numbers(config: JobConfig) -> list[FieldError]:
 
 
 def review_free_values(config: JobConfig) -> list[FieldError]:
-    """Options are free-form: they must at least be JSON that every service can read."""
+    """Check that the options, which are free-form, are at least JSON that every service can read."""
     options: dict[str, Any] = {"reward.options": config.reward.options}
     options |= {
         f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
@@ -111,7 +111,7 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
 
 
 def data_sections(config: JobConfig) -> list[tuple[str, ReasoningGymData | FileData]]:
-    """All data of the job by its field."""
+    """Return all data of the job by its field."""
     held_out = [("evaluation.data", config.evaluation.data)] if config.evaluation is not None else []
     return [("data", config.data), *held_out]
 
@@ -134,7 +134,7 @@ def review_reward(config: JobConfig) -> list[FieldError]:
 
 
 def review_options(config: JobConfig) -> list[FieldError]:
-    """Of the rewards that come with Onbeat; what others take, the broker cannot know."""
+    """Check the options of a reward that comes with Onbeat; the broker cannot know the options of others."""
     name = config.reward.name
     known = REWARD_OPTIONS.get(name, config.reward.options)
     remedy = f"it has: {', '.join(known)}" if known else "it has none"
@@ -146,7 +146,7 @@ def review_options(config: JobConfig) -> list[FieldError]:
 
 
 def review_service(config: JobConfig) -> list[FieldError]:
-    """Only the form of the name: which services there are is in the settings of the rollouts."""
+    """Check the form of the name only: the services are named in the settings of the rollouts."""
     service = config.reward.options.get("service")
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
         return []

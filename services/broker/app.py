@@ -40,13 +40,13 @@ def create_app(
     on_conductor_end: Callable[[], None] = lambda: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """The lifespan runs the conductor; `on_conductor_end` is called if it gives up.
+    """Create the app, whose lifespan runs the conductor; `on_conductor_end` is called if it gives up.
 
     Raises ValueError for a keys file that is missing or broken.
     """
     meters = Meters()
     background = Background(settings, ledger, meters, on_conductor_end)
-    # Not the process that the conductor has, so that an odd job at the door cannot hold up the jobs inside.
+    # The conductor has another process, so that an odd job at the door cannot hold up the jobs inside.
     admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, settings.dataset_memory_mb)
     admission_patterns = DatasetProcess(settings.data_dir, PATTERN_S, settings.dataset_memory_mb)
     streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
@@ -80,14 +80,14 @@ def create_app(
     )
     add_middleware(app, settings, meters)
     problems.install(app)
-    # doctor before jobs: else JOB:explain is a job's id
+    # doctor comes before jobs: else JOB:explain is a job's id
     for api in (chat, dashboard, doctor, jobs, samples, stream, timeline, pools, health):
         app.include_router(api.router)
     return app
 
 
 def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
-    """The innermost first. Raises ValueError for a keys file that is missing or broken."""
+    """Add the middleware, the innermost first. Raises ValueError for a keys file that is missing or broken."""
     keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
     limit = RateLimit(settings.requests_per_s, settings.request_burst)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
@@ -97,7 +97,7 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
 
 
 class Background:
-    """What runs beside the requests: the conductor, the removal of old jobs and, where it is on, the tracing.
+    """The work beside the requests: the conductor, the removal of old jobs and, where it is on, the tracing.
 
     `on_end` is called when one of the first two gives up.
     """

@@ -1,11 +1,11 @@
-"""The control loop: opens the next iteration of every job as soon as its policy version is published.
+"""The control loop, which opens the next iteration of every job as soon as its policy version is published.
 
 Level-triggered: every step looks at the ledger alone and does what it finds undone, and every move is a
 compare-and-set. So any number of brokers may run, and one that died half way leaves nothing to repair.
 
     scan (slow) --> one watcher per started job --> step --> wait for the job's next event (or a second) --> step ...
 
-Of the pending jobs only those that are next have a watcher, so that the cost of a broker is that of the started ones.
+Only those pending jobs that are next have a watcher, so that the cost of a broker is that of the started ones.
 """
 
 import asyncio
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 SCAN_S = 0.25
 NUM_NEXT = 4  # pending jobs that are watched: those that are next, so that their prompts are ready when a trainer comes
-MAX_CRASHES = 3  # of one job's watcher, by a defect of ours, within CRASH_WINDOW_S, before the job fails
+MAX_CRASHES = 3  # crashes of one job's watcher within CRASH_WINDOW_S, by our defect, before the job fails
 CRASH_WINDOW_S = 600.0
 MAX_BACKOFF_S = 5.0
 
 
 class Conductor:
-    """`run` only ends by cancellation, or by raising when Redis stays away for longer than `patience_s`."""
+    """The watchers of all active jobs. `run` only ends by cancellation, or by raising when Redis stays away for longer
+    than `patience_s`."""
 
     def __init__(self, ledger: Ledger, process: DatasetProcess, patience_s: float) -> None:
         self._ledger, self._process, self._patience_s = ledger, process, patience_s
@@ -73,7 +74,7 @@ class Conductor:
         if error is None:  # the job is final
             self._crashed_at.pop(job_id, None)
             await self._ledger.file_job(job_id)
-        elif isinstance(error, JobNotFound):  # whoever deleted it died before it was off the lists
+        elif isinstance(error, JobNotFound):  # it was deleted by a process that died before it was off the lists
             await self._ledger.file_job(job_id)
         elif isinstance(error, RedisError):
             raise error
@@ -81,7 +82,7 @@ class Conductor:
             await self._bury_after_crashes(job_id, error)
 
     async def _bury_after_crashes(self, job_id: str, error: BaseException) -> None:
-        """A defect of ours that meets one job must not spin for ever, nor stop the other jobs."""
+        """Fail a job that keeps crashing its watcher: our defect must not spin for ever, nor stop the other jobs."""
         self._crashed_at[job_id] = [*self._recent_crashes(job_id), time.monotonic()]
         logger.error("watching job %s failed", job_id, exc_info=error)
         if len(self._crashed_at[job_id]) >= MAX_CRASHES:

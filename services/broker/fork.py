@@ -1,4 +1,4 @@
-"""Whether a job can start from the checkpoint of another one: what the broker can tell before a trainer tries."""
+"""The broker's check that a job can start from the checkpoint of another one, before a trainer tries."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from services.broker.admission import FieldError, JobRefused
 
 
 async def review_fork(ledger: Ledger, config: JobConfig) -> None:
-    """Raises JobRefused, naming the field and the remedy."""
+    """Check the job's fork. Raises JobRefused, naming the field and the remedy."""
     if config.fork is None:
         return
     parent, wanted = config.fork.job, config.fork.iteration
@@ -33,6 +33,6 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> None:
 
 
 def kept_checkpoints(newest: str) -> list[int]:
-    """Numbers of iterations, ascending, as far as this machine has the folder that the newest one was written to."""
+    """Return the iterations that have a checkpoint, ascending; [] unless this machine has the newest one's folder."""
     found = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
     return sorted(int(path.parent.name.removeprefix("iteration-")) for path in found)

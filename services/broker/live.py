@@ -1,10 +1,10 @@
-"""What watchers of a job are told while it runs. One reader per watched job, whatever the number of its watchers.
+"""The messages to watchers of a job while it runs. One reader per watched job, whatever the number of its watchers.
 
     Redis --one read per tick--> JobWatch --message--> queue of each watcher --> its connection
 
-A tick first tells the states (job, iterations) and then the events that led to them. So whoever has seen an event has
-seen the states that belong to it, and can go on after that event: from the ledger up to where the reader is, then from
-the queue. States are told whole, and telling one twice does no harm; an event is told once.
+A tick first sends the states (job, iterations) and then the events that led to them. So a watcher that has seen an
+event has seen the states that belong to it, and can go on after that event: from the ledger up to where the reader is,
+then from the queue. States are sent whole, and sending one twice does no harm; an event is sent once.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ EXPLAIN_S = 5.0
 HEARTBEAT_S = 15.0
 MAX_WAITING = 256  # messages that a watcher has not taken when the next ones come; then it is dropped
 MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
-ITERATIONS_AT_ONCE = 1000  # that are read at a time
+ITERATIONS_AT_ONCE = 1000  # iterations that are read at a time
 MAX_ARRIVING = 16  # watchers that read from Redis at a time, as they come
 HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
-# Ends of lines to Python, text to JSON.
+# These characters are line ends to Python and text to JSON.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"})
 
 
 class TooManyWatchers(Exception):
-    """Try again later."""
+    """The broker takes no more watchers now; the request may succeed later."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Message:
 
 
 def encode(kind: str, data: BaseModel | str, event_id: str = "") -> Message:
-    """`data`: JSON. It stays on one line, also for readers who take U+2028 and the like for the end of one."""
+    """Encode a message. `data`: JSON. It stays on one line, also for readers who take U+2028 for the end of one."""
     text = data if isinstance(data, str) else data.model_dump_json()
     return Message(format_sse_event(event=kind, data_str=text.translate(LINE_ENDS), id=event_id or None), event_id)
 
 
 def end_of(reason: str) -> Message:
-    """The last message. `over`: there will be no more; otherwise the watcher may come again, after its last event."""
+    """Return the last message. `over`: there will be no more; else the watcher may come again, after its last event."""
     return encode("end", f'{{"reason":"{reason}"}}')
 
 
@@ -73,14 +73,14 @@ def order(event_id: str) -> tuple[int, int]:
 
 
 class Watcher:
-    """One connection: messages that wait for it."""
+    """The messages that wait for one connection."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Message | None] = asyncio.Queue()  # None: the end
         self.is_dropped = False
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """All of a tick. Whoever has taken what came before is not slow, however much comes at once."""
+        """Queue the messages of a tick. A watcher that took the earlier ones is not slow, however many come at once."""
         if messages and self.queue.qsize() >= MAX_WAITING:
             self.is_dropped = True
         if not self.is_dropped:
@@ -94,21 +94,21 @@ class Watcher:
 
 
 class JobWatch:
-    """Reads one job for all of its watchers, until it is over."""
+    """The reader of one job for all of its watchers, until it is over."""
 
     def __init__(self, ledger: Ledger, job_id: str, is_stopping: Callable[[], bool]) -> None:
         self._ledger, self._job_id, self._is_stopping = ledger, job_id, is_stopping
         self.watchers: set[Watcher] = set()
-        self.cursor = "0"  # the event that was told last; before the first tick: the newest one
-        self.first_open = 0  # the first iteration that was not told as committed
+        self.cursor = "0"  # the event that was sent last; before the first tick: the newest one
+        self.first_open = 0  # the first iteration that was not sent as committed
         self.explained: Message | None = None  # the last time, if something waits
-        self._told: dict[str, bytes] = {}  # by job or iteration: the last state that was told
+        self._told: dict[str, bytes] = {}  # by job or iteration: the last state that was sent
         self._fields: Fields = {}
         self._explain_at = 0.0
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        reason = "broken"  # by whatever is not foreseen here
+        reason = "broken"  # by an error that is not foreseen here
         try:
             while not self._is_stopping():
                 if await self._tick():
@@ -136,7 +136,7 @@ class JobWatch:
         self.first_open = int(fields["next_iteration"])
 
     async def _tick(self) -> bool:
-        """Tell what is new. True when the job is over."""
+        """Send the news to all watchers. Return whether the job is over."""
         fields, events = await inspection.look(self._ledger, self._job_id, self.cursor)
         fields = {name: value for name, value in fields.items() if name not in HEARTBEATS}
         messages: list[Message] = []
@@ -152,19 +152,19 @@ class JobWatch:
             messages += await self._explanation()
         for watcher in self.watchers:
             watcher.tell(messages)
-        if events:  # in one go with telling them: a watcher that joins counts from here
+        if events:  # in one go with sending them: a watcher that joins counts from here
             self.cursor = events[-1].id
         return is_over
 
     def _news(self, what: str, message: Message) -> list[Message]:
-        """Nothing when it was the last that was told of it."""
+        """Return the message, or nothing when it was the last one sent about `what`."""
         if self._told.get(what) == message.body:
             return []
         self._told[what] = message.body
         return [message]
 
     async def _iterations(self, fields: Fields) -> list[Message]:
-        """Those that have changed. One that is committed does not change any more."""
+        """Return the iterations that have changed. A committed one does not change any more."""
         messages: list[Message] = []
         if int(fields["num_opened"]) > self.first_open:
             for update in await read_updates(self._ledger, self._job_id, self.first_open):
@@ -176,7 +176,7 @@ class JobWatch:
         return messages
 
     async def _explanation(self) -> list[Message]:
-        """While something waits; and once more when nothing does."""
+        """Return an explanation while something waits, and once more when nothing does."""
         found: Diagnosis = diagnosis(await explain_job(self._ledger, self._job_id))
         is_waiting = any(finding.waits_for or finding.is_problem for finding in found.findings)
         message, before = encode("explain", found), self.explained
@@ -185,14 +185,14 @@ class JobWatch:
 
 
 async def read_record(ledger: Ledger, fields: Fields) -> JobRecord:
-    """With its place in the queue."""
+    """Return the job's record with its place in the queue."""
     record = job_record(fields)
     await place_in_queue(ledger, [record])
     return record
 
 
 async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[IterationUpdate]:
-    """From iteration `first` to the newest."""
+    """Return the updates from iteration `first` to the newest."""
     updates: list[IterationUpdate] = []
     while True:
         records = await read_iterations(ledger, job_id, first - 1, ITERATIONS_AT_ONCE)
@@ -214,14 +214,14 @@ class JobStreams:
         self._arriving = asyncio.Semaphore(MAX_ARRIVING)
 
     async def check(self, job_id: str) -> None:
-        """Raises JobNotFound, or TooManyWatchers: other requests need connections as well."""
+        """Raise JobNotFound, or TooManyWatchers: other requests need connections as well."""
         async with self._arriving:
             await self._ledger.job_state(job_id)
         if self._num_watchers >= self._max_watchers:
             raise TooManyWatchers(f"{self._max_watchers} streams are open, as many as this broker takes")
 
     async def stream(self, job_id: str, after: str) -> AsyncGenerator[bytes]:
-        """What is so, what has happened after the event `after`, and what happens. Ends with the job, with the broker,
+        """Yield the states, the events after the event `after`, and then the news. Ends with the job, with the broker,
         after MAX_STREAM_S, and when the watcher is too slow."""
         watcher = Watcher()
         self._num_watchers += 1
@@ -242,7 +242,7 @@ class JobStreams:
             self._leave(job_id, watcher)
 
     async def _join(self, job_id: str, watcher: Watcher) -> JobWatch:
-        """Raises JobNotFound."""
+        """Add a watcher to the job's reader, which is started for the first one. Raises JobNotFound."""
         watch = self._watches.get(job_id)
         if watch is None:
             begun = JobWatch(self._ledger, job_id, self._is_stopping)
@@ -257,7 +257,7 @@ class JobStreams:
     async def _run(self, job_id: str, watch: JobWatch) -> None:
         try:
             await watch.run()
-        finally:  # in one go with the last message: nobody joins what is over
+        finally:  # in one go with the last message: no watcher joins what is over
             self._forget(job_id, watch)
 
     def _leave(self, job_id: str, watcher: Watcher) -> None:
@@ -285,7 +285,7 @@ def log_crash(task: asyncio.Task[None]) -> None:
 
 
 async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: str) -> AsyncGenerator[Message]:
-    """To one watcher: what it has missed until it joined, and then what its queue holds."""
+    """Yield the messages for one watcher: what it missed until it joined, and then what its queue holds."""
     deadline = time.monotonic() + MAX_STREAM_S
     last = after
     for each in past:
@@ -315,7 +315,7 @@ async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: st
 
 
 async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open: int) -> list[Message]:
-    """The states as they are, the iterations that the events tell of among them, and then the events."""
+    """Return the states as they are, including the iterations that the events are about, and then the events."""
     events = [event async for event in events_between(ledger, job_id, after, until)]
     told_of = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
     record = await read_record(ledger, await ledger.job_fields(job_id))

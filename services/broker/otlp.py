@@ -25,7 +25,7 @@ from services.broker.settings import is_loopback
 from services.broker.trace_spans import Attributes, TraceSpan, span_id, trace_id
 
 SPANS_AT_ONCE = 512  # per request
-RETRYABLE = frozenset({429, 502, 503, 504})  # by the protocol; all others are final
+RETRYABLE = frozenset({429, 502, 503, 504})  # those that the protocol names; all others are final
 SAMPLED = 1  # flag of W3C's trace context
 
 

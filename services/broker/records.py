@@ -1,4 +1,4 @@
-"""Jobs, weights and samples as REST shows them, built from the ledger's fields. Reads only.
+"""Jobs, weights and samples as REST shows them, built from the ledger's fields. Nothing here writes.
 
 Iterations and evaluations: onbeat/streams/records.py.
 """
@@ -18,7 +18,7 @@ from onbeat.types import JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
-MAX_STORED_DEPTH = 200  # of a job of an earlier release; a list of jobs with 255 levels could not be written
+MAX_STORED_DEPTH = 200  # for a job of an earlier release; a list of jobs with 255 levels could not be written
 JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
 JOB_PROGRESS_FIELDS = ("first_iteration", "num_opened", "next_iteration", "policy_version", "dtype", "checkpoint")
 
@@ -63,7 +63,7 @@ def unreadable_record(fields: Fields, error: Exception) -> JobRecord:
 
 
 async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> list[WeightsRecord]:
-    """Published versions above `after`, in order. Raises JobNotFound."""
+    """Read the published versions above `after`, in order. Raises JobNotFound."""
     job = await ledger.job_fields(job_id)
     newest, after = int(job.get("policy_version", "-1")), max(after, first_iteration(job) - 1)
     records: list[WeightsRecord] = []
@@ -77,7 +77,7 @@ async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> l
 
 @dataclass(frozen=True)
 class RewardRange:
-    """Both ends belong to it."""
+    """A range of rewards that includes both ends."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -92,7 +92,7 @@ ANY_REWARD = RewardRange()
 async def read_samples(
     ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, rewards: RewardRange = ANY_REWARD
 ) -> list[Sample]:
-    """Responses of an iteration (default: the newest with an accepted group). Raises JobNotFound, GroupsTrimmed."""
+    """Read responses of an iteration (None: the newest with an accepted group). Raises JobNotFound, GroupsTrimmed."""
     job = await ledger.job_fields(job_id)
     if iteration is None:
         start = first_iteration(job)
@@ -111,7 +111,7 @@ def sample_groups(
     rewards: RewardRange = ANY_REWARD,
     advantages: Advantages = MappingProxyType({}),
 ) -> list[Sample]:
-    """Up to `limit` responses of many prompts, with those rewards, after the first `offset` ones."""
+    """Return up to `limit` responses of many prompts, with those rewards, after the first `offset` ones."""
     in_order = sorted(groups, key=lambda group: group_order(group.group_id))
     samples = interleave([group_samples(group, rewards, advantages.get(group.group_id, ())) for group in in_order])
     return list(islice(samples, offset, offset + limit))
@@ -128,7 +128,7 @@ def group_order(group_id: str) -> tuple[int, ...]:
 def group_samples(
     group: RolloutGroup, rewards: RewardRange = ANY_REWARD, advantages: Sequence[float | None] = ()
 ) -> Iterator[Sample]:
-    """`advantages`: of each response; empty where they are not told."""
+    """Yield a group's responses in this range. `advantages`: of each response; empty where they are not known."""
     for index, response in enumerate(group.responses):
         if response.reward not in rewards:
             continue
@@ -148,12 +148,12 @@ def group_samples(
 
 
 def interleave(groups: list[Iterator[Sample]]) -> Iterator[Sample]:
-    """The first response of every group, then the second of every group: few samples show many prompts."""
+    """Yield the first response of every group, then the second of every group: few samples show many prompts."""
     for round_of_samples in zip_longest(*groups):
         yield from (sample for sample in round_of_samples if sample is not None)
 
 
 async def read_evaluation_samples(ledger: Ledger, job_id: str, evaluation: int) -> list[Sample]:
-    """Those few responses that are kept of an evaluation; none before it is done."""
+    """Read the few responses that are kept of an evaluation; none before it is done."""
     fields = await ledger.evaluations.fields(job_id, evaluation)
     return [Sample.model_validate(sample) for sample in json.loads(fields.get("samples", "[]"))]

@@ -36,7 +36,7 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
 
 
 def check_resumable(job_id: str, state: JobState, num_before: int, num_iterations: int | None) -> None:
-    """Raises CannotResume."""
+    """Raise CannotResume, with what to do instead, unless the job can be resumed so."""
     if not state.is_final:
         raise CannotResume(job_id, state, "only a job that SUCCEEDED can be given more iterations; let it come so far")
     if state is JobState.SUCCEEDED and num_iterations is None:

@@ -77,7 +77,7 @@ class JobHistory:
 
     job_id: str
     fields: Fields
-    events: list[Event]  # from before the first of these iterations on, oldest first
+    events: list[Event]  # they begin before the first of these iterations, oldest first
 
     @property
     def num_updates(self) -> int:

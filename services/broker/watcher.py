@@ -1,4 +1,5 @@
-"""One active job: opens its iterations, ends it when it is stuck or abandoned. Holds nothing that must survive."""
+"""The watcher of one active job opens its iterations, and ends it when it is stuck or abandoned. It holds nothing that
+must survive."""
 
 import asyncio
 import logging
@@ -25,8 +26,8 @@ from services.broker.tasks import longest_first, produce_tasks
 logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0  # longest time between two looks at a job
-PENDING_WAIT_S = 5.0  # and at one that nobody has started
-MAX_REASONS = 8  # of a failure: findings that are stored with it
+PENDING_WAIT_S = 5.0  # and at one that no trainer has started
+MAX_REASONS = 8  # findings that are stored with a failure
 
 Fields = dict[str, str]
 
@@ -39,10 +40,10 @@ class JobWatcher:
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
         self._wait_s = WAIT_S
-        self._seen_epoch = "0"  # of the trainer whose predecessors have been counted
+        self._seen_epoch = "0"  # epoch of the trainer whose predecessors have been counted
 
     async def run(self) -> None:
-        """Returns when the job is final. Raises JobNotFound, and redis' errors when Redis stays away."""
+        """Run until the job is final. Raises JobNotFound, and redis' errors when Redis stays away."""
         cursor = "0"
         try:
             while not await self.step():
@@ -55,7 +56,7 @@ class JobWatcher:
             await self._evaluator.close()
 
     async def step(self) -> bool:
-        """Do what is undone; True when the job is final."""
+        """Do what is undone. Return whether the job is final."""
         fields = await self._ledger.job_fields(self._job_id)
         state = JobState(fields["state"])
         if state.is_final:
@@ -86,7 +87,7 @@ class JobWatcher:
     # ---- opening -------------------------------------------------------------------------------------------------
 
     async def _open_if_due(self, config: JobConfig, fields: Fields) -> None:
-        """The next iteration is due when its version may generate it; a newer one is waited for while rollouts have
+        """Open the next iteration as soon as its version may generate it, but wait for a newer one while rollouts have
         prompts to claim."""
         iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
@@ -118,7 +119,7 @@ class JobWatcher:
             self._prepared[iteration] = asyncio.create_task(work, name=f"prompts {self._job_id} {iteration}")
 
     async def _take_tasks(self, config: JobConfig, iteration: int) -> list[PromptTask]:
-        """Raises DatasetError when it fails twice: ahead of time, and now."""
+        """Return the prompts of an iteration. Raises DatasetError when that fails twice: ahead of time, and now."""
         try:
             return await self._prepared[iteration]
         except DatasetError as error:
@@ -136,7 +137,7 @@ class JobWatcher:
             await self._fail(f"{start} (schedule.iteration_deadline_s)")
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
-        """A job that kills its trainers, one after another, is not handed to the next one for ever."""
+        """Fail a job that kills its trainers, one after another: it is not handed to the next one for ever."""
         if fields["epoch"] == self._seen_epoch:
             return
         self._seen_epoch = fields["epoch"]
@@ -150,7 +151,7 @@ class JobWatcher:
         await fail_with_findings(self._ledger, self._job_id, reason)
 
     async def _cancel_if_abandoned(self, fields: Fields) -> None:
-        """A cancelled job is ended by its trainer; without one, or when it does not react, by us."""
+        """End a cancelled job whose trainer, which otherwise does so, is gone or does not react."""
         now = await self._ledger.now()
         has_trainer = float(fields.get("lease_until", "0")) > now
         if not has_trainer or now - float(fields["progress_at"]) > CANCEL_GRACE_S:
@@ -161,7 +162,7 @@ class JobWatcher:
 
 
 async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float) -> None:
-    """While trainers of its pool are alive, a pending job waits its turn for as long as that takes."""
+    """Fail a pending job whose pool lacks trainers for too long. While some are alive, it waits its turn."""
     now = await ledger.now()
     if now - queued_at(fields) < deadline_s:
         return
@@ -172,7 +173,7 @@ async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float
 
 
 async def fail_with_findings(ledger: Ledger, job_id: str, reason: str) -> None:
-    """`reason: what the doctor finds`. The deadline that has just passed is no finding."""
+    """Fail the job with `reason; what the doctor finds`. The deadline that has just passed is no finding."""
     findings = [finding for finding in await explain_job(ledger, job_id) if finding.next != JOB_FAILS]
     sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
     await try_move(ledger, job_id, JobState.FAILED, "; ".join([reason, *sentences]))

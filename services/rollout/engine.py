@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class TalkativeEngine(Protocol):
-    """What an engine may have besides, for people who wait for its start."""
+    """An engine that also reports the steps of its start, for people who wait for it."""
 
     @property
     def doing(self) -> str:

@@ -79,7 +79,7 @@ def num_claimable(
     larger group and the smaller share demand, and the next one corrects it.
 
     `capacity` responses fit into the engine, and one group more waits inside it: a place is refilled when its response
-    ends, not when its whole group does. Of an iteration's groups a worker generates at most its share at a time, or the
+    ends, not when its whole group does. A worker generates at most its share of an iteration's groups at a time, or the
     first one to ask would leave nothing to the others: 8 prompts and 2 workers are 4 at a time each, and the faster
     one comes back sooner. Groups left of the previous iteration do not count: the engine stays full. Groups that are
     being scored hold no place in the engine, but no more than twice its capacity may pile up.

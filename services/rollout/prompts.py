@@ -28,7 +28,7 @@ class PromptEncoder:
 
     @classmethod
     def load(cls, model_dir: Path, max_context_tokens: int | None) -> "PromptEncoder":
-        """Load the model's tokenizer. Takes seconds (it imports transformers): not for the event loop."""
+        """Load the model's tokenizer. That takes seconds (it imports transformers): not for the event loop."""
         with IMPORTING:
             from transformers import AutoTokenizer
 

@@ -32,7 +32,7 @@ class WeightsPuller:
 
     def __init__(self, mover: WeightsMover) -> None:
         self.mover = mover
-        self._current: Pull | None = None  # what the copy holds, or moves to
+        self._current: Pull | None = None  # the version that the copy holds, or moves to
         self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
         self._is_following: bool | None = None

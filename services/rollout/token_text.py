@@ -38,7 +38,7 @@ class TokenText:
             return []
 
     def _fit(self, token_ids: Sequence[int], pieces: Sequence[str], text: str) -> list[int]:
-        ends = [0]  # of the parts so far, in the text
+        ends = [0]  # position of the parts so far, in the text
         while len(ends) <= len(token_ids):
             piece = pieces[len(ends) - 1]
             if BROKEN not in piece and text.startswith(piece, ends[-1]):

@@ -178,7 +178,7 @@ class VllmEngine:
     async def stream(
         self, prompt_token_ids: list[int], sampling: ChatSampling, expected_version: int
     ) -> AsyncGenerator[TextPiece]:
-        """Yield text; see `StreamingEngine`. What vLLM generates before it is asked again comes as one piece."""
+        """Yield text; see `StreamingEngine`. All that vLLM generates before it is asked again is one piece."""
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
         params = _chat_params(sampling)
@@ -209,7 +209,7 @@ class VllmEngine:
 
     @property
     def doing(self) -> str:
-        """What the start is at."""
+        """The step that the start is at, in words; '' when the model is loaded."""
         if not importing().done():
             return "importing vLLM, usually 20 to 60 s"
         return "vLLM loads the model and prepares its kernels" if self._llm is None else ""

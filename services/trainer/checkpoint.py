@@ -45,7 +45,7 @@ class NotWritten(JobFailed):
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where training stands: all iterations before `next_iteration` are in the weights."""
+    """The point that training has reached: all iterations before `next_iteration` are in the weights."""
 
     job_id: str
     next_iteration: int
@@ -60,24 +60,25 @@ class TrainState:
         return cls(job_id, next_iteration=0, policy_version=0, published_version=0, num_steps=0, model_path=model_path)
 
     def forked(self, job_id: str) -> "TrainState":
-        """Of a job whose rollouts are still to hear of this version, and to be compared on it."""
+        """Return the state of a job whose rollouts have yet to get this version and to be compared on it."""
         return replace(self, job_id=job_id, published_version=self.policy_version, first_mismatch=None)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank writes: nothing in it changes any more."""
+    """The part of a checkpoint that one rank writes. Nothing in it changes any more."""
 
     state: TrainState
     shards: HostShards
     files: Mapping[str, bytes]  # on rank 0 only
-    holders: Mapping[str, int] | None  # which rank writes each of the weights; None: rank 0 all of them
+    holders: Mapping[str, int] | None  # the rank that writes each of the weights; None: rank 0 all of them
     weights: Tensors = field(default_factory=dict)
     policies: Mapping[int, Tensors] = field(default_factory=dict)
 
 
 class CheckpointStore:
-    """One save at a time is in flight. Every rank creates it and calls `save` and `restore` at the same points."""
+    """The checkpoints of a job; at most one save is in flight. Every rank creates the store, and calls `save` and
+    `restore` at the same points."""
 
     def __init__(
         self,
@@ -88,14 +89,14 @@ class CheckpointStore:
         timeout_s: float = 1800.0,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """`writer` tells apart two trainers that both think the job is theirs: the epoch of the lease, a number.
-        `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
+        """Create the store. `writer` distinguishes two trainers that both believe the job is theirs: the epoch of the
+        lease, a number. `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
         self._timeout_s, self._while_waiting = timeout_s, while_waiting
         self.folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future[None]] | None = None
-        self._is_read = threading.Event()  # what is being written does not need the live tensors any more
+        self._is_read = threading.Event()  # writing does not need the live tensors any more
         self._is_read.set()
         self._finished: list[tuple[int, Path]] = []
 
@@ -110,10 +111,10 @@ class CheckpointStore:
         policies: Mapping[int, NamedTensors] | None = None,
         holders: Mapping[str, int] | None = None,
     ) -> None:
-        """Return at once; writing goes on behind. Waits first for the save before.
+        """Wait for the save before, then return at once; writing goes on in the background.
 
         `tensors` may change after `wait_until_read`: a copy of them would be most of the trainer's memory.
-        `weights` (in the dtype they are published in) and `policies` (by version) are host tensors that nobody will
+        `weights` (in the dtype they are published in) and `policies` (by version) are host tensors that will not
         change, such as a Snapshot's. They are rank 0's, unless `holders` says which rank has each tensor: then each
         rank gives its own. Raises as `wait`.
         """
@@ -135,7 +136,7 @@ class CheckpointStore:
                 raise self._late(self._timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when nothing is being written. Raises NotWritten when that failed, JobFailed when it takes long."""
+        """Wait until nothing is being written. Raises NotWritten when that failed, JobFailed when it takes long."""
         if self._in_flight is None:
             return
         next_iteration, written = self._in_flight
@@ -159,7 +160,7 @@ class CheckpointStore:
         )
 
     def _result(self, written: Future[None], timeout_s: float) -> None:
-        """Raises what the writing raises, and TimeoutError."""
+        """Wait until the files are written. Raises what the writing raises, and TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0 and futures_wait([written], min(left_s, 1.0)).not_done:
             self._while_waiting()
@@ -172,7 +173,7 @@ class CheckpointStore:
         self._thread.shutdown(wait=False)
 
     def finished(self) -> list[tuple[int, Path]]:
-        """(next_iteration, folder) of what became durable since the last call; does not wait. Raises as `wait`."""
+        """Return (next_iteration, folder) of what became durable since the last call, at once. Raises as `wait`."""
         if self._in_flight is not None and self._in_flight[1].done():
             self.wait()
         finished, self._finished = self._finished, []
@@ -185,15 +186,15 @@ class CheckpointStore:
             self._together(lambda: prepare(partial) if self._world.is_main else {})
             files = self._together(lambda: write_content(partial, content, self._world, self._is_read.set))
             self._together(lambda: self._seal(partial, target, content.state, files) if self._world.is_main else {})
-        except OSError:  # on every rank: nobody writes there any more
+        except OSError:  # on every rank: no rank writes there any more
             if self._world.is_main:
-                shutil.rmtree(partial, ignore_errors=True)  # what was written takes the room that is missing
+                shutil.rmtree(partial, ignore_errors=True)  # the written part takes the disk space that is missing
             raise
         finally:
             self._is_read.set()
 
     def _together(self, step: Callable[[], Sizes]) -> Sizes:
-        """One step on every rank: the files that all of them wrote. Raises OSError everywhere when it failed on any."""
+        """Run a step on every rank; return the files that all wrote. Raises OSError everywhere if it failed on any."""
         report: dict[str, Any] = {"failure": "", "files": {}}
         try:
             report["files"] = step()
@@ -205,7 +206,7 @@ class CheckpointStore:
         return {name: size for report in reports for name, size in report["files"].items()}
 
     def _seal(self, partial: Path, target: Path, state: TrainState, files: Sizes) -> Sizes:
-        """Everything is written: list it, sync, let it appear, then drop the oldest."""
+        """Complete a checkpoint whose files are all written: list them, sync, let it appear, then drop the oldest."""
         check_files(partial, files)
         write_state(partial, state, files)
         appear(partial, target)
@@ -259,7 +260,7 @@ class CheckpointStore:
         return state
 
     def policies(self, next_iteration: int) -> dict[int, Iterator[tuple[str, torch.Tensor]]]:
-        """The frozen policies of a complete checkpoint by version, each read as it is iterated."""
+        """Return the frozen policies of a complete checkpoint by version, each read as it is iterated."""
         files: dict[int, list[Path]] = {}
         for file in sorted((self.path(next_iteration) / "policies").glob("*.safetensors")):
             files.setdefault(int(file.stem.partition("-")[0]), []).append(file)
@@ -271,7 +272,7 @@ def folder_name(next_iteration: int) -> str:
 
 
 def check(folder: Path) -> TrainState:
-    """The folder's state. Raises OSError or ValueError, naming the file, when one is missing or torn."""
+    """Return the folder's state. Raises OSError or ValueError, naming the file, when one is missing or torn."""
     try:
         record = json.loads((folder / "state.json").read_text())
         state, files = TrainState(**record["state"]), record["files"]
@@ -282,7 +283,7 @@ def check(folder: Path) -> TrainState:
 
 
 def check_files(folder: Path, sizes: Sizes) -> None:
-    """Raises OSError naming the first file that is missing or torn."""
+    """Raise OSError naming the first file that is missing or torn."""
     for name, size in sizes.items():
         path = folder / name
         if not path.is_file():
@@ -328,7 +329,7 @@ def write_content(partial: Path, content: Content, world: World, on_read: Callab
 
 
 def write_state(partial: Path, state: TrainState, files: Sizes) -> None:
-    """The last file. Returns when all names in the folder are on disk."""
+    """Write the last file. Returns when all names in the folder are on disk."""
     (partial / "state.json").write_text(json.dumps({"state": asdict(state), "files": files}, indent=2))
     for path in [partial / "state.json", *(path for path in partial.iterdir() if path.is_dir()), partial]:
         sync_path(path)
@@ -349,7 +350,7 @@ def appear(partial: Path, target: Path) -> None:
 
 
 def epoch_of(partial: Path) -> int:
-    """`.iteration-000003.7.partial` -> 7"""
+    """Return the number of the writer: `.iteration-000003.7.partial` -> 7."""
     return int(partial.name.split(".")[-2])
 
 

@@ -32,7 +32,7 @@ class World:
     local_rank: int = 0  # among the ranks on this machine
     local_size: int = 1
     device: torch.device = CPU
-    timeout_s: float = 0.0  # of every wait for other ranks
+    timeout_s: float = 0.0  # limit of every wait for other ranks
     _group: dist.ProcessGroup | None = None  # None: the default one
 
     @classmethod

@@ -37,7 +37,7 @@ class GacDecision:
 def decide(
     dot: float, norm_g: float, norm_h: float, c_low: float, c_high: float, is_full_removal: bool = False
 ) -> GacDecision:
-    """What to do from <g, h>, |g| and |h|."""
+    """Decide what to do from <g, h>, |g| and |h|."""
     if not all(map(math.isfinite, (dot, norm_g, norm_h))) or norm_g == 0.0 or norm_h == 0.0:
         return GacDecision(GacAction.NONE, None)
     cosine = max(-1.0, min(1.0, dot / (norm_g * norm_h)))

@@ -45,10 +45,10 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Commit:
-    """What the trainer reports when an iteration ends."""
+    """The trainer's report at the end of an iteration."""
 
     iteration: int
-    snapshot: Snapshot  # of the version that the iteration made
+    snapshot: Snapshot  # the version that the iteration made
     metrics: dict[str, float]
     used: str  # the `used_digest` of the groups that the step was made of
     is_published: bool  # False: rollouts stay on the version that they have (`bounded` only)
@@ -57,11 +57,11 @@ class Commit:
 
 
 class Link(Protocol):
-    """What the training loop needs of its job: live (`JobLink`) or recorded (`replay.RecordedLink`)."""
+    """The training loop's view of its job: live (`JobLink`) or recorded (`replay.RecordedLink`)."""
 
     job_id: str
     config: JobConfig
-    doing: str  # set by the steps of the training, for people: the next heartbeat tells it
+    doing: str  # set by the steps of the training, for people: the next heartbeat reports it
 
     def check(self) -> JobState: ...
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]: ...
@@ -80,7 +80,7 @@ class Link(Protocol):
 
 
 class JobLink:
-    """Valid while the lease is held. Every method raises LeaseLost once another trainer owns the job."""
+    """A job session, valid while the lease is held. Every method raises LeaseLost once another trainer owns the job."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class JobLink:
         self._state = JobState.RUNNING
         self._lost: Exception | None = None
         self._rank, self._num_replicas = rank, num_replicas
-        self._consumer = f"rank-{rank}"  # stable, so that whoever takes over finds what its predecessor had taken
+        self._consumer = f"rank-{rank}"  # stable, so that a successor finds what its predecessor had taken
         self._num_recorded: dict[int, int] = {}  # iteration -> micro-batches under this rank
         self._store = WeightStore(num_kept=config.max_staleness + 1 + (config.evaluation is not None))
         self._server: WeightServer | None = None
@@ -120,7 +120,7 @@ class JobLink:
         self.progress()
 
     def progress(self) -> None:
-        """The main thread, and only that, says that it is getting on. `check` and each call of the ledger say so."""
+        """Report to the watchdog that the main thread makes progress; `check` and each call of the ledger do so."""
         if self._watchdog is not None:
             self._watchdog.progress()
 
@@ -149,7 +149,7 @@ class JobLink:
             await self._ledger.emit(self.job_id, "trainer.stalled", warning)
 
     def check(self) -> JobState:
-        """The job's state; raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
+        """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
         self.progress()
         if self._lost is not None:
             raise self._lost
@@ -164,7 +164,7 @@ class JobLink:
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def serve_weights(self, files: dict[str, bytes], settings: Settings, shards: World) -> None:
-        """On rank 0, and on every rank of `shards`: each serves what it holds, and rank 0 knows who holds what.
+        """Serve weights on rank 0 and on every rank of `shards`: each what it holds, and rank 0 knows who holds what.
 
         Raises WeightsError when the port is taken, ValueError when certificates are not usable.
         """
@@ -181,11 +181,11 @@ class JobLink:
         server.sources = Sources(roots, settings.weights_egress, settings.weights_fanout)
 
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
-        """Rollouts may pull this version; nobody is told. `delta_bytes`: of all shards; None: in full only."""
+        """Let rollouts pull this version, without announcing it. `delta_bytes`: of all shards; None: in full only."""
         self._store.add(snapshot, delta_bytes)
 
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
-        """Rollouts pull this version, which is held, from now on."""
+        """Announce this version, which is held: rollouts pull it from now on."""
         self.doing = f"publishing policy version {snapshot.policy_version}"
         assert self._server is not None
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
@@ -195,11 +195,11 @@ class JobLink:
     # ---- groups --------------------------------------------------------------------------------------------------
 
     def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
-        """Up to `count` accepted groups in completion order; empty when none came in time."""
+        """Return up to `count` accepted groups in completion order, or an empty list when none came in time."""
         return self._run(self._ledger.take_groups(self.job_id, self._consumer, count, timeout_s))
 
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
-        """All accepted groups from an iteration on, in completion order, whoever took them before."""
+        """Return all accepted groups from an iteration on, in completion order, including those taken before."""
 
         async def collect() -> list[RolloutGroup]:
             num_opened = int((await self._ledger.job_fields(self.job_id))["num_opened"])
@@ -211,17 +211,17 @@ class JobLink:
         return self._run(collect())
 
     def iteration_version(self, iteration: int) -> int:
-        """The one policy version of an open iteration."""
+        """Return the one policy version of an open iteration."""
         version = self._run(self._ledger.iteration_version(self.job_id, iteration))
         assert version is not None, f"iteration {iteration} is not open"
         return version
 
     def is_drained(self, iteration: int) -> bool:
-        """Whether every group of the iteration is accepted."""
+        """Return whether every group of the iteration is accepted."""
         return self._run(self._ledger.iteration_state(self.job_id, iteration)) is not IterationState.OPEN
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
-        """Those of this replica and of replicas that are no longer there, in the order of recording."""
+        """Return the micro-batches of this replica and of replicas that have gone, in the order of recording."""
         recorded = self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
         self._num_recorded = {iteration: sum(rank == self._rank for rank, _ in recorded)}
         return [group_ids for rank, group_ids in recorded if rank % self._num_replicas == self._rank]
@@ -241,7 +241,7 @@ class JobLink:
     # ---- the barrier ---------------------------------------------------------------------------------------------
 
     def commit(self, commit: Commit) -> bool:
-        """Close the iteration and count the next version. False when it was committed before a crash."""
+        """Close the iteration and count the next version. Return False when it was committed before a crash."""
         self.doing = f"committing iteration {commit.iteration}"
         report: dict[str, Any] = commit.metrics | {"spans": to_record(commit.spans, self._clock_offset_s())}
         version = commit.snapshot.policy_version
@@ -263,7 +263,7 @@ class JobLink:
         return is_new
 
     def _clock_offset_s(self) -> float:
-        """Unix time of Redis minus time.monotonic() here, off by half a round trip at most."""
+        """Return the Unix time of Redis minus time.monotonic() here, off by half a round trip at most."""
         asked_at = time.monotonic()
         redis_time = self._run(self._ledger.now())
         return redis_time - (asked_at + time.monotonic()) / 2
@@ -272,7 +272,7 @@ class JobLink:
         self._run(self._ledger.checkpointed(self.job_id, self._epoch, first, next_iteration, path))
 
     def wait_for_evaluation(self) -> None:
-        """The last version is evaluated while this trainer still serves it. Gives up, loudly, after a deadline."""
+        """Keep serving the last version until it is evaluated. Give up, with an event, after a deadline."""
         last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
         deadline = time.monotonic() + deadline_s
         self.doing = "waiting for the last evaluation" if self.config.evaluation else "ending the job"
@@ -295,7 +295,7 @@ class JobLink:
         self._run(self._ledger.emit(self.job_id, kind, message))
 
     def ask(self, question: Callable[[Ledger], Coroutine[Any, Any, T]]) -> T:
-        """From a thread that does not train: no sign of progress. Raises RedisError, TimeoutError."""
+        """Ask the ledger from a thread that does not train: no sign of progress. Raises RedisError, TimeoutError."""
         return self._background.run(question(self._ledger))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""`python -m services.trainer.memory_plan JOB.json`: what a trainer of this job holds in memory, before there is one.
+"""`python -m services.trainer.memory_plan JOB.json` estimates the memory of a job's trainer before it runs.
 
-Most of it is a number of bytes for each parameter. What a pass keeps for its backward is counted on tensors that have a
-shape and no memory (the meta device): for the model with few layers, twice, so that what one layer adds is known.
-Nothing of the model is read but its configuration.
+Most of it is a number of bytes for each parameter. The memory that a pass keeps for its backward is counted on tensors
+that have a shape and no memory (the meta device): twice, for the model with few layers, so that one layer's share is
+known. Nothing of the model is read but its configuration.
 
 The peak is in one of two moments:
 
@@ -46,7 +46,7 @@ from services.trainer.trial import TRIAL_ERRORS, architecture_name
 
 META = "meta"
 DEPTHS = (2, 4)  # layers of the models that are tracked; more where the kinds of layers repeat after more
-PROGRAM_BYTES = 450_000_000  # of a process that has imported PyTorch and transformers; measured
+PROGRAM_BYTES = 450_000_000  # memory of a process that has imported PyTorch and transformers; measured
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4  # float32, for each trained parameter
 NUM_SERVED = 2  # versions that are kept in full (`WeightStore`)
 DELTAS, DELTAS_OF_LORA = 0.5, 0.1  # of a version's bytes, all that are kept; they change from job to job
@@ -56,7 +56,7 @@ Parts = dict[str, int]  # bytes by what they are
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of a model, and what one pass over the largest row takes besides them."""
+    """The numbers of a model's parameters, and the memory that one pass over the largest row takes besides them."""
 
     num_parameters: int  # without adapters
     num_trained: int
@@ -67,9 +67,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a job is spread: FSDP2 over the ranks of one job, or one rank that holds everything."""
+    """The distribution of a job: FSDP2 over the ranks of one job, or one rank that holds everything."""
 
-    num_ranks: int = 1  # that share one model
+    num_ranks: int = 1  # ranks that share one model
     is_on_host: bool = True  # the device is the CPU, so that all parts are in one memory
 
 
@@ -109,7 +109,7 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
 
 
 def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int) -> Sizes:
-    """The model is never built in memory. Raises ValueError as `add_adapters` does."""
+    """Measure a model without building it in memory. Raises ValueError as `add_adapters` does."""
     batch = largest_row(config, prompt_tokens)
     depth = model_config.get_text_config().num_hidden_layers
     model = empty_model(config, model_config, passes, depth)
@@ -144,7 +144,7 @@ def empty_model(config: JobConfig, model_config: Any, passes: Passes, num_layers
 
 
 def tracked_pass(model: Any, batch: MicroBatch) -> int:
-    """The most bytes that a forward and a backward pass hold besides the model and its gradients."""
+    """Return the most bytes that a forward and a backward pass hold besides the model and its gradients."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
@@ -159,7 +159,7 @@ def drop_gradient(parameter: torch.Tensor) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations of its block make, while they are held."""
+    """A counter of the bytes of all storages that operations of its block make, while they are held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def inputs_without_values(model: Any, batch: MicroBatch) -> Prepared:
-    """As `prepare_inputs`, and in place of a plan, which reads the layout's values, an attention of the same sizes."""
+    """Prepare inputs as `prepare_inputs` does, but with an attention of the same sizes in place of a plan, which reads
+    the layout's values."""
     if model.passes.is_packed:
         rows, select = batch.token_ids[None], lambda outputs: outputs[0][0].index_select(0, batch.layout.logit_index)
     else:
@@ -220,7 +221,7 @@ class KeptInputs(torch.autograd.Function):
 
 
 def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
-    """As many whole groups as the token budget takes, all responses at full length; of a larger group a part."""
+    """Pack as many whole groups as the token budget takes, with responses of full length; of a larger group, a part."""
     rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
     size = len(config.objective.trained_members(torch.zeros(rollout.num_samples_per_prompt)))
     response_places = max(1, rollout.max_response_tokens - 1)

@@ -145,7 +145,7 @@ class Policy:
 
 
 def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) -> tuple[Policy, str]:
-    """Load the job's policy to the world's device. Also returns why its responses cannot be packed ('' if they can).
+    """Load the job's policy to the world's device. Return also why its responses cannot be packed ('' if they can).
 
     Raises ValueError for a model that cannot be loaded or trained.
     """

@@ -44,7 +44,7 @@ class Publisher:
         self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
         self._is_serving = policy.is_sharded or world.is_main
         self._newest: Snapshot | None = None  # the snapshot that a checkpoint exports
-        self._published: Snapshot | None = None  # what rollouts hold, if served here; the base of the next delta
+        self._published: Snapshot | None = None  # the rollouts' snapshot, if served here; the base of the next delta
         self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
         self._written: set[str] = set()  # names put so far, by any rank
         self._has_failed = False  # a checkpoint could not be written
@@ -116,8 +116,8 @@ class Publisher:
         self._insist("the last one")
 
     def leave(self) -> None:
-        """This process is to stop: write a checkpoint, so that whoever goes on has nothing to repeat. Whoever stops it
-        decides how long that may take; without it the next trainer goes on from the checkpoint before."""
+        """Write a checkpoint because this process is to stop, so that the next trainer has nothing to repeat. The
+        process that stops this one sets the time for it; without it the next trainer starts from an older one."""
         done = self.state.next_iteration
         self._link.doing = f"writing a checkpoint after {done} iterations, asked to stop"
         try:
@@ -253,7 +253,7 @@ class Publisher:
             finished = self._checkpoints.finished()
         except NotWritten as error:
             self._go_on_without(error)
-            finished = self._checkpoints.finished()  # those before the failed one
+            finished = self._checkpoints.finished()  # tries before the failed one
         for next_iteration, path in finished:
             if self._world.is_main:
                 self._link.checkpointed(self._durable_until, next_iteration, str(path))

@@ -2,9 +2,9 @@
 
     python -m services.trainer.replay JOB ITERATION      (what `onbeat replay` calls; settings as for the trainer)
 
-Starts from the newest checkpoint before the iteration, or from the job's model, and repeats the recorded micro-batches.
-Equal bits need the same device kind and number of threads, and a job that one process trained: several add up in
-another order. Elsewhere compare the metrics.
+A replay starts from the newest checkpoint before the iteration, or from the job's model, and repeats the recorded
+micro-batches. Equal bits need the same device kind and number of threads, and a job that one process trained: several
+add up in another order. Elsewhere compare the metrics.
 """
 
 import argparse
@@ -100,7 +100,8 @@ class NoCheckpoints(CheckpointStore):
 
 
 async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tuple[list[RolloutGroup], dict, list[str]]:
-    """Groups, micro-batches and committed digests of iterations first..last. Raises OnbeatError when one is missing."""
+    """Read the groups, micro-batches and committed digests of iterations first..last. Raises OnbeatError when one is
+    missing."""
     groups: list[RolloutGroup] = []
     micro_batches, digests = {}, []
     for iteration in range(first, last + 1):
@@ -118,7 +119,7 @@ async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tup
 
 
 def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]:
-    """Raises OnbeatError or ValueError with what to do."""
+    """Train an iteration again and return a report. Raises OnbeatError or ValueError with what to do."""
 
     async def fields_of() -> dict[str, str]:
         return await Ledger(settings.connect_redis()).job_fields(job_id)

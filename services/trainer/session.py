@@ -1,4 +1,4 @@
-"""One job on this trainer: load or resume, serve weights, train."""
+"""The session of one job on this trainer: load or resume, serve weights, train."""
 
 import logging
 from contextlib import nullcontext
@@ -54,7 +54,7 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     limits = (settings.checkpoint_timeout_s, link.progress)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, world, link.epoch, *limits)
     restored = restore(checkpoints, link.job_id, config, policy, world=world)
-    if restored is not None and world.is_main:  # whoever wrote it may have died before telling
+    if restored is not None and world.is_main:  # its writer may have died before reporting it
         link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := little_room(checkpoints, policy, config)):
         logger.warning("job %s: %s", link.job_id, problem)

@@ -6,7 +6,7 @@ import time
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_DEADLINE = 0.8  # of iteration_deadline_s: another trainer should get the job before the broker fails it
+SHARE_OF_DEADLINE = 0.8  # share of iteration_deadline_s: another trainer should get the job before the broker fails it
 WARN_AFTER = 0.9  # share of the limit
 ARM_AGAIN_AFTER = 0.05  # share of the limit: arming takes 0.3 ms, and progress may be reported many times per second
 

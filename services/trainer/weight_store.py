@@ -186,10 +186,10 @@ def take_snapshot(
 class WeightStore:
     """The store that the training thread writes and the weight server's thread reads.
 
-    The newest `num_kept` versions are kept in full. Of the deltas, the newest is kept if it is smaller than a full
-    copy, and older ones while all together are smaller than half of one: a longer chain saves a late rollout little
-    and costs this process memory. Both sizes are those of all shards, so that every rank of a sharded model keeps the
-    same deltas.
+    The newest `num_kept` versions are kept in full. The newest delta is kept if it is smaller than a full copy, and
+    older ones while all together are smaller than half of one: a longer chain saves a late rollout little and costs
+    this process memory. Both sizes are those of all shards, so that every rank of a sharded model keeps the same
+    deltas.
     """
 
     def __init__(self, num_kept: int = 2) -> None:

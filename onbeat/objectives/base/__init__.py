@@ -1,4 +1,4 @@
-"""What objectives are made of. `objective.py` first: what the trainer asks for, and what most objectives share."""
+"""The parts of objectives. Read `objective.py` first: what the trainer asks for, and what most objectives share."""
 
 from onbeat.objectives.base.inputs import Logprobs, Loss, LossInputs, Responses, Tensor, ratio_of
 from onbeat.objectives.base.objective import Objective, PolicyObjective, TokenLoss

@@ -1,4 +1,4 @@
-"""Correcting for tokens that another distribution sampled: other kernels (engine mismatch), or older weights.
+"""Corrections for tokens that another distribution sampled: other kernels (engine mismatch), or older weights.
 
 With r = exp(old_logprobs - rollout_logprobs):
 
@@ -21,7 +21,7 @@ class TruncatedImportance(Section):
     cap: Float = Field(2.0, gt=0, description="largest weight of a token")
 
     def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """[N] weights without gradient and the mask of kept tokens (bool): all."""
+        """Return [N] weights without gradient and the mask of kept tokens (bool): all."""
         import torch
 
         weights = ratio_of((old_logprobs - rollout_logprobs).detach()).clamp(max=self.cap)
@@ -36,7 +36,7 @@ class BandImportance(Section):
     high: Float = Field(5.0, ge=1, description="largest weight that stays")
 
     def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """[N] weights without gradient and the mask of kept tokens (bool)."""
+        """Return [N] weights without gradient and the mask of kept tokens (bool)."""
         ratio = ratio_of((old_logprobs - rollout_logprobs).detach())
         is_kept = (ratio >= self.low) & (ratio <= self.high)
         return ratio * is_kept, is_kept

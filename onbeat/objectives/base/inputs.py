@@ -1,4 +1,4 @@
-"""What an objective sees of a micro-batch, and what it gives back.
+"""The inputs of an objective from a micro-batch, and its results.
 
 The broker imports objectives and has no PyTorch: so torch is imported inside of functions, here and beside.
 """
@@ -22,7 +22,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 
 def sum_by_response(values: Tensor, response_lengths: Tensor) -> Tensor:
-    """[N], [R] -> [R]."""
+    """Sum the values [N] over each response -> [R]."""
     import torch
 
     index = torch.arange(len(response_lengths), device=values.device).repeat_interleave(response_lengths)
@@ -40,13 +40,13 @@ class Responses:
     members: list[Tensor]  # [M] int64 of each group: which of its responses are here; together R
 
     def response_sum(self, values: Tensor) -> Tensor:
-        """[N] -> [R]."""
+        """Sum the values [N] over each response -> [R]."""
         return sum_by_response(values, self.response_lengths)
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of every response token, all [N] float32; only `trainer` carries a gradient."""
+    """Log-probabilities of every response token, all [N] float32; only `trainer` carries a gradient."""
 
     trainer: Tensor
     old: Tensor
@@ -72,7 +72,7 @@ class LossInputs:
         return ratio_of(self.trainer_logprobs - self.old_logprobs)
 
     def response_mean(self, values: Tensor) -> Tensor:
-        """[N] -> [N]: each token gets the mean over its response."""
+        """Return [N]: each token gets the mean of the values [N] over its response."""
         means = sum_by_response(values, self.response_lengths) / self.response_lengths
         return means.repeat_interleave(self.response_lengths)
 

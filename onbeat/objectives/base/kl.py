@@ -37,7 +37,7 @@ class KlConfig(Section):
 
 
 def kl_estimate(estimator: str, trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[N] -> [N], in nats. Raises KeyError for an estimator other than k1, k2, k3."""
+    """Estimate the KL of each token, [N] -> [N], in nats. Raises KeyError for an estimator other than k1, k2, k3."""
     log_ratio = ref_logprobs - trainer_logprobs
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](log_ratio)
 

@@ -1,4 +1,4 @@
-"""How token losses become one number, as a sum now and one division at the barrier.
+"""The reduction of token losses to one number: a sum now, and one division at the barrier.
 
 The count of an iteration's tokens is known only when its last rollout is in. So each micro-batch adds an unnormalised
 sum, and the accumulated gradient is divided once, before clipping: exactly the gradient of the mean.
@@ -21,7 +21,7 @@ NORMALIZATION = (
 
 
 def token_weights(normalization: str, response_lengths: Tensor, kept_lengths: Tensor | None = None) -> Tensor:
-    """[R] tokens per response (and how many of them stay in the loss) -> [N] weight of each token in the sum."""
+    """Return each token's weight [N] in the sum from the tokens per response [R] (and those that stay in the loss)."""
     import torch
 
     if normalization == "sequence_mean":
@@ -31,7 +31,7 @@ def token_weights(normalization: str, response_lengths: Tensor, kept_lengths: Te
 
 
 def denominator(normalization: str, num_tokens: int, num_responses: int, max_response_tokens: int) -> int:
-    """What the iteration's accumulated sum is divided by. Raises KeyError for an unknown name."""
+    """Return the divisor of the iteration's accumulated sum. Raises KeyError for an unknown name."""
     return {
         "token_mean": num_tokens,
         "sequence_mean": num_responses,

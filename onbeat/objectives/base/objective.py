@@ -1,4 +1,4 @@
-"""What the trainer asks of every objective, and what those with advantages share. The formulas are one folder up.
+"""The contract of objectives with the trainer, and what those with advantages share. The formulas are one folder up.
 
 rewards of a group  -> advantages [G]  -> each token's share of the loss [N]  -> importance weights, KL term
                     -> one unnormalised sum for each micro-batch, divided once at the barrier (`normalization`)
@@ -32,10 +32,10 @@ class Objective(Section):
     )
     type: str
 
-    modes: ClassVar[tuple[str, ...]] = ("periodic", "sync", "bounded")  # of the schedule
+    modes: ClassVar[tuple[str, ...]] = ("periodic", "sync", "bounded")  # modes of the schedule
     # A batch-wide statistic has to wait for the whole iteration: in `periodic` that would undo the overlap.
     needs_whole_iteration: ClassVar[bool] = False
-    has_importance_ratio: ClassVar[bool] = True  # which divides by the old policy
+    has_importance_ratio: ClassVar[bool] = True  # the ratio divides by the old policy
     has_advantages: ClassVar[bool] = True  # one for each response, not just for the two of a pair a preference
 
     @property
@@ -48,41 +48,42 @@ class Objective(Section):
         return self.kl.coef > 0 and self.kl.placement == "reward"
 
     def trained_members(self, rewards: Tensor) -> tuple[int, ...]:
-        """The responses that a pass is for, of a group with these rewards [G]; ascending."""
+        """Return the responses that a pass is for, of a group with these rewards [G]; ascending."""
         return tuple(range(len(rewards)))
 
     def iteration_scale(self, rewards_by_group: list[Tensor]) -> float:
-        """What advantages are divided by, from the rewards [G] of all groups; called if `needs_whole_iteration`."""
+        """Return the divisor of advantages, from the rewards [G] of all groups; called if `needs_whole_iteration`."""
         return 1.0
 
     @abstractmethod
     def has_signal(self, rewards: Tensor) -> bool:
-        """Whether a group with these rewards [G] can change the update: if not, its passes are redundant."""
+        """Return whether a group with these rewards [G] can change the update: if not, its passes are redundant."""
 
     @abstractmethod
     def loss(self, batch: Responses, logprobs: Logprobs, scale: float = 1.0) -> Loss:
-        """The objective on one micro-batch, as a sum; `scale` is the iteration's."""
+        """Compute the objective on one micro-batch, as a sum; `scale` is the iteration's."""
 
     @abstractmethod
     def denominator(self, num_tokens: int, num_responses: int, num_pairs: int, max_response_tokens: int) -> int:
-        """What the sum over all micro-batches is divided by; rejected tokens do not count."""
+        """Return the divisor of the sum over all micro-batches; rejected tokens do not count."""
 
 
 class PolicyObjective(Objective):
-    """Advantages from a group's rewards, and a token loss from advantages and probabilities: all that differs."""
+    """An objective by advantages from rewards and a token loss from advantages and probabilities: only these differ."""
 
     normalization: Normalization = Field("token_mean", description=NORMALIZATION)
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Rewards [G] of one group, not all equal -> [G]; independent of every other group and of arrival order."""
+        """Compute [G] from one group's rewards [G], not all equal; independent of other groups and of arrival order."""
 
     @abstractmethod
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
-        """Of each token by itself or by its response, so that it is the same in every micro-batch."""
+        """Compute the loss of each token by itself or by its response, so that it is the same in every micro-batch."""
 
     def group_advantages(self, rewards: Tensor, scale: float = 1.0) -> Tensor:
-        """[G] -> [G]; exact zeros if all are equal, however their mean is rounded: such a group teaches nothing."""
+        """Compute [G] from [G]; exact zeros if all rewards are equal, however their mean is rounded: such a group
+        teaches nothing."""
         import torch
 
         if bool((rewards == rewards[0]).all()):
@@ -90,8 +91,8 @@ class PolicyObjective(Objective):
         return self.advantages(rewards) / scale
 
     def has_signal(self, rewards: Tensor) -> bool:
-        """Zero advantages make the loss 0 for all parameters. What is left then needs the pass: the gradient of a KL
-        term, and the tokens that a band takes out of the divisor.
+        """Return whether the group needs its passes. Zero advantages make the loss 0 for all parameters; then they are
+        needed for the gradient of a KL term, or for the tokens that a band takes out of the divisor.
         """
         is_band_in_divisor = isinstance(self.importance, BandImportance) and self.normalization == "token_mean"
         has_other_terms = self.kl.coef > 0 or is_band_in_divisor
@@ -122,7 +123,7 @@ class PolicyObjective(Objective):
         return Loss((token_loss * per_token).sum(), int((~is_kept).sum()), 0, metrics, advantages)
 
     def _advantages_of(self, batch: Responses, kl: Tensor | None, scale: float) -> Tensor:
-        """Those [R] of the responses that are here; a penalty in the reward [N] comes before them."""
+        """Return the advantages [R] of the responses that are here, after a penalty in the reward from `kl` [N]."""
         import torch
 
         rewards = batch.group_rewards

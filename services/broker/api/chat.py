@@ -1,4 +1,4 @@
-"""Talk to a policy while it trains, as clients of OpenAI's chat completions do: their fields, answers and errors."""
+"""Chats with a policy while it trains, in the form of OpenAI's chat completions: their fields, answers and errors."""
 
 import asyncio
 import json
@@ -27,16 +27,16 @@ from services.broker.chats import RETRY_AFTER_S, ChatFailed, Conversation, Train
 logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "Onbeat-Policy-Version"
-CLIENT_LEFT = 499  # nobody reads it, but logs and metrics do
+CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
 SEEDS = 2**31
-MAX_REASONS = 5  # of a refusal that are told
+MAX_REASONS = 5  # reasons that a refusal lists
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 T = TypeVar("T")
 
 
 def as_whole(value: object) -> object:
-    """To JSON 5.0 is a whole number."""
+    """Convert a float such as 5.0 to an int: to JSON it is a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -168,7 +168,7 @@ def refuse(error: ChatFailed) -> JSONResponse:
 
 
 def explain_fields(error: RequestValidationError) -> ChatFailed:
-    """The first fields that are wrong, and what may be done."""
+    """Return an error that names the first fields that are wrong, and what may be done."""
     found = error.errors()
     if any(details["type"] == "json_invalid" for details in found):
         reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
@@ -186,7 +186,7 @@ def explain_fields(error: RequestValidationError) -> ChatFailed:
 
 
 class OpenAIRoute(APIRoute):
-    """Its errors look as clients of OpenAI expect them; those of the gate in front are problems, as everywhere."""
+    """A route with errors as clients of OpenAI expect them; those of the gate in front are problems, as everywhere."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -214,7 +214,7 @@ def redis_failed(error: RedisError) -> ChatFailed:
 
 
 def both_kinds(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Of errors: ours, and before we are asked the gate's."""
+    """Return the `responses` of a route for OpenAPI: its own errors, and the gate's, which come before them."""
     responses = documented(*statuses)
     for response in responses.values():
         response["model"] = ErrorBody
@@ -233,7 +233,7 @@ OK: dict[int | str, dict[str, Any]] = {
 }
 
 
-# What the gate refuses. It stands for all of them, because FastAPI else adds a 422 that this route never gives.
+# The gate's refusal stands for all of them, because FastAPI else adds a 422 that this route never gives.
 BEFORE: dict[int | str, dict[str, Any]] = {"4XX": documented(400)[400] | {"description": "Refused before it was read"}}
 
 
@@ -274,7 +274,7 @@ async def create_completion(body: CompletionRequest, request: Request, broker: B
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result, or None when the client hung up before: the work is cancelled then."""
+    """Return the result, or None when the client hung up before: the work is cancelled then."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(until_left(request))
     try:
@@ -292,7 +292,7 @@ async def until_left(request: Request) -> None:
 
 
 async def collect(conversation: Conversation, model: TrainedModel) -> Completion:
-    """All answers, once they are complete."""
+    """Return all answers, once they are complete."""
     texts: dict[int, str] = {}
     reasons: dict[int, Literal["stop", "length"]] = {}
     versions: set[int] = set()
@@ -325,7 +325,7 @@ def usage_of(done: Done) -> Usage:
 
 
 class Chunks:
-    """Answers as server-sent events: `data: {...}`, at last `data: [DONE]`, or an error and no more."""
+    """The answers as server-sent events: `data: {...}`, at last `data: [DONE]`, or an error and no more."""
 
     def __init__(
         self, conversation: Conversation, model: TrainedModel, version: int, options: StreamOptions | None
@@ -372,7 +372,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class ChunkStream(EventStream):
-    """Closes the conversation, also when the client hangs up: not within the generator, whose waits are cancelled."""
+    """A stream that closes the conversation itself: when the client hangs up, the generator's waits are cancelled."""
 
     def __init__(self, conversation: Conversation, messages: AsyncGenerator[bytes], version: int) -> None:
         super().__init__(messages)

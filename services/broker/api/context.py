@@ -1,4 +1,4 @@
-"""What every route needs, handed over by `create_app`."""
+"""The context that `create_app` hands to every route."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

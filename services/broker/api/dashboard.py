@@ -28,7 +28,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".toml": "application/toml",
 }
-# Scripts and styles of this broker only, none within the page; no other host is asked or told anything.
+# Scripts and styles of this broker only, none within the page; no other host is asked or sent anything.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -51,14 +51,14 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """By name, which for those of others begins with VENDOR; INDEX among them."""
+    """Return the assets by name, INDEX among them; names of third-party ones begin with VENDOR."""
     folder = files("services.broker") / "dashboard"
     vendored = read_assets((folder / VENDOR).iterdir())
     return read_assets(folder.iterdir()) | {f"{VENDOR}/{name}": asset for name, asset in vendored.items()}
 
 
 def read_assets(found: Iterable[Traversable]) -> dict[str, Asset]:
-    """What an editor or a system leaves beside them has another ending."""
+    """Read the assets by name. Files that an editor or a system leaves beside them have another ending."""
     return {
         file.name: asset_of(file.read_bytes(), media_type)
         for file in found
@@ -71,7 +71,7 @@ def asset_of(body: bytes, media_type: str) -> Asset:
 
 
 def answer(request: Request, asset: Asset) -> Response:
-    """304 without a body to whoever has it. The server leaves the body out of an answer to HEAD."""
+    """Return the asset, or 304 without a body to a client that has it. The server removes the body for HEAD."""
     headers = HEADERS | {"ETag": asset.etag}
     if is_known(request.headers.get("if-none-match", ""), asset.etag):
         return Response(status_code=304, headers=headers)
@@ -79,7 +79,7 @@ def answer(request: Request, asset: Asset) -> Response:
 
 
 def is_known(if_none_match: str, etag: str) -> bool:
-    """Proxies that compress mark the tag as weak: it is still the same file."""
+    """Return whether the client has the file. Proxies that compress mark its tag as weak: it is still the same file."""
     tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
     return etag in tags or tags == ["*"]
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: of one job, and of the whole installation."""
+"""REST of the doctor: who waits for whom, in one job and in the whole installation."""
 
 from fastapi import APIRouter
 

@@ -13,13 +13,13 @@ from onbeat.objectives import INSTALLED
 
 PREFIXED = re.compile(r"Value error, ([a-z_]+(?:\.[a-z_]+)*): (.+)", re.DOTALL)
 PLAIN_KEY = re.compile(r"\w{1,80}")
-TAG_NAMES = ("type", "mode")  # keys that tell which section of a union it is
+TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
 MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and room
 
 
 def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
-    """(field, message) of the first entries of `ValidationError.errors()`; the last one counts the rest."""
+    """Return (field, message) of the first entries of `ValidationError.errors()`; the last one counts the rest."""
     explained = [explain_error(error, body) for error in errors[:MAX_EXPLAINED]]
     if num_more := len(errors) - len(explained):
         explained.append(("body", f"has {num_more} more errors; correct these first"))
@@ -27,7 +27,7 @@ def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
 
 
 def explain_error(error: Any, body: Any) -> tuple[str, str]:
-    """(field, message) of one entry of `ValidationError.errors()`; `body` is the JSON that was sent."""
+    """Return (field, message) of one entry of `ValidationError.errors()`; `body` is the JSON that was sent."""
     source, *location = error["loc"]
     if source != "body":
         return ".".join(map(str, location or [source])), f"{error['msg']}, got {show(error.get('input'))}"
@@ -43,12 +43,12 @@ def explain_error(error: Any, body: Any) -> tuple[str, str]:
 
 
 def dotted(path: Iterable[str]) -> str:
-    """Keys that are none of ours are quoted, and cut: they may be empty, or as long as the body."""
+    """Join the path with dots. Unknown keys are quoted and cut: they may be empty, or as long as the body."""
     return ".".join(key if PLAIN_KEY.fullmatch(key) else show(key) for key in path)
 
 
 def without_tags(location: list[Any], body: Any) -> list[str]:
-    """Pydantic puts the tag of a union (`type`, `mode`) into the location; users did not write it there.
+    """Remove the tags of unions (`type`, `mode`), which Pydantic puts into the location and users did not write.
 
     >>> without_tags(["data", "jsonl", "path"], {"data": {"type": "jsonl"}})
     ['data', 'path']
@@ -66,13 +66,13 @@ def without_tags(location: list[Any], body: Any) -> list[str]:
 
 
 def tag_name(path: list[str]) -> str | None:
-    """The key that tells which section of a union stands at this place: `schedule` -> `mode`."""
+    """Return the key that names the section of the union at this place, or None: `schedule` -> `mode`."""
     sections = sections_at(path)
     return next((name for name in TAG_NAMES if sections and all(name in each.model_fields for each in sections)), None)
 
 
 def tags_at(path: list[str]) -> set[str]:
-    """What may stand there."""
+    """Return the values that this key may have."""
     name = tag_name(path)
     return {tag for section in sections_at(path) if name for tag in get_args(section.model_fields[name].annotation)}
 
@@ -109,7 +109,7 @@ def fields_at(path: Iterable[str]) -> dict[str, FieldInfo]:
 
 
 def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:
-    """The section of the job at a dotted path; several where a tagged union stands."""
+    """Return the section of the job at a path; several where a tagged union stands."""
     sections: list[type[BaseModel]] = [JobConfig]
     for step in path:
         if step.isdigit():  # one of a list: the same sections

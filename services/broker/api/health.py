@@ -1,4 +1,4 @@
-"""Is the broker alive, can it work, and what does it count."""
+"""The broker's health: whether it is alive, whether it can work, and its metrics."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""REST of jobs: submit, look, and move them along their state machine."""
+"""REST of jobs: submit them, read them, and move them along their state machine."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), 
 POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
-JOBS_AT_ONCE = 100  # of a list, in one round trip
+JOBS_AT_ONCE = 100  # jobs of a list, read in one round trip
 
 # FastAPI describes the JSON body by itself.
 AS_TOML = {"requestBody": {"content": {TOML: {"schema": {"$ref": "#/components/schemas/JobConfig"}}}}}
@@ -122,20 +122,20 @@ async def create_job(
 
 
 def submitter_of(request: Request) -> str:
-    """The id of the API key that the request came with."""
+    """Return the id of the API key that the request came with; ANYBODY without one."""
     key: ApiKey | None = request.scope.get(CALLER)
     return key.id if key else ANYBODY
 
 
 def choose_job_id(idempotency_key: str | None) -> str:
-    """The key decides the id, so that two brokers at once cannot create two jobs for it."""
+    """Derive the id from the key, so that two brokers at once cannot create two jobs for it."""
     if idempotency_key is None:
         return f"job-{secrets.token_hex(6)}"
     return f"job-{hashlib.sha256(idempotency_key.encode()).hexdigest()[:12]}"
 
 
 async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecord | None:
-    """The job that an earlier request with this key created; None for the first one."""
+    """Return the job that an earlier request with this key created; None for the first one."""
     try:
         fields = await ledger.job_fields(job_id)
     except JobNotFound:
@@ -160,7 +160,7 @@ async def list_jobs(
         first += JOBS_AT_ONCE
     del jobs[limit:]
     await place_in_queue(broker.ledger, jobs)
-    text = JobList(jobs=jobs).model_dump_json()  # by way of dicts, as FastAPI does it, a long list takes much longer
+    text = JobList(jobs=jobs).model_dump_json()  # through dicts, as in FastAPI, a long list takes much longer
     return Response(text, media_type="application/json")
 
 
@@ -177,7 +177,7 @@ async def delete_job(job_id: JobId, broker: Broker) -> None:
 
 
 async def read_job(ledger: Ledger, job_id: str) -> JobRecord:
-    """Raises JobNotFound."""
+    """Return the job's record, with its place in the queue. Raises JobNotFound."""
     record = job_record(await ledger.job_fields(job_id))
     await place_in_queue(ledger, [record])
     return record

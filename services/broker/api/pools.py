@@ -1,4 +1,4 @@
-"""What a pool has to do, and who is there for it: the numbers that an autoscaler asks for."""
+"""REST of pools: their work and their processes, the numbers that an autoscaler asks for."""
 
 from typing import Annotated
 

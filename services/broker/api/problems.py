@@ -1,4 +1,4 @@
-"""Every refusal and failure of the API as a problem document (RFC 9457), mapped here and nowhere else."""
+"""Problem documents (RFC 9457): every refusal and failure of the API is mapped to one here, and nowhere else."""
 
 import logging
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def problem(
 
 
 def to_json(body: BaseModel) -> Any:
-    """What users sent may come back in messages: replace what is no text."""
+    """Convert to JSON. Messages may quote what users sent: what is no text in it is replaced."""
     return {key: replace_surrogates(value) for key, value in body.model_dump(exclude_none=True).items()}
 
 
@@ -66,7 +66,7 @@ def replace_surrogates(value: Any) -> Any:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route for OpenAPI."""
+    """Return the `responses` of a route for OpenAPI."""
     schema = {"schema": {"$ref": "#/components/schemas/Problem"}}
     return {status: {"description": HTTPStatus(status).phrase, "content": {MEDIA_TYPE: schema}} for status in statuses}
 
@@ -86,7 +86,7 @@ def install(app: FastAPI) -> None:
 
 
 def with_problem(spec: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI with the schema that `documented` refers to, and with the API key, which no route asks for itself."""
+    """Complete OpenAPI with the schema that `documented` refers to, and with the API key, which no route asks for."""
     schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     spec["components"]["schemas"] |= schema.pop("$defs", {}) | {"Problem": schema}
     spec["components"]["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
@@ -126,7 +126,7 @@ async def on_http_error(request: Request, error: Exception) -> ProblemResponse:
 
 
 def methods_of(request: Request) -> set[str]:
-    """Of all routes with the path of the one that was asked."""
+    """Return the methods of all routes with the path of the one that was asked."""
     path = getattr(request.scope["route"], "path", None)
     routes = (route for route in request.app.routes if getattr(route, "path", None) == path)
     return {method for route in routes for method in getattr(route, "methods", None) or ()}
@@ -157,7 +157,7 @@ async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:
 
 
 def redis_problem(error: Exception) -> tuple[str, str]:
-    """Title and detail: it is away, or it is there and refuses a command."""
+    """Return title and detail: Redis is away, or it is there and refuses a command."""
     if isinstance(error, AuthenticationError):
         return "Redis refuses the broker", f"Nothing is lost. Redis: {explain_refusal(error)}"
     if not isinstance(error, ResponseError):
@@ -167,6 +167,6 @@ def redis_problem(error: Exception) -> tuple[str, str]:
 
 
 async def on_defect(request: Request, _: Exception) -> ProblemResponse:
-    """Logged with its traceback by the server."""
+    """Answer 500; the server logs the defect with its traceback."""
     detail = f"{request.method} {request.url.path} met a defect; see the broker's log."
     return problem(500, "Internal error", detail, headers={"X-Request-Id": request.scope.get(REQUEST_ID, "-")})

@@ -38,7 +38,7 @@ class GroupList(BaseModel):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What is not there, as a problem."""
+    """Turn what is not there, or not yet, into an HTTP error."""
     try:
         yield
     except GroupNotFound as error:

@@ -26,7 +26,7 @@ OK: dict[int | str, dict[str, Any]] = {
 
 
 class EventStream(StreamingResponse):
-    """Whoever leaves in the middle is forgotten at once, and not when memory is tidied up."""
+    """A stream that forgets a client who leaves in the middle at once, and not when memory is tidied up."""
 
     media_type = "text/event-stream"
 

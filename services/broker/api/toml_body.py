@@ -14,7 +14,7 @@ from services.broker.admission import FieldError
 
 MEDIA_TYPE = "application/toml"
 MAX_CHARACTERS = 65_536  # tomllib takes about a second for a million
-MAX_LINES, MAX_STATEMENT_LINES = 2000, 50  # that are searched for a field
+MAX_LINES, MAX_STATEMENT_LINES = 2000, 50  # lines that are searched for a field
 LONG_KEY = re.compile(r"(?:[^\s.=]+\s*\.\s*){33}")  # a.b.c...: its time grows with the square of its parts
 AT_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
@@ -68,7 +68,7 @@ def media_type_of(request: Request) -> str:
 
 
 def decode(body: bytes) -> str:
-    """Raises MalformedToml."""
+    """Decode UTF-8, with or without a byte order mark, and unify line ends. Raises MalformedToml."""
     try:
         return body.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -76,7 +76,7 @@ def decode(body: bytes) -> str:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Raises MalformedToml."""
+    """Parse TOML. Raises MalformedToml, with the line where it is known."""
     if len(text) > MAX_CHARACTERS:
         raise MalformedToml(f"at most {MAX_CHARACTERS} characters of TOML are taken; send a larger job as JSON")
     if LONG_KEY.search(text):
@@ -100,7 +100,8 @@ def name_lines(request: Request, errors: list[FieldError]) -> list[FieldError]:
 
 
 def line_of(field: str, lines: dict[str, int]) -> int | None:
-    """
+    """Return the line of a field, or else of the innermost section around it that has one.
+
     >>> line_of("model.dtype", {"model": 4, "model.path": 5})
     4
     """
@@ -110,7 +111,7 @@ def line_of(field: str, lines: dict[str, int]) -> int | None:
 
 
 def lines_of(text: str) -> Iterator[tuple[str, int]]:
-    """(dotted path, line) of each table and key. Stops at a statement that is longer than MAX_STATEMENT_LINES.
+    """Yield (dotted path, line) of each table and key. Stops at a statement that is longer than MAX_STATEMENT_LINES.
 
     >>> dict(lines_of('name = "a"\\n[model]\\npath = "b"'))
     {'name': 1, 'model': 2, 'model.path': 3}
@@ -131,7 +132,7 @@ def lines_of(text: str) -> Iterator[tuple[str, int]]:
 
 
 def statements(text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each header or key with its value, which may go over several lines."""
+    """Yield (line, text) of each header or key with its value, which may go over several lines."""
     pending, start = "", 0
     for number, line in enumerate(text.split("\n")[:MAX_LINES], start=1):
         if not pending:
@@ -149,7 +150,7 @@ def statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def paths_in(parsed: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every table, list item and value, outer ones first.
+    """Yield the path of every table, list item and value, outer ones first.
 
     >>> list(paths_in({"a": {"b": [{}]}}))
     [('a',), ('a', 'b'), ('a', 'b', '0')]

@@ -16,11 +16,11 @@ MEBIBYTE = 1 << 20
 
 LOAD_S = 120.0  # start of Python and import of the reward: not counted as scoring
 RESPONSES_PER_LIFE = 20  # responses that use up all their time: after their CPU time a process is replaced
-MAX_FILE_BYTES = 256 * MEBIBYTE  # of one file
+MAX_FILE_BYTES = 256 * MEBIBYTE  # size of one file
 MAX_OPEN_FILES = 256
 NICENESS = 5  # the engine goes first
 MOST_EXPENDABLE = "1000"  # the kernel's out-of-memory killer takes this process rather than the engine
-MAX_ANSWER_BYTES = MEBIBYTE  # of one line of a scoring process, or of one answer of a service
+MAX_ANSWER_BYTES = MEBIBYTE  # size of a line of a scoring process, or of a service's answer
 MAX_MESSAGE = 500  # characters of an error message, which rewards and services write
 MAX_OUTPUT_BYTES = 4 * MEBIBYTE  # bytes printed while scoring one response; the parent kills a process that prints more
 

@@ -22,7 +22,7 @@ from services.rollout.rewards.outcome import (
 )
 
 STDERR_TAIL_BYTES = 2000
-END_S = 1.0  # how long to wait until a killed process is gone and its last output is read
+END_S = 1.0  # seconds until a killed process is gone and its last output is read
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 

@@ -11,7 +11,7 @@ MAX_ITERATIONS = 200  # per read; the next read continues from there
 
 @dataclass(frozen=True)
 class Point:
-    """All values of one iteration, or of one evaluation."""
+    """The values of one iteration, or of one evaluation."""
 
     step: int  # number of the iteration; of an evaluation, the number of iterations that were done
     time: float  # Unix seconds: committed, or scored
