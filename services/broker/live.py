@@ -205,7 +205,7 @@ async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[Iteratio
 
 
 class JobStreams:
-    """The watches of one broker, each as long as somebody watches."""
+    """The watches of one broker, each kept while a client watches."""
 
     def __init__(self, ledger: Ledger, is_stopping: Callable[[], bool], max_watchers: int) -> None:
         self._ledger, self._is_stopping, self._max_watchers = ledger, is_stopping, max_watchers

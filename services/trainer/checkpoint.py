@@ -167,7 +167,7 @@ class CheckpointStore:
         written.result(timeout=0)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Let a write in flight come to its end, so that nobody reads or writes this folder meanwhile."""
+        """Let a write in flight come to its end, so that this folder is neither read nor written meanwhile."""
         if self._in_flight is not None:
             futures_wait([self._in_flight[1]], timeout_s)
         self._thread.shutdown(wait=False)
@@ -336,7 +336,7 @@ def write_state(partial: Path, state: TrainState, files: Sizes) -> None:
 
 
 def appear(partial: Path, target: Path) -> None:
-    """Rename in one move. A complete checkpoint stays: it has the same bits, and somebody may be reading it."""
+    """Rename in one move. A complete checkpoint stays: it has the same bits, and a process may be reading it."""
     try:
         partial.rename(target)
     except OSError:
