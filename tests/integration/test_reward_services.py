@@ -171,7 +171,7 @@ async def test_bearer_token_is_read_for_each_call(service, tmp_path):
     with pytest.raises(
         RewardUnavailable, match=r"bearer_token_file of service judge in ONBEAT_REWARD_SERVICES: .*No such"
     ):
-        await score(scorer, request("a"))
+        await score(scorer, request("a"), deadline_s=1.0)
     for secret in ("first", "second"):
         token.write_text(f"{secret}\n")
         await score(scorer, request("a"))
@@ -185,7 +185,7 @@ async def test_file_that_holds_no_single_token_is_refused_and_never_quoted(servi
     token.write_text(content)
     scorer = Scorer(1, {"judge": RewardServiceSettings(url=service.url, bearer_token_file=token)}, "w0")
     with pytest.raises(RewardUnavailable, match=r"bearer_token_file of service judge .* one token") as caught:
-        await score(scorer, request("a"))
+        await score(scorer, request("a"), deadline_s=1.0)
     assert "cret" not in str(caught.value).replace(str(token), "")
     assert service.calls == []
     await scorer.close()
@@ -221,7 +221,7 @@ async def test_slow_service_runs_out_of_the_time_of_all_responses(scorer, servic
 async def test_service_that_is_not_there_is_unavailable():
     scorer = Scorer(1, {"judge": RewardServiceSettings(url=f"http://127.0.0.1:{free_port()}")}, "w0")
     with pytest.raises(RewardUnavailable, match="cannot be reached: ConnectError"):
-        await score(scorer, request("a"))
+        await score(scorer, request("a"), deadline_s=1.0)
     await scorer.close()
 
 
