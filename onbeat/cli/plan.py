@@ -91,7 +91,10 @@ def ask(module: str, request: dict[str, Any]) -> Any:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
         command = [sys.executable, "-P", "-m", module, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"planning took longer than {DEADLINE_S:.0f} s; try again while less runs here") from error
     if done.returncode != 0:
         raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
     return json.loads(done.stdout)

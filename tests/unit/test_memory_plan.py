@@ -100,3 +100,10 @@ def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
     shown = plan_of(tmp_path / "nothing", tmp_path)
     assert isinstance(shown.exception, ValueError)
     assert "nothing" in str(shown.exception)
+
+
+def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.cli.plan.DEADLINE_S", 0.1)
+    shown = plan_of(tmp_path / "model", tmp_path)
+    assert isinstance(shown.exception, ValueError)
+    assert "try again while less runs here" in str(shown.exception)
