@@ -77,6 +77,19 @@ class RewardConfig(Section):
     )
 
 
+class EnvironmentConfig(Section):
+    """An installed program that calls the policy as often as it needs and gives the reward: responses are episodes."""
+
+    name: str = Field(description="an installed entry point of the group `onbeat.environments`")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    max_turns: PositiveInt = Field(16, le=1_024, description="calls of the policy in one episode; further ones fail")
+    timeout_s: Float = Field(
+        120.0, gt=0, le=86_400, description="hard limit for one episode, from its start to its reward"
+    )
+    memory_limit_mb: Int = Field(2048, ge=64, le=1_048_576, description="hard limit of the process that runs a group")
+    max_attempts: PositiveInt = Field(2, le=100, description="tries of one episode in one rollout")
+
+
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; the reference policy is then the base model."""
 
@@ -293,7 +306,10 @@ class JobConfig(Section):
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig | None = Field(None, description="scores responses; needed unless an environment does")
+    environment: EnvironmentConfig | None = Field(
+        None, description="responses are episodes of several turns; default: one response to the prompt"
+    )
     rollout: RolloutConfig
     objective: AnyObjective = Field(default_factory=GrpoObjective)
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -342,6 +358,12 @@ class JobConfig(Section):
         return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
 
     @property
+    def longest_response(self) -> int:
+        """The most tokens that one response may sample; those of an episode are sampled in several turns."""
+        max_turns = self.environment.max_turns if self.environment is not None else 1
+        return max_turns * self.rollout.max_response_tokens
+
+    @property
     def first_iteration(self) -> int:
         """0, unless the job is a fork."""
         return self.fork.iteration if self.fork is not None else 0
@@ -356,6 +378,14 @@ class JobConfig(Section):
     def max_staleness(self) -> int:
         """0 in the strict modes."""
         return self.schedule.max_staleness if isinstance(self.schedule, BoundedSchedule) else 0
+
+    @model_validator(mode="after")
+    def check_reward(self) -> "JobConfig":
+        if self.reward is None and self.environment is None:
+            raise ValueError("reward: missing; name one, or an [environment], which gives the reward itself")
+        if self.reward is not None and self.environment is not None:
+            raise ValueError("reward: the environment gives the reward; leave out [reward] or [environment]")
+        return self
 
     @model_validator(mode="after")
     def check_group_size(self) -> "JobConfig":

@@ -1,8 +1,9 @@
 """The messages of the streams: protobuf, checked on arrival. No other module uses the generated ones.
 
 A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
-version spans that cover every response exactly, and the length of each token's text or none. Logprobs are
-checked to be finite where they are made and used, durations and the sum of the lengths where a group is submitted.
+version spans that cover every response exactly, the length of each token's text or none, and turns that are a tree and
+sampled all of the tokens. Logprobs are checked to be finite where they are made and used, durations and the sum of the
+lengths where a group is submitted.
 """
 
 import math
@@ -12,6 +13,7 @@ from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from onbeat.rollout.v1.rollout_pb2 import (
+    Environment,
     GroupFailure,
     Message,
     PromptTask,
@@ -19,12 +21,14 @@ from onbeat.rollout.v1.rollout_pb2 import (
     Reward,
     RolloutGroup,
     Timings,
+    Turn,
     VersionSpan,
 )
 
 __all__ = [
     "MAX_DURATION_S",
     "MAX_REWARD",
+    "Environment",
     "GroupFailure",
     "Message",
     "PromptTask",
@@ -32,6 +36,7 @@ __all__ = [
     "Reward",
     "RolloutGroup",
     "Timings",
+    "Turn",
     "VersionSpan",
     "check_content",
     "check_group",
@@ -113,7 +118,7 @@ def check_content(group: RolloutGroup) -> None:
     if not group.responses or not group.prompt_token_ids:
         raise ValueError(f"group {group.group_id}: has no prompt or no responses")
     for index, response in enumerate(group.responses):
-        if problem := problem_of(response):
+        if problem := problem_of(response) or problem_of_turns(response, len(group.prompt_token_ids)):
             raise ValueError(f"group {group.group_id}, response {index}: {problem}")
 
 
@@ -132,6 +137,27 @@ def problem_of(response: Response) -> str:
             return f"version spans leave a gap or overlap at token {end}"
         end = span.end
     return "" if end == num_tokens else f"version spans cover {end} of {num_tokens} tokens"
+
+
+def problem_of_turns(response: Response, num_prompt: int) -> str:
+    """Return the problem with the turns of an episode, or ''. `num_prompt`: tokens of the group's prompt."""
+    if not response.turns:
+        return ""
+    path_lengths: list[int] = []  # to the end of each turn
+    for index, turn in enumerate(response.turns):
+        if turn.HasField("parent") and turn.parent >= index:
+            return f"turn {index} follows turn {turn.parent}, which is not before it"
+        longest = path_lengths[turn.parent] if turn.HasField("parent") else num_prompt
+        if not num_prompt <= turn.num_shared <= longest:
+            return f"turn {index} shares {turn.num_shared} tokens, not {num_prompt} to {longest}"
+        if turn.num_sampled < 1:
+            return f"turn {index} sampled no token"
+        path_lengths.append(turn.num_shared + len(turn.observed_token_ids) + turn.num_sampled)
+    num_sampled, num_tokens = sum(turn.num_sampled for turn in response.turns), len(response.token_ids)
+    if num_sampled != num_tokens:
+        return f"its turns sampled {num_sampled} tokens, and it has {num_tokens}"
+    num_characters = sum(turn.num_characters for turn in response.turns)
+    return "" if num_characters == len(response.text) else f"its turns gave {num_characters} characters of its text"
 
 
 def check_logprobs(group: RolloutGroup) -> None:

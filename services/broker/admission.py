@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from onbeat.config import FileData, JobConfig, ReasoningGymData
+from onbeat.config import FileData, JobConfig, ReasoningGymData, RewardConfig
+from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.procedural import nearest
@@ -49,7 +50,9 @@ class Admission:
 
     async def review(self, config: JobConfig) -> None:
         """Raise JobRefused with everything that is wrong; the data is only opened when all else is right."""
-        errors = review_numbers(config) + review_free_values(config) + review_reward(config)
+        errors = review_numbers(config) + review_free_values(config) + review_environment(config)
+        if config.reward is not None:
+            errors += review_reward(config, config.reward)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
         errors += await self._review_pattern(config)
         if errors:
@@ -62,17 +65,18 @@ class Admission:
             raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
 
     async def _review_pattern(self, config: JobConfig) -> list[FieldError]:
-        option, options = PATTERN_OPTIONS.get(config.reward.name), config.reward.options
-        if option is None or (option not in options and option != "pattern"):
+        reward = config.reward
+        option = PATTERN_OPTIONS.get(reward.name) if reward is not None else None
+        if reward is None or option is None or (option not in reward.options and option != "pattern"):
             return []
-        pattern, problem = options.get(option), "is not a string"
+        pattern, problem = reward.options.get(option), "is not a string"
         if isinstance(pattern, str):
             problem = await self._patterns.check_pattern(pattern)
         if not problem:
             return []
         text = repr(pattern)
         shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-        message = f"reward {config.reward.name} needs a regular expression here; {shown} {problem}"
+        message = f"reward {reward.name} needs a regular expression here; {shown} {problem}"
         return [FieldError(field=f"reward.options.{option}", message=message)]
 
 
@@ -95,7 +99,8 @@ def review_numbers(config: JobConfig) -> list[FieldError]:
 
 def review_free_values(config: JobConfig) -> list[FieldError]:
     """Check that the options, which are free-form, are at least JSON that every service can read."""
-    options: dict[str, Any] = {"reward.options": config.reward.options}
+    sections = {"reward": config.reward, "environment": config.environment}
+    options: dict[str, Any] = {f"{name}.options": each.options for name, each in sections.items() if each is not None}
     options |= {
         f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
     }
@@ -116,10 +121,18 @@ def data_sections(config: JobConfig) -> list[tuple[str, ReasoningGymData | FileD
     return [("data", config.data), *held_out]
 
 
-def review_reward(config: JobConfig) -> list[FieldError]:
-    name, installed = config.reward.name, entry_points(group=REWARD_GROUP).names
+def review_environment(config: JobConfig) -> list[FieldError]:
+    installed = entry_points(group=ENVIRONMENT_GROUP).names
+    if config.environment is None or config.environment.name in installed:
+        return []
+    message = f"no environment {config.environment.name!r} is installed; {nearest(config.environment.name, installed)}"
+    return [FieldError(field="environment.name", message=message)]
+
+
+def review_reward(config: JobConfig, reward: RewardConfig) -> list[FieldError]:
+    name, installed = reward.name, entry_points(group=REWARD_GROUP).names
     if name == HTTP_REWARD:
-        return review_service(config)
+        return review_service(reward)
     if name not in installed:
         message = f"no reward {name!r} is installed; {nearest(name, {*installed, HTTP_REWARD})}"
         return [FieldError(field="reward.name", message=message)]
@@ -130,24 +143,24 @@ def review_reward(config: JobConfig) -> list[FieldError]:
         if name in REWARDS_THAT_COMPARE and isinstance(data, FileData) and data.answer_field is None:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [FieldError(field=f"{field}.answer_field", message=message)]
-    return review_options(config)
+    return review_options(reward)
 
 
-def review_options(config: JobConfig) -> list[FieldError]:
+def review_options(reward: RewardConfig) -> list[FieldError]:
     """Check the options of a reward that comes with Onbeat; the broker cannot know the options of others."""
-    name = config.reward.name
-    known = REWARD_OPTIONS.get(name, config.reward.options)
+    name = reward.name
+    known = REWARD_OPTIONS.get(name, reward.options)
     remedy = f"it has: {', '.join(known)}" if known else "it has none"
     return [
         FieldError(field="reward.options", message=f"reward {name} has no option {option[:MAX_SHOWN]!r}; {remedy}")
-        for option in config.reward.options
+        for option in reward.options
         if option not in known
     ]
 
 
-def review_service(config: JobConfig) -> list[FieldError]:
+def review_service(reward: RewardConfig) -> list[FieldError]:
     """Check the form of the name only: the services are named in the settings of the rollouts."""
-    service = config.reward.options.get("service")
+    service = reward.options.get("service")
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
         return []
     message = (

@@ -5,7 +5,7 @@ import json
 from statistics import fmean
 
 from onbeat.config import EvaluationConfig, JobConfig
-from onbeat.streams.codec import Message, PromptTask, Reward
+from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.process import DatasetProcess
@@ -72,20 +72,34 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
 
 def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
     """Build the part of a task that training and evaluation have in common."""
-    rollout, reward = config.rollout, config.reward
-    return PromptTask(
+    rollout, reward, environment = config.rollout, config.reward, config.environment
+    task = PromptTask(
         messages=[Message(role=message.role, content=message.content) for message in item.messages],
         text=item.text,
         max_response_tokens=rollout.max_response_tokens,
         deadline_s=rollout.group_deadline_s,
-        reward=Reward(
-            name=reward.name,
-            options_json=json.dumps(reward.options),
-            timeout_s=reward.timeout_s,
-            memory_limit_mb=reward.memory_limit_mb,
-        ),
         reward_context_json=json.dumps(item.context),
     )
+    if reward is not None:
+        task.reward.CopyFrom(
+            Reward(
+                name=reward.name,
+                options_json=json.dumps(reward.options),
+                timeout_s=reward.timeout_s,
+                memory_limit_mb=reward.memory_limit_mb,
+            )
+        )
+    if environment is not None:
+        task.environment.CopyFrom(
+            Environment(
+                name=environment.name,
+                options_json=json.dumps(environment.options),
+                max_turns=environment.max_turns,
+                timeout_s=environment.timeout_s,
+                memory_limit_mb=environment.memory_limit_mb,
+            )
+        )
+    return task
 
 
 def task_seed(*place: int | str) -> int:

@@ -177,7 +177,9 @@ class Session:
         cleanup.push_async_callback(gate.close)
         rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
         cleanup.push_async_callback(rewards.close)
-        attempts = (self._config.reward.max_attempts, self._config.rollout.max_group_attempts)
+        scored_by = self._config.reward or self._config.environment
+        assert scored_by is not None, "a job has a reward or an environment"
+        attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
         producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts)
         shared = (self._settings, self._ledger, self.job_id, self._config)
         loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)

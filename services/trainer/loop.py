@@ -182,7 +182,7 @@ class TrainLoop:
         tally = stats.tally
         if tally.num_responses == 0:  # all of its groups failed: nothing to learn from, and no step
             return
-        num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.rollout.max_response_tokens
+        num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
         divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
         optimizer = self._policy.optimizer
         self._publisher.wait_for_reader()

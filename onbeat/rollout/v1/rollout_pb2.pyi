@@ -38,6 +38,7 @@ class PromptTask(_message.Message):
     REWARD_CONTEXT_JSON_FIELD_NUMBER: _builtins.int
     IS_EVALUATION_FIELD_NUMBER: _builtins.int
     DATA_ROW_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -65,6 +66,10 @@ class PromptTask(_message.Message):
 
     @_builtins.property
     def reward(self) -> Global___Reward: ...
+    @_builtins.property
+    def environment(self) -> Global___Environment:
+        """present: responses are episodes in it, and it gives the reward"""
+
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class PromptTask(_message.Message):
         reward_context_json: _builtins.str = ...,
         is_evaluation: _builtins.bool = ...,
         data_row: _builtins.int | None = ...,
+        environment: Global___Environment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "environment", b"environment", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "deadline_s", b"deadline_s", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -148,10 +154,66 @@ class Reward(_message.Message):
 Global___Reward: _TypeAlias = Reward  # noqa: Y015
 
 @_typing.final
+class Environment(_message.Message):
+    """An installed environment by its entry-point name, with options. Never code."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OPTIONS_JSON_FIELD_NUMBER: _builtins.int
+    MAX_TURNS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_MB_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    options_json: _builtins.str
+    max_turns: _builtins.int
+    """calls of the policy in one episode"""
+    timeout_s: _builtins.float
+    """hard limit for one episode, from its start to its reward"""
+    memory_limit_mb: _builtins.int
+    """hard limit for the process that runs it"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        options_json: _builtins.str = ...,
+        max_turns: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+        memory_limit_mb: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_turns", b"max_turns", "memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Environment: _TypeAlias = Environment  # noqa: Y015
+
+@_typing.final
 class RolloutGroup(_message.Message):
     """One entry of a job's `rollouts` stream, or of an evaluation's stream of results: a prompt and its G responses."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FailedEpisodesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     ITERATION_FIELD_NUMBER: _builtins.int
@@ -164,6 +226,7 @@ class RolloutGroup(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     IS_EVALUATION_FIELD_NUMBER: _builtins.int
     DATA_ROW_FIELD_NUMBER: _builtins.int
+    FAILED_EPISODES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     iteration: _builtins.int
     policy_version: _builtins.int
@@ -186,6 +249,10 @@ class RolloutGroup(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___Timings: ...
+    @_builtins.property
+    def failed_episodes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """tries of its episodes that failed before, by kind"""
+
     def __init__(
         self,
         *,
@@ -200,10 +267,11 @@ class RolloutGroup(_message.Message):
         worker_id: _builtins.str = ...,
         is_evaluation: _builtins.bool = ...,
         data_row: _builtins.int | None = ...,
+        failed_episodes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "failed_episodes", b"failed_episodes", "failure", b"failure", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "policy_version", b"policy_version", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "responses", b"responses", "timings", b"timings", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -243,6 +311,7 @@ class Response(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_LENGTHS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """"stop" | "length" """
     reward: _builtins.float
@@ -264,7 +333,15 @@ class Response(_message.Message):
     def reward_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
     def token_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """[T], characters of `text` that each token gave; empty: not known"""
+        """[T], how many characters (code points) of `text` each token gave, together all of it: 0 within a character, which is
+        its last token's, and of special tokens. Empty: not known.
+        """
+
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
+        """The calls of the policy in an episode, in the order in which they began: they sampled token_ids, one after another.
+        Empty: one call, right behind the prompt.
+        """
 
     def __init__(
         self,
@@ -277,14 +354,89 @@ class Response(_message.Message):
         reward_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         text: _builtins.str = ...,
         token_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        turns: _abc.Iterable[Global___Turn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_logprobs", b"rollout_logprobs", "text", b"text", "token_ids", b"token_ids", "token_lengths", b"token_lengths", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Response: _TypeAlias = Response  # noqa: Y015
+
+@_typing.final
+class Turn(_message.Message):
+    """One call of the policy in an episode. The engine's prompt was
+        the first num_shared tokens of the path to the end of turn `parent`, then observed_token_ids
+    where the path to the end of a turn is its prompt and the tokens that it sampled; the path without turns is the group's
+    prompt_token_ids. So the turns are a tree: it forks where a history was rewritten, and no token is held twice.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    NUM_SHARED_FIELD_NUMBER: _builtins.int
+    OBSERVED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    NUM_CHARACTERS_FIELD_NUMBER: _builtins.int
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    GENERATE_S_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """an earlier turn of this episode; absent: the group's prompt"""
+    num_shared: _builtins.int
+    """at least the length of the group's prompt"""
+    num_sampled: _builtins.int
+    """its tokens among those of the response; at least 1"""
+    finish_reason: _builtins.str
+    """"stop" | "length" """
+    num_characters: _builtins.int
+    """its part of the response's text"""
+    messages_json: _builtins.str
+    """for people: the messages that are new in this call, as the environment sent them"""
+    call_id: _builtins.str
+    """the id of the answer that the environment got"""
+    reward: _builtins.float
+    """that the environment gave to this call: shown, not trained"""
+    waited_s: _builtins.float
+    """from the end of the call before, or the episode's start: time in the environment"""
+    generate_s: _builtins.float
+    @_builtins.property
+    def observed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """from the environment, a tool or the template: never trained"""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int | None = ...,
+        num_shared: _builtins.int = ...,
+        observed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_sampled: _builtins.int = ...,
+        finish_reason: _builtins.str = ...,
+        num_characters: _builtins.int = ...,
+        messages_json: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+        reward: _builtins.float | None = ...,
+        waited_s: _builtins.float = ...,
+        generate_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "parent", b"parent", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "call_id", b"call_id", "finish_reason", b"finish_reason", "generate_s", b"generate_s", "messages_json", b"messages_json", "num_characters", b"num_characters", "num_sampled", b"num_sampled", "num_shared", b"num_shared", "observed_token_ids", b"observed_token_ids", "parent", b"parent", "reward", b"reward", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
+    _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
 @_typing.final
 class VersionSpan(_message.Message):

@@ -1,0 +1,37 @@
+"""The input and the result of an environment."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from onbeat.environments.session import Session
+
+# A chat message as in OpenAI's API: {"role": ..., "content": ...}, sometimes with `tool_calls` or `tool_call_id`.
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt of the job's data, the same for all episodes of a group."""
+
+    messages: list[Message]  # the prompt, as a conversation
+    question: str
+    answer: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)  # the other fields of the data's row
+    seed: int = 0  # the same for all episodes of a group: what an environment draws at random should come from it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an episode. Numbers are finite, from -1000000 to 1000000."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)  # shown, logged, never trained
+    turn_rewards: dict[str, float] = field(default_factory=dict)  # by the id of a call's answer; shown only
+
+
+class Environment(Protocol):
+    """A program that plays one episode. Several episodes run at the same time on one instance."""
+
+    async def run(self, task: Task, policy: "Session") -> Outcome:
+        """Play an episode and return its outcome. What it raises is a failure of the episode, never a reward."""
