@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState, PublishedWeights
-from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.link import Commit
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
+from services.trainer.job.link import Commit
 from services.trainer.loop import TrainLoop
-from services.trainer.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
+from services.trainer.model.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
 from services.trainer.policy import Policy
-from services.trainer.weight_store import Snapshot
+from services.trainer.weights.store import Snapshot
 
 NUM_DIGITS, NUM_TOKENS = 10, 8
 NUM_PROMPTS, GROUP_SIZE = 10, 8

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onbeat.local.hardware import read_processor
+from onbeat.hardware.processor import read_processor
 from onbeat.temporary import private_folder, temporary_files_in
 
 ROOT = Path(__file__).resolve().parent.parent

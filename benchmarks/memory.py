@@ -19,7 +19,7 @@ from typing import Any
 
 from harness import ROOT, save, temporary_folder
 
-from onbeat.local.hardware import read_processor
+from onbeat.hardware.processor import read_processor
 
 NUM_ITERATIONS, WARMUP = 6, 2
 SAMPLE_S = 0.25

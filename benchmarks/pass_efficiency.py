@@ -15,8 +15,8 @@ from harness import save
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.batch import pack
-from services.trainer.bundled import prepare
-from services.trainer.model import DTYPES, load_model, response_logprobs
+from services.trainer.model.bundled import prepare
+from services.trainer.model.model import DTYPES, load_model, response_logprobs
 
 NUM_GROUPS, SHAPE = 8, (45, 24, 8)  # groups of an iteration; prompt tokens, response tokens, responses of each
 SQUARE = 2048

@@ -24,9 +24,9 @@ from harness import save
 
 from onbeat.streams.codec import RolloutGroup
 from services.trainer.batch import pack
-from services.trainer.bundled import prepare
-from services.trainer.logprobs import TargetLogprobs
-from services.trainer.model import load_model, response_logprobs, use_attention
+from services.trainer.model.bundled import prepare
+from services.trainer.model.logprobs import TargetLogprobs
+from services.trainer.model.model import load_model, response_logprobs, use_attention
 
 # (Lp, Lr, G) and the goal there: a share of the counted ratio, or at least not slower.
 GOALS = {(512, 64, 8): 0.93, (1024, 100, 8): 0.93, (45, 22, 8): 0.93, (32, 256, 8): None}

@@ -19,7 +19,7 @@ from harness import ROOT, run_job, save, temporary_folder
 from vs_trl import quickstart_model
 
 from onbeat.config import JobConfig
-from onbeat.local.hardware import read_processor
+from onbeat.hardware.processor import read_processor
 
 QUICKSTART = "examples/quickstart.toml"
 WINDOW, WANTED = 5, 0.8

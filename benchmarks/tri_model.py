@@ -31,9 +31,9 @@ from harness import save
 from onbeat.config import LoraConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import pack
-from services.trainer.bundled import prepare
-from services.trainer.lora import add_adapters
-from services.trainer.model import (
+from services.trainer.model.bundled import prepare
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.model import (
     PACKED_ATTENTION,
     enable_gradient_checkpointing,
     frozen_base,

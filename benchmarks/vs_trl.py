@@ -14,14 +14,14 @@ from pathlib import Path
 
 from harness import ROOT, median_of, run_job, save, temporary_folder
 
-from onbeat.local.hardware import read_processor
+from onbeat.hardware.processor import read_processor
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
 NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
 
 
 def quickstart_model() -> Path:
-    prepare = [sys.executable, "-m", "services.trainer.prepare_model", "smollm2-135m-instruct"]
+    prepare = [sys.executable, "-m", "services.trainer.model.prepare_model", "smollm2-135m-instruct"]
     return Path(subprocess.run(prepare, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1])
 
 

@@ -32,7 +32,7 @@ from onbeat.weights.server import PayloadServer
 if TYPE_CHECKING:
     import torch
 
-    from services.trainer.weight_store import Snapshot
+    from services.trainer.weights.store import Snapshot
 
 JOB = "benchmark"
 BARE_METHOD = "Stream"
@@ -93,8 +93,8 @@ class Trainer:
     """A trainer's weight server, and a bare stream of the same bytes on another port."""
 
     def __init__(self, host: str, security: WireSecurity) -> None:
-        from services.trainer.weight_server import WeightServer  # it imports torch, which a puller does not need
-        from services.trainer.weight_store import WeightStore
+        from services.trainer.weights.server import WeightServer  # it imports torch, which a puller does not need
+        from services.trainer.weights.store import WeightStore
 
         self._host, self._security = host, security
         self._store = WeightStore(2)
@@ -120,7 +120,7 @@ class Trainer:
 
     async def serve(self, egress: int, fanout: int) -> Answer:
         """Serve with these limits, as if nothing had been pulled before."""
-        from services.trainer.sources import Sources
+        from services.trainer.weights.relay_tree import Sources
 
         self._server.sources = Sources([Peer("trainer", self._address, "trainer")], egress, fanout)
         return {}
@@ -129,7 +129,7 @@ class Trainer:
         """Publish the next version, with this share of the weights one unit in the last place away; None: all new."""
         import torch
 
-        from services.trainer.weight_store import take_snapshot
+        from services.trainer.weights.store import take_snapshot
 
         generator = torch.Generator().manual_seed(self._num_published)
         if share is None:

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import pack
-from services.trainer.lora import published_tensors
-from services.trainer.model import Passes, load_config, load_model, response_logprobs
-from services.trainer.packing import choose_passes
-from services.trainer.shrink import VOCAB_SIZE, random_model, shrunken
-from services.trainer.trial import TOLERANCE, describe, forward, gap_of_gradients, numbers_of, plain_logprobs
+from services.trainer.model.lora import published_tensors
+from services.trainer.model.model import Passes, load_config, load_model, response_logprobs
+from services.trainer.passes.choice import choose_passes
+from services.trainer.passes.shrink import VOCAB_SIZE, random_model, shrunken
+from services.trainer.passes.trial import TOLERANCE, describe, forward, gap_of_gradients, numbers_of, plain_logprobs
 
 CPU = torch.device("cpu")
 CONTEXT_TOKENS = 128  # of the job

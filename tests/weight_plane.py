@@ -19,10 +19,10 @@ from onbeat.weights.security import PLAIN, WireSecurity
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import read_key
-from services.trainer import sources
-from services.trainer.sources import Sources
-from services.trainer.weight_server import WeightServer
-from services.trainer.weight_store import Snapshot, WeightStore, take_snapshot
+from services.trainer.weights import relay_tree as sources
+from services.trainer.weights.relay_tree import Sources
+from services.trainer.weights.server import WeightServer
+from services.trainer.weights.store import Snapshot, WeightStore, take_snapshot
 
 JOB = "job"
 KIB, MIB = 1 << 10, 1 << 20

@@ -5,7 +5,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from services.trainer.model import PACKED_ATTENTION, enable_gradient_checkpointing, register_attention, use_attention
+from services.trainer.model.model import (
+    PACKED_ATTENTION,
+    enable_gradient_checkpointing,
+    register_attention,
+    use_attention,
+)
 from tests.integration.tiny_models import build_tokenizer
 
 SIZES = {  # of Qwen2.5: hidden, intermediate, layers, query heads, key/value heads, vocabulary, tied embeddings

@@ -21,11 +21,11 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks.gpu_check.models import random_model
 from benchmarks.gpu_check.part import Findings, Place, run_part
 from benchmarks.groups import counted_operations, make_group
-from services.trainer import logprobs as output_head
 from services.trainer.attention.flex import plan_flex
 from services.trainer.batch import Part, pack
-from services.trainer.logprobs import TargetLogprobs
-from services.trainer.model import PACKED_ATTENTION, use_attention
+from services.trainer.model import logprobs as output_head
+from services.trainer.model.logprobs import TargetLogprobs
+from services.trainer.model.model import PACKED_ATTENTION, use_attention
 
 SHAPES = [(512, 512, 8), (1024, 256, 16), (2048, 1024, 8)]  # tokens of prompt and response, responses
 TINY_SHAPES = [(100, 30, 3)]

@@ -15,8 +15,8 @@ from benchmarks.gpu_check.models import random_model
 from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import OptimizerConfig
 from onbeat.weights import delta
-from services.trainer.optimizer import MasterAdamW
-from services.trainer.weight_store import Snapshot, SnapshotWriter, host_bytes, take_snapshot
+from services.trainer.model.optimizer import MasterAdamW
+from services.trainer.weights.store import Snapshot, SnapshotWriter, host_bytes, take_snapshot
 
 LEARNING_RATE = 1e-6
 CODEC_BYTES = 256 << 20

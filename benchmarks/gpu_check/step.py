@@ -17,14 +17,14 @@ from benchmarks.gpu_check.models import SIZES, random_config, random_model
 from benchmarks.gpu_check.part import Findings, Place, run_part
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
-from services.trainer.checkpoint import TrainState
-from services.trainer.distributed import World
+from services.trainer.checkpoints.store import TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.memory_plan import Placement, measure_sizes, plan_trainer
-from services.trainer.model import DTYPES, Passes
-from services.trainer.packing import choose_passes
+from services.trainer.model.model import DTYPES, Passes
+from services.trainer.passes.choice import choose_passes
 from services.trainer.policy import Policy
 from services.trainer.replay import NoCheckpoints, RecordedLink
+from services.trainer.world import World
 
 CPU = torch.device("cpu")
 NUM_ITERATIONS, NUM_GROUPS = 3, 4

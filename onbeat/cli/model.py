@@ -20,5 +20,5 @@ def prepare(
 ) -> None:
     """Convert a bundled model ahead of the first job that uses it, and print its folder."""
     # It runs in its own process: this one never imports torch.
-    command = [sys.executable, "-P", "-m", "services.trainer.prepare_model", name]
+    command = [sys.executable, "-P", "-m", "services.trainer.model.prepare_model", name]
     raise typer.Exit(subprocess.call(command))

@@ -58,7 +58,7 @@ def memory(
 
 def with_dtype(config: "JobConfig") -> dict[str, Any]:
     """Return the job with a dtype instead of `auto`."""
-    from onbeat.local.hardware import read_processor
+    from onbeat.hardware.processor import read_processor
 
     fields: dict[str, Any] = config.model_dump(mode="json")
     if fields["model"]["dtype"] == "auto":

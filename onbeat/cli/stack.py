@@ -78,7 +78,7 @@ def down(data_dir: DataDir = None) -> None:
 def make_options(
     data_dir: Path | None, num_rollouts: int, engine: str, rollout_cores: str | None, trainer_cores: str | None
 ) -> "StackOptions":
-    from onbeat.local.cores import available_cores, parse_cores, plan_cores
+    from onbeat.hardware.cores import available_cores, parse_cores, plan_cores
     from onbeat.local.stack import StackOptions, check_engine_name
     from onbeat.local.state import resolve_data_dir
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from onbeat.local.accelerators import available_devices, device_environments
-from onbeat.local.cores import available_cores, format_cores, plan_cores
-from onbeat.local.hardware import read_processor
-from onbeat.local.malloc import KEEP_FREED
+from onbeat.hardware.accelerators import available_devices, device_environments
+from onbeat.hardware.cores import available_cores, format_cores, plan_cores
+from onbeat.hardware.malloc import KEEP_FREED
+from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.scratch import make_scratch
 from onbeat.local.state import StackLock, StackState, create_data_dir

@@ -10,7 +10,7 @@ import sys
 from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.local.cores import parse_cores
+from onbeat.hardware.cores import parse_cores
 from onbeat.logging import configure
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from onbeat.local.hardware import Hardware, read_processor
+from onbeat.hardware.processor import Hardware, read_processor
 from services.rollout.engine import Engine
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
-from onbeat.local.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
-from onbeat.local.malloc import KEEP_FREED
+from onbeat.hardware.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
+from onbeat.hardware.malloc import KEEP_FREED
 
 GIB = 1024**3
 

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from onbeat.local.malloc import give_back_freed
+from onbeat.hardware.malloc import give_back_freed
 from services.rollout import vllm_kernels
 
 BACKEND = "onbeat_safetensors"

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
-from onbeat.local.hardware import Hardware
+from onbeat.hardware.processor import Hardware
 from onbeat.streams.inspection import forget_old_rollouts, live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord

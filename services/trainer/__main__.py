@@ -18,21 +18,21 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
-from onbeat.local.hardware import Hardware
-from onbeat.local.malloc import give_back_freed
+from onbeat.hardware.malloc import give_back_freed
+from onbeat.hardware.processor import Hardware
 from onbeat.logging import configure
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.device import choose_device, describe_device
-from services.trainer.background import Background
-from services.trainer.distributed import PeerLost, World, is_lost_peer
-from services.trainer.link import JobCancelled, JobLink, Stopped
-from services.trainer.precision import UnusableDtype, resolve_dtype
-from services.trainer.presence import Presence
+from services.trainer.job.background import Background
+from services.trainer.job.link import JobCancelled, JobLink, Stopped
+from services.trainer.job.precision import UnusableDtype, resolve_dtype
+from services.trainer.job.presence import Presence
+from services.trainer.job.watchdog import Watchdog, stall_limit_s
 from services.trainer.settings import Settings
-from services.trainer.watchdog import Watchdog, stall_limit_s
+from services.trainer.world import PeerLost, World, is_lost_peer
 
 logger = logging.getLogger(__name__)
 

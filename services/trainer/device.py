@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from onbeat.local.cores import cpu_quota, divide, parse_cores
+from onbeat.hardware.cores import cpu_quota, divide, parse_cores
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}  # host tensors go over gloo
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}

@@ -12,7 +12,7 @@ from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
 from onbeat.types import JobState
 from services.trainer.batch import cost
-from services.trainer.link import Link
+from services.trainer.job.link import Link
 
 # After this much silence, accepted groups are read from the ledger: a delivery may have been lost with its reply.
 LOOK_AGAIN_S = 3.0

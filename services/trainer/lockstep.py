@@ -10,10 +10,10 @@ from typing import Protocol
 from onbeat.config import JobConfig
 from onbeat.streams.codec import RolloutGroup, decode_group
 from services.trainer.batch import cost
-from services.trainer.distributed import World
 from services.trainer.feed import GroupFeed
-from services.trainer.link import Link
-from services.trainer.sharding import deal
+from services.trainer.job.link import Link
+from services.trainer.model.sharding import deal
+from services.trainer.world import World
 
 
 class Feed(Protocol):

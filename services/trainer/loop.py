@@ -27,15 +27,15 @@ from onbeat.objectives.base import Loss
 from onbeat.streams.codec import RolloutGroup, check_logprobs, span_versions
 from onbeat.types import JobState
 from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
-from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.distributed import ALONE, World
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.engine_probe import NUM_PROBED, check_mismatch
 from services.trainer.gac import GacAction
-from services.trainer.link import Link, Stopped
+from services.trainer.job.link import Link, Stopped
 from services.trainer.lockstep import create_feed
 from services.trainer.policy import Policy, old_version
 from services.trainer.publisher import Publisher
 from services.trainer.stats import IterationStats, Tally
+from services.trainer.world import ALONE, World
 
 
 class TrainLoop:

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import MicroBatch, Part, pack
-from services.trainer.lora import add_adapters
-from services.trainer.model import (
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.model import (
     DTYPES,
     PACKED_ATTENTION,
     Passes,
@@ -38,11 +38,11 @@ from services.trainer.model import (
     separate_inputs,
     target_logprobs,
 )
-from services.trainer.packing import choose_passes
+from services.trainer.passes.choice import choose_passes
+from services.trainer.passes.shrink import shrink_depth
+from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name
 from services.trainer.policy import has_old_policies
 from services.trainer.settings import Settings
-from services.trainer.shrink import shrink_depth
-from services.trainer.trial import TRIAL_ERRORS, architecture_name
 
 META = "meta"
 DEPTHS = (2, 4)  # layers of the models that are tracked; more where the kinds of layers repeat after more

@@ -16,10 +16,9 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import MicroBatch
-from services.trainer.distributed import ALONE, World
 from services.trainer.gradient_control import GradientControl
-from services.trainer.lora import add_adapters, published_sizes, published_tensors
-from services.trainer.model import (
+from services.trainer.model.lora import add_adapters, published_sizes, published_tensors
+from services.trainer.model.model import (
     DTYPES,
     enable_gradient_checkpointing,
     freeze_copy,
@@ -30,12 +29,13 @@ from services.trainer.model import (
     response_logprobs,
     tri_model_logprobs,
 )
-from services.trainer.optimizer import MasterAdamW
-from services.trainer.packing import choose_passes
-from services.trainer.sharding import gather_full, load_shards, shard
-from services.trainer.stored_model import open_model
-from services.trainer.tensor_files import StoredWeights
-from services.trainer.weight_store import Snapshot, split_evenly
+from services.trainer.model.optimizer import MasterAdamW
+from services.trainer.model.sharding import gather_full, load_shards, shard
+from services.trainer.model.stored_model import open_model
+from services.trainer.model.tensor_files import StoredWeights
+from services.trainer.passes.choice import choose_passes
+from services.trainer.weights.store import Snapshot, split_evenly
+from services.trainer.world import ALONE, World
 
 
 class OldPolicy:

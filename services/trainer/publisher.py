@@ -9,14 +9,14 @@ from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
-from services.trainer.checkpoint import CheckpointStore, NotWritten, TrainState
-from services.trainer.distributed import ALONE, World
-from services.trainer.link import Commit, Link
-from services.trainer.optimizer import Written
+from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
+from services.trainer.job.link import Commit, Link
+from services.trainer.model.optimizer import Written
 from services.trainer.policy import Policy, has_old_policies
 from services.trainer.spans import Span
 from services.trainer.stats import IterationStats
-from services.trainer.weight_store import Snapshot, SnapshotWriter
+from services.trainer.weights.store import Snapshot, SnapshotWriter
+from services.trainer.world import ALONE, World
 
 logger = logging.getLogger(__name__)
 

@@ -23,16 +23,16 @@ from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState, PublishedWeights
 from services.device import choose_device
-from services.trainer.checkpoint import CheckpointStore
+from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import pin_cores
-from services.trainer.distributed import World
-from services.trainer.link import Commit
+from services.trainer.job.link import Commit
 from services.trainer.loop import TrainLoop
-from services.trainer.model import resolve_model
+from services.trainer.model.model import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import begin, restore
 from services.trainer.settings import Settings
-from services.trainer.weight_store import Snapshot
+from services.trainer.weights.store import Snapshot
+from services.trainer.world import World
 
 
 class RecordedLink:

@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.local.malloc import give_back_freed, give_back_large_at_once
+from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import find_objective
-from services.trainer.checkpoint import CheckpointStore, TrainState, folder_name
+from services.trainer.checkpoints.disk_space import little_room
+from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
-from services.trainer.distributed import ALONE, World
-from services.trainer.link import JobLink
+from services.trainer.job.link import JobLink
 from services.trainer.loop import TrainLoop
-from services.trainer.model import model_files, resolve_model
+from services.trainer.model.model import model_files, resolve_model
 from services.trainer.policy import Policy, load_policy
-from services.trainer.room import little_room
 from services.trainer.settings import Settings
 from services.trainer.trackers.follow import LinkedJob, Tracking
-from services.trainer.weight_store import take_snapshot
+from services.trainer.weights.store import take_snapshot
+from services.trainer.world import ALONE, World
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 LEDGER = "onbeat.streams.ledger:Ledger"
-CHECKPOINT = "services.trainer.checkpoint"
+CHECKPOINT = "services.trainer.checkpoints.store"
 METHODS = {
     "services.broker": [
         f"{LEDGER}._run",

@@ -12,9 +12,9 @@ from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
-from services.trainer.model import load_model
+from services.trainer.model.model import load_model
 from services.trainer.policy import Policy
 from services.trainer.replay import RecordedLink, read_record
 from tests.e2e.stack import RunningStack

@@ -11,8 +11,8 @@ import yaml
 from pydantic_settings import BaseSettings
 
 from onbeat.api_keys import Role
+from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.health import Health
-from onbeat.local.malloc import KEEP_FREED
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import PoolStatus

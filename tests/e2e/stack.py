@@ -15,7 +15,7 @@ import psutil
 
 from onbeat.client import BrokerUnreachable, Client
 from onbeat.errors import ApiError
-from onbeat.local.cores import available_cores
+from onbeat.hardware.cores import available_cores
 from onbeat.local.stack import LocalStack, StackOptions, service_specs
 from onbeat.local.state import running_stack
 from onbeat.local.supervisor import Service, ServiceSpec

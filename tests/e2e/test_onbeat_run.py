@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onbeat.local.hardware import read_processor
+from onbeat.hardware.processor import read_processor
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS_AND_TIMES = ["prompt_tokens", "response_tokens", "wall_s", "generate_s", "train_s", "weight_sync_s", "tpspd"]

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 
-from onbeat.local.cores import available_cores
+from onbeat.hardware.cores import available_cores
 from onbeat.streams.codec import decode_group
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onbeat.local.cores import available_cores
+from onbeat.hardware.cores import available_cores
 from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
 from tests.e2e.stack import running, tiny_job

@@ -19,19 +19,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Gemma2Config
 
-import services.trainer.distributed as distributed
+import services.trainer.world as distributed
 from onbeat.config import GacConfig, LoraConfig, OptimizerConfig
 from onbeat.errors import JobFailed
-from onbeat.local.malloc import give_back_freed, give_back_large_at_once
+from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from services.trainer.batch import pack
-from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.distributed import PeerLost, World
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.gradient_control import GradientControl, local_part
-from services.trainer.lora import add_adapters
-from services.trainer.model import DTYPES, PACKED_ATTENTION, load_model, response_logprobs
-from services.trainer.optimizer import MasterAdamW
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.model import DTYPES, PACKED_ATTENTION, load_model, response_logprobs
+from services.trainer.model.optimizer import MasterAdamW
+from services.trainer.model.sharding import call, deal, gather_full, load_full, shard
 from services.trainer.policy import Policy, load_policy
-from services.trainer.sharding import call, deal, gather_full, load_full, shard
+from services.trainer.world import PeerLost, World
 from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
 CPU = torch.device("cpu")

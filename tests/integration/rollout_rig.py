@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.config import JobConfig
-from onbeat.local.hardware import Hardware
+from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, Verdict
@@ -204,8 +204,8 @@ async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
     """The weights of the rig's job are those of a real tiny model, over real gRPC, and each version has others."""
     from safetensors.torch import load_file
 
-    from services.trainer.weight_server import WeightServer
-    from services.trainer.weight_store import WeightStore, take_snapshot
+    from services.trainer.weights.server import WeightServer
+    from services.trainer.weights.store import WeightStore, take_snapshot
     from tests.integration.tiny_models import write_perturbed_weights, write_tied_model
 
     model_dir = write_tied_model(folder / "model")

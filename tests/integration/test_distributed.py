@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onbeat.config import OptimizerConfig
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.optimizer import MasterAdamW
+from services.trainer.checkpoints.store import CheckpointStore
+from services.trainer.model.optimizer import MasterAdamW
 from tests.integration.distributed_worker import CHECKS, STATE
 from tests.unit.trainer_fixtures import tiny_config, tiny_model
 

@@ -26,10 +26,10 @@ from services.broker.app import create_app
 from services.broker.doctor import diagnose, explain_silence
 from services.broker.explain import explain_job
 from services.broker.settings import Settings
-from services.trainer.background import Background
 from services.trainer.feed import GroupFeed
-from services.trainer.link import JobLink
-from services.trainer.presence import Presence
+from services.trainer.job.background import Background
+from services.trainer.job.link import JobLink
+from services.trainer.job.presence import Presence
 from tests.conftest import free_port, start_redis
 from tests.integration.broker_fixtures import (
     claim_all,

@@ -8,10 +8,10 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost
-from onbeat.local.hardware import Hardware
+from onbeat.hardware.processor import Hardware
 from onbeat.types import WorkerRecord
 from services.trainer.__main__ import claim_next
-from services.trainer.precision import UnusableDtype, resolve_dtype
+from services.trainer.job.precision import UnusableDtype, resolve_dtype
 from services.trainer.settings import Settings
 
 NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")

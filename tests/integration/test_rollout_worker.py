@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from onbeat.local.hardware import Hardware
+from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import Message
 from onbeat.streams.keys import JobKeys
 from onbeat.types import EvaluationState, JobState, WorkerRecord

@@ -11,8 +11,8 @@ from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
-from services.trainer.background import Background
-from services.trainer.link import JobLink
+from services.trainer.job.background import Background
+from services.trainer.job.link import JobLink
 from services.trainer.trackers.follow import LinkedJob, Tracking
 from tests.integration.broker_fixtures import commit, create_job, drain, start_training, tasks_for
 

@@ -29,8 +29,8 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.mover import WeightsMover
-from services.trainer.background import Background
-from services.trainer.link import JobLink
+from services.trainer.job.background import Background
+from services.trainer.job.link import JobLink
 from tests.integration.broker_fixtures import eventually
 from tests.integration.tiny_models import write_tied_model
 from tests.unit.trainer_fixtures import job_config, make_group

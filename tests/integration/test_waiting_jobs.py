@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from onbeat.api_keys import Role, new_key, write_keys
-from onbeat.local.hardware import Hardware
+from onbeat.hardware.processor import Hardware
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys

@@ -23,8 +23,8 @@ from onbeat.weights.framing import Manifest
 from onbeat.weights.host import full_plan
 from onbeat.weights.payload import Payload, PayloadKey
 from onbeat.weights.security import WireSecurity
-from services.trainer.sources import Sources
-from services.trainer.weight_store import WeightStore
+from services.trainer.weights.relay_tree import Sources
+from services.trainer.weights.store import WeightStore
 from tests.weight_plane import JOB, Plane, hosts_apart, stepped, until, weights
 
 

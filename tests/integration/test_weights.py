@@ -24,8 +24,8 @@ from onbeat.weights.move import Move
 from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, data_message, plan_message, read_message
-from services.trainer.weight_server import WeightServer
-from services.trainer.weight_store import WeightStore, take_snapshot
+from services.trainer.weights.server import WeightServer
+from services.trainer.weights.store import WeightStore, take_snapshot
 from tests.weight_plane import JOB, MIB, Plane, bits, hosts_apart, stepped, until, weights
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.local.accelerators import (
+from onbeat.hardware.accelerators import (
     KINDS,
     ROLLOUTS_MEMORY,
     DevicePlan,

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from onbeat.errors import JobFailed
-from services.trainer import checkpoint as checkpoint
-from services.trainer.checkpoint import CheckpointStore, TrainState
-from services.trainer.lora import published_sizes, published_tensors
-from services.trainer.model import frozen_base, load_frozen
-from services.trainer.shrink import random_model, shrunken
-from services.trainer.weight_store import take_snapshot
+from services.trainer.checkpoints import store as checkpoint
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
+from services.trainer.model.lora import published_sizes, published_tensors
+from services.trainer.model.model import frozen_base, load_frozen
+from services.trainer.passes.shrink import random_model, shrunken
+from services.trainer.weights.store import take_snapshot
 from tests.unit.trainer_fixtures import tiny_config, tiny_model
 
 STATE = TrainState("job", next_iteration=3, policy_version=3, published_version=2, num_steps=2, model_path="tiny")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onbeat.local.cores import cpu_quota, physical_cores
+from onbeat.hardware.cores import cpu_quota, physical_cores
 from services.trainer import device
 
 

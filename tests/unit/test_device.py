@@ -13,9 +13,9 @@ import torch
 from onbeat.config import OptimizerConfig
 from services import device as device_module
 from services.device import NotInstalled, NotUsable, choose_device
-from services.trainer import optimizer
 from services.trainer.device import backend_of, device_of_rank, has_fused_adamw
-from services.trainer.optimizer import MasterAdamW
+from services.trainer.model import optimizer
+from services.trainer.model.optimizer import MasterAdamW
 
 
 class Accelerator:

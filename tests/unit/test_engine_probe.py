@@ -6,8 +6,8 @@ import torch
 from onbeat.errors import JobFailed
 from services.trainer.batch import pack
 from services.trainer.engine_probe import NUM_PROBED
-from services.trainer.lora import add_adapters, published_tensors
-from services.trainer.model import response_logprobs
+from services.trainer.model.lora import add_adapters, published_tensors
+from services.trainer.model.model import response_logprobs
 from tests.unit.trainer_fixtures import RecordedLink, job_config, make_group, tiny_config, tiny_model, train
 
 BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onbeat.disk_space import GB
 from onbeat.errors import JobFailed
-from onbeat.room import GB
-from services.trainer import checkpoint, publisher
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.link import JobCancelled
+from services.trainer import publisher
+from services.trainer.checkpoints import store as checkpoint
+from services.trainer.checkpoints.disk_space import checkpoint_bytes, little_room
+from services.trainer.checkpoints.store import CheckpointStore
+from services.trainer.job.link import JobCancelled
 from services.trainer.policy import Policy
-from services.trainer.room import checkpoint_bytes, little_room
 from tests.unit.trainer_fixtures import RecordedLink, job_config, recorded_iterations, tiny_config, tiny_model, train
 
 EVERY = {"every_iterations": 1}
@@ -143,7 +144,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first(tmp_path, sections):
 def test_little_room_is_told_with_what_is_there_and_what_is_needed(tmp_path, monkeypatch):
     policy = Policy.create(tiny_model(tiny_config()), job_config())
     size = 2 * GB
-    monkeypatch.setattr("services.trainer.room.checkpoint_bytes", lambda policy, config: size)
+    monkeypatch.setattr("services.trainer.checkpoints.disk_space.checkpoint_bytes", lambda policy, config: size)
     store = CheckpointStore(tmp_path / "job" / "checkpoints", keep=2)
 
     def told(free, **schedule):

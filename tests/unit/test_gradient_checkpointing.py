@@ -6,8 +6,8 @@ from transformers import LlamaConfig, Qwen3Config
 
 from onbeat.config import LoraConfig
 from services.trainer.batch import pack
-from services.trainer.lora import add_adapters
-from services.trainer.model import enable_gradient_checkpointing, frozen_base, response_logprobs, use_attention
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.model import enable_gradient_checkpointing, frozen_base, response_logprobs, use_attention
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
 

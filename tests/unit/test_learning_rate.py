@@ -3,7 +3,7 @@
 import pytest
 
 from onbeat.config import OptimizerConfig
-from services.trainer.optimizer import scheduled_learning_rate
+from services.trainer.model.optimizer import scheduled_learning_rate
 
 
 def rates(num_steps, **options):

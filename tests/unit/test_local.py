@@ -17,8 +17,8 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
-from onbeat.local.cores import CorePlan, format_cores, parse_cores, plan_cores
-from onbeat.local.hardware import read_processor
+from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import free_port, redis_service
 from onbeat.local.run import stage_data
 from onbeat.local.scratch import make_scratch

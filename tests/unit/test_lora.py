@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from onbeat.config import LoraConfig, OptimizerConfig
 from services.trainer.batch import pack
-from services.trainer.lora import adapted_layers, add_adapters, published_tensors, without_adapters
-from services.trainer.model import frozen_base, load_frozen, response_logprobs
-from services.trainer.optimizer import MasterAdamW
+from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors, without_adapters
+from services.trainer.model.model import frozen_base, load_frozen, response_logprobs
+from services.trainer.model.optimizer import MasterAdamW
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
 CONFIG = LoraConfig(rank=4, alpha=8.0)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.local.malloc import KEEP_FREED
+from onbeat.hardware.malloc import KEEP_FREED
 
 FREE_MOST = """
 from pathlib import Path
 import torch
-from onbeat.local.malloc import give_back_freed
+from onbeat.hardware.malloc import give_back_freed
 
 def held_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
@@ -37,7 +37,7 @@ def test_freed_memory_below_what_stays_is_given_back():
 FREE_EVERY_OTHER = """
 from pathlib import Path
 import torch
-from onbeat.local.malloc import give_back_large_at_once
+from onbeat.hardware.malloc import give_back_large_at_once
 
 def held_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

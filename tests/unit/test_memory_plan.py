@@ -11,7 +11,7 @@ from onbeat.cli import app
 from services.trainer import memory_plan
 from services.trainer.batch import pack
 from services.trainer.memory_plan import LiveBytes, Placement, Sizes, measure_sizes, plan_trainer
-from services.trainer.model import Passes, response_logprobs
+from services.trainer.model.model import Passes, response_logprobs
 from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
 PROMPT, RESPONSE, SIZE = 40, 24, 4

@@ -15,8 +15,8 @@ from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
 from services.broker.api.fields import explain_error
 from services.trainer.batch import pack
-from services.trainer.distributed import ALONE
 from services.trainer.session import run_job
+from services.trainer.world import ALONE
 from tests.docs.pages import blocks_of
 from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, train
 

@@ -16,10 +16,10 @@ from transformers import (
 
 from services.trainer.attention.short import ShortPlan
 from services.trainer.batch import MIN_PREFIX, pack
-from services.trainer.model import Passes, load_config, load_model, response_logprobs, use_attention
-from services.trainer.packing import choose_passes, try_kernel
-from services.trainer.shrink import NOT_REACHED, REACHED, random_model, shrunken
-from services.trainer.trial import plain_logprobs
+from services.trainer.model.model import Passes, load_config, load_model, response_logprobs, use_attention
+from services.trainer.passes.choice import choose_passes, try_kernel
+from services.trainer.passes.shrink import NOT_REACHED, REACHED, random_model, shrunken
+from services.trainer.passes.trial import plain_logprobs
 from tests.unit.test_shared_prompt import behind, gradients, one_by_one_logprobs
 from tests.unit.trainer_fixtures import VOCAB, make_group, tiny_config, tiny_model
 
@@ -125,7 +125,7 @@ def test_rotary_tables_must_not_depend_on_the_length(config_class, options):
 
 def test_sharded_ranks_make_one_pass(monkeypatch):
     """A pass for each length is a number of passes that ranks do not share."""
-    monkeypatch.setattr("services.trainer.trial.CANDIDATES", [("sdpa", False)])
+    monkeypatch.setattr("services.trainer.passes.trial.CANDIDATES", [("sdpa", False)])
     assert choose(tiny_config())[0] == Passes("sdpa", is_padded=False)
     with pytest.raises(ValueError, match="ONBEAT_PARALLELISM=ddp"):
         choose(tiny_config(), is_sharded=True)

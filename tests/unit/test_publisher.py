@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from services.trainer.checkpoint import TrainState
-from services.trainer.distributed import World
+from services.trainer.checkpoints.store import TrainState
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
 from services.trainer.replay import NoCheckpoints
 from services.trainer.stats import IterationStats
-from services.trainer.weight_store import WeightStore
+from services.trainer.weights.store import WeightStore
+from services.trainer.world import World
 from tests.unit.trainer_fixtures import RecordedLink, job_config, tiny_config, tiny_model
 
 NUM_RANKS = 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.rounding import spread_masters
+from services.trainer.model.rounding import spread_masters
 
 WEIGHTS = torch.randn(512, 300, generator=torch.Generator().manual_seed(0)).mul(0.1).bfloat16()
 

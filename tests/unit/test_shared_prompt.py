@@ -8,8 +8,8 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 
 from services.trainer.attention.layout import build_layout, dense_mask
 from services.trainer.batch import MIN_PREFIX, common_prefix, num_places, pack
-from services.trainer.logprobs import TargetLogprobs
-from services.trainer.model import response_logprobs
+from services.trainer.model.logprobs import TargetLogprobs
+from services.trainer.model.model import response_logprobs
 from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
 
 LAYOUTS = st.lists(

@@ -9,11 +9,11 @@ import torch
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import cost, group_rewards, pack, rows
-from services.trainer.distributed import World
 from services.trainer.loop import TrainLoop
-from services.trainer.model import freeze_copy, response_logprobs, tri_model_logprobs
+from services.trainer.model.model import freeze_copy, response_logprobs, tri_model_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
+from services.trainer.world import World
 from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model, train
 
 CPU = torch.device("cpu")

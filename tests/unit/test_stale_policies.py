@@ -7,7 +7,7 @@ from onbeat.errors import JobFailed
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import pack
 from services.trainer.loop import shares
-from services.trainer.model import response_logprobs
+from services.trainer.model.model import response_logprobs
 from services.trainer.policy import old_version
 from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, tiny_config, tiny_model, train
 

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, MixtralConfig, Qwen2Config, Qwen3Config
 
-from services.trainer.model import DTYPES, Passes, load_model
-from services.trainer.sharding import fill
-from services.trainer.stored_model import open_model
+from services.trainer.model.model import DTYPES, Passes, load_model
+from services.trainer.model.sharding import fill
+from services.trainer.model.stored_model import open_model
 from tests.unit.trainer_fixtures import tiny_config, tiny_model
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from services.rollout import token_text
 from services.rollout.token_text import MAX_RUN, TokenText
-from services.trainer.bundled import BUNDLED_MODELS, find_gguf
+from services.trainer.model.bundled import BUNDLED_MODELS, find_gguf
 
 VOCAB_SIZE = 49152  # of SmolLM2
 SPECIAL = range(17)  # its special tokens

@@ -10,7 +10,7 @@ from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.streams.codec import GroupFailure, RolloutGroup
-from services.trainer.link import Stopped
+from services.trainer.job.link import Stopped
 from tests.unit.trainer_fixtures import (
     RecordedLink,
     job_config,
@@ -99,7 +99,7 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     """Against an independent computation: mean over all tokens of -A * logprob, by autograd on one packed row."""
     from services.trainer.batch import pack
     from services.trainer.loop import TrainLoop
-    from services.trainer.model import response_logprobs
+    from services.trainer.model.model import response_logprobs
     from services.trainer.policy import Policy
     from services.trainer.stats import IterationStats
 
@@ -145,7 +145,7 @@ def test_report_counts_worked_by_hand(tmp_path):
 
 def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
     from services.trainer.batch import pack
-    from services.trainer.model import response_logprobs
+    from services.trainer.model.model import response_logprobs
 
     config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
     batch = pack(groups, torch.device("cpu"))

@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 
 import services.rollout.meters  # noqa: F401  (it registers)
 from services.broker.metrics import Meters
-from services.trainer.meters import CommitMeter
+from services.trainer.job.meters import CommitMeter
 from services.trainer.spans import Span
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"

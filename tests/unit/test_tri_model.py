@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from onbeat.config import LoraConfig
-from services.trainer import model as model_module
 from services.trainer.batch import pack
-from services.trainer.lora import adapted_layers, add_adapters, published_tensors, without_adapters
-from services.trainer.model import (
+from services.trainer.model import model as model_module
+from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors, without_adapters
+from services.trainer.model.model import (
     freeze_copy,
     frozen_base,
     load_frozen,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onbeat.config import JobConfig
-from onbeat.local.malloc import KEEP_FREED
+from onbeat.hardware.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
 from services.rollout import engines, vllm_engine, vllm_platform
 from services.rollout.settings import Settings

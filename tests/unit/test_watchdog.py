@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.trainer import watchdog as watchdog_module
-from services.trainer.watchdog import Watchdog, stall_limit_s
+from services.trainer.job import watchdog as watchdog_module
+from services.trainer.job.watchdog import Watchdog, stall_limit_s
 
 LIMIT_S = 3.0  # a pause of this process, or of one that it starts, is shorter
 
 SCRIPT = """
 import ctypes, threading, time
-from services.trainer.watchdog import Watchdog
+from services.trainer.job.watchdog import Watchdog
 
 def stuck_step():
     {stuck}

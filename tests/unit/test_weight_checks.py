@@ -17,7 +17,7 @@ from onbeat.weights.framing import DTYPE_BYTES, Manifest
 from onbeat.weights.host import full_plan
 from onbeat.weights.mover import WeightsMover
 from onbeat.weights.payload import PayloadKey
-from services.trainer.weight_store import take_snapshot
+from services.trainer.weights.store import take_snapshot
 
 TRAINER, RELAY, PEER = "trainer:1", "relay:2", "peer:3"
 SIZE_A, SIZE_B = 4000, 2000  # bytes of the tensors

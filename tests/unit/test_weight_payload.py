@@ -22,7 +22,7 @@ from onbeat.weights.host import HostWeights, check_plan, full_plan
 from onbeat.weights.payload import Payload, PayloadGivenUp, PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import MAX_PLAN_BYTES, data_message, plan_message, read_message, read_varint, varint
-from services.trainer.weight_store import SnapshotWriter, WeightStore, take_snapshot
+from services.trainer.weights.store import SnapshotWriter, WeightStore, take_snapshot
 
 SOON_S = 5.0
 KEY = PayloadKey(1)

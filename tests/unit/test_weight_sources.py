@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from onbeat.weights.client import Peer
 from onbeat.weights.payload import PayloadKey
-from services.trainer import sources as sources_module
-from services.trainer.sources import ROOT, Sources, is_loopback
+from services.trainer.weights import relay_tree as sources_module
+from services.trainer.weights.relay_tree import ROOT, Sources, is_loopback
 
 TRAINER = "10.0.0.1:50051"
 FULL = PayloadKey(1)
@@ -208,7 +208,7 @@ def test_who_has_left_is_nobodys_source_and_holds_no_place():
 
 
 def test_a_puller_that_never_comes_back_holds_its_place_only_for_a_time(monkeypatch):
-    monkeypatch.setattr("services.trainer.sources.SLOT_S", 0.0)
+    monkeypatch.setattr("services.trainer.weights.relay_tree.SLOT_S", 0.0)
     sources = create_sources()
     located(sources, peer(0, address=""))
     located(sources, peer(1))

@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState
-from services.trainer.checkpoint import CheckpointStore, TrainState
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
-from services.trainer.model import PACKED_ATTENTION, Passes, register_attention, use_attention
+from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, use_attention
+from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
 from services.trainer.session import restore
-from services.trainer.trial import is_head_plain
 
 VOCAB = 61
 

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig, TrackerConfig
 from onbeat.errors import OnbeatError
-from services.trainer.link import JobLink
+from services.trainer.job.link import JobLink
 from services.trainer.trackers.points import Cursor, Point, read_points
 
 logger = logging.getLogger(__name__)

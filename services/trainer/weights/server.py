@@ -12,8 +12,8 @@ from onbeat.weights.security import PLAIN, WireSecurity
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import read_key, tensor_messages
-from services.trainer.sources import Sources
-from services.trainer.weight_store import Snapshot, WeightStore
+from services.trainer.weights.relay_tree import Sources
+from services.trainer.weights.store import Snapshot, WeightStore
 
 
 class WeightServer(PayloadServer):

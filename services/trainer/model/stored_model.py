@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from services.trainer.lora import persistent_buffers
-from services.trainer.model import Passes, register_attention, set_up
-from services.trainer.tensor_files import StoredWeights
+from services.trainer.model.lora import persistent_buffers
+from services.trainer.model.model import Passes, register_attention, set_up
+from services.trainer.model.tensor_files import StoredWeights
 
 logger = logging.getLogger(__name__)
 

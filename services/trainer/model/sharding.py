@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.trainer.distributed import World
-from services.trainer.lora import base_name
-from services.trainer.rounding import spread_masters
-from services.trainer.tensor_files import StoredWeights
+from services.trainer.model.lora import base_name
+from services.trainer.model.rounding import spread_masters
+from services.trainer.model.tensor_files import StoredWeights
+from services.trainer.world import World
 
 T = TypeVar("T")
 

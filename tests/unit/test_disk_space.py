@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onbeat.room import GB, main, shortage
+from onbeat.disk_space import GB, main, shortage
 from tests import room
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_a_folder_that_is_not_there_yet_counts_as_its_disk(tmp_path: Path, monke
 def test_make_asks_before_anything_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-I", str(ROOT / "onbeat" / "room.py"), str(tmp_path), "0", "packages"]
+    command = [sys.executable, "-I", str(ROOT / "onbeat" / "disk_space.py"), str(tmp_path), "0", "packages"]
     assert subprocess.run(command, capture_output=True, cwd="/").returncode == 0
     monkeypatch.setattr(shutil, "disk_usage", usage(1 * GB))
     assert main([str(tmp_path), "5", "packages"]) == 1

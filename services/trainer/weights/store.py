@@ -18,7 +18,7 @@ from onbeat.weights.client import Step
 from onbeat.weights.framing import Manifest, TensorEntry
 from onbeat.weights.host import full_plan
 from onbeat.weights.payload import Payload, PayloadKey, Plan, PlanEntry
-from services.trainer.distributed import ALONE, World
+from services.trainer.world import ALONE, World
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from onbeat.config import OptimizerConfig
 from onbeat.errors import JobFailed
 from services.trainer.device import has_fused_adamw
-from services.trainer.rounding import spread_masters
+from services.trainer.model.rounding import spread_masters
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")

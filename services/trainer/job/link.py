@@ -19,16 +19,16 @@ from onbeat.types import IterationState, JobState, PublishedWeights
 from onbeat.weights.client import Peer
 from onbeat.weights.host import host_id
 from onbeat.weights.security import reachable_host
-from services.trainer.background import Background
-from services.trainer.distributed import World
-from services.trainer.meters import CommitMeter
+from services.trainer.job.background import Background
+from services.trainer.job.meters import CommitMeter
+from services.trainer.job.watchdog import Watchdog
 from services.trainer.settings import Settings
-from services.trainer.sources import Sources
 from services.trainer.spans import Span, to_record
 from services.trainer.stats import Advantages
-from services.trainer.watchdog import Watchdog
-from services.trainer.weight_server import WeightServer
-from services.trainer.weight_store import Snapshot, WeightStore
+from services.trainer.weights.relay_tree import Sources
+from services.trainer.weights.server import WeightServer
+from services.trainer.weights.store import Snapshot, WeightStore
+from services.trainer.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from services.trainer import bundled
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
-from services.trainer.logprobs import TargetLogprobs
-from services.trainer.lora import adapted_layers, published_tensors, without_adapters
-from services.trainer.sharding import call
+from services.trainer.model import bundled
+from services.trainer.model.logprobs import TargetLogprobs
+from services.trainer.model.lora import adapted_layers, published_tensors, without_adapters
+from services.trainer.model.sharding import call
 
 PACKED_ATTENTION = "onbeat_shared_prompt"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from onbeat.errors import JobFailed
-from services.trainer.distributed import PeerLost, World
-from services.trainer.tensor_files import HostShards, Tensors, read_tensors
+from services.trainer.model.tensor_files import HostShards, Tensors, read_tensors
+from services.trainer.world import PeerLost, World
 
 logger = logging.getLogger(__name__)
 

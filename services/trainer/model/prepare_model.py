@@ -1,15 +1,15 @@
-"""A command that converts a bundled model ahead of the first job: `python -m services.trainer.prepare_model NAME`."""
+"""A command that converts a bundled model before a job: `python -m services.trainer.model.prepare_model NAME`."""
 
 import sys
 from pathlib import Path
 
-from services.trainer.bundled import prepare
+from services.trainer.model.bundled import prepare
 from services.trainer.settings import Settings
 
 
 def main() -> None:
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m services.trainer.prepare_model NAME (such as smollm2-135m-instruct)")
+        sys.exit("usage: python -m services.trainer.model.prepare_model NAME (such as smollm2-135m-instruct)")
     try:
         folder: Path = prepare(sys.argv[1].removeprefix("bundled:"), Settings().cache_dir)
     except ValueError as error:

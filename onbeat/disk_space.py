@@ -1,4 +1,4 @@
-"""Free disk space. It is also a program that needs no installation: `python -I onbeat/room.py FOLDER GB WHAT`."""
+"""Free disk space. It is also a program that needs no installation: `python -I onbeat/disk_space.py FOLDER GB WHAT`."""
 
 import os
 import shutil

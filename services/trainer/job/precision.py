@@ -12,7 +12,7 @@ Rollouts that are not there yet do not count: one that joins later computes in t
 from collections.abc import Mapping, Sequence
 
 from onbeat.config import JobConfig
-from onbeat.local.hardware import Hardware
+from onbeat.hardware.processor import Hardware
 from onbeat.streams.inspection import live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import WorkerRecord

@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention import build_layout, dense_mask, packed_attention, plan_attention
-from services.trainer.model import Passes
-from services.trainer.shrink import rope_tables
-from services.trainer.trial import TRIAL_ERRORS, architecture_name, try_architecture
+from services.trainer.model.model import Passes
+from services.trainer.passes.shrink import rope_tables
+from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name, try_architecture
 
 PROBE_PREFIX, PROBE_PROMPT, PROBE_RESPONSES = 16, 40, (20, 1, 9)
 KERNEL_TOLERANCE = 0.02  # relative to the mean magnitude; bfloat16 resolves 0.004

@@ -3,9 +3,9 @@
 import math
 
 from onbeat.config import JobConfig
-from onbeat.room import GB, shortage
-from services.trainer.checkpoint import CheckpointStore
-from services.trainer.lora import published_sizes
+from onbeat.disk_space import GB, shortage
+from services.trainer.checkpoints.store import CheckpointStore
+from services.trainer.model.lora import published_sizes
 from services.trainer.policy import Policy
 
 FLOAT32_BYTES = 4

@@ -7,7 +7,7 @@ from redis.exceptions import RedisError
 
 from onbeat.streams.inspection import forget_old_trainers, trainer_heartbeat
 from onbeat.streams.ledger import Ledger
-from services.trainer.background import Background
+from services.trainer.job.background import Background
 
 logger = logging.getLogger(__name__)
 

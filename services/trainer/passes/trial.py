@@ -15,10 +15,17 @@ from huggingface_hub.errors import StrictDataclassError
 
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import MicroBatch, pack
-from services.trainer.lora import published_tensors
-from services.trainer.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs
-from services.trainer.shrink import MAX_PARAMETERS, NUM_LAYERS, VOCAB_SIZE, num_parameters, random_model, shrunken
-from services.trainer.weight_store import SAFETENSORS_DTYPES
+from services.trainer.model.lora import published_tensors
+from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs
+from services.trainer.passes.shrink import (
+    MAX_PARAMETERS,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    num_parameters,
+    random_model,
+    shrunken,
+)
+from services.trainer.weights.store import SAFETENSORS_DTYPES
 
 PREFIX = 16  # tokens that all prompts begin with
 GROUPS = ((24, (20, 1, 9)), (30, (9,)), (5, (13, 13)))  # tokens of the rest of the prompt, and of responses

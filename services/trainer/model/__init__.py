@@ -1,0 +1,1 @@
+"""The model in training: loading, log-probabilities, adapters, shards, optimizer."""

@@ -1,0 +1,1 @@
+"""The choice of a model's passes, tried before anything is generated."""

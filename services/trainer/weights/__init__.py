@@ -1,0 +1,1 @@
+"""The weights that rollouts pull: held versions, their server, and which rollout pulls from which."""
