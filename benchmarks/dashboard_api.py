@@ -102,29 +102,29 @@ def report(dice: random.Random) -> dict[str, Any]:
 
 async def create(ledger: Ledger, job_id: str, num_iterations: int) -> str:
     config = JobConfig.model_validate(JOB | {"schedule": {"num_iterations": num_iterations}})
-    await ledger.create_job(job_id, config.model_dump(mode="json"), num_iterations, 0)
-    epoch = await ledger.claim_job(job_id, "trainer", 86_400)
+    await ledger.jobs.create(job_id, config.model_dump(mode="json"), num_iterations, 0)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer", 86_400)
     assert epoch is not None
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     return epoch
 
 
 async def make_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, num_groups: int) -> None:
     dice = random.Random(iteration)
     tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="prompt") for i in range(num_groups)]
-    assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+    assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
     update = WeightUpdate(received_bytes=10, pull_s=0.01, apply_s=0.01, load_s=0.01, held_s=0.01)
     for worker in ("w1", "w2"):
-        await ledger.engine_ready(job_id, iteration, worker, update)
-        claims = await ledger.claim_groups(job_id, worker, num_groups // 2, 600)
+        await ledger.versions.engine_ready(job_id, iteration, worker, update)
+        claims = await ledger.rollout.claim(job_id, worker, num_groups // 2, 600)
         await asyncio.gather(
-            *(ledger.submit_group(job_id, c.entry_id, make_group(c.task, worker, dice)) for c in claims)
+            *(ledger.rollout.submit(job_id, c.entry_id, make_group(c.task, worker, dice)) for c in claims)
         )
     digest, published = f"d{iteration + 1}", PublishedWeights(full_bytes=10, encode_s=0.1, publish_s=0.1)
-    await ledger.announce_version(job_id, epoch, iteration + 1, "127.0.0.1:1", digest, published)
+    await ledger.versions.announce(job_id, epoch, iteration + 1, "127.0.0.1:1", digest, published)
     advantages = {task.group_id: [round(dice.random(), 4) for _ in range(NUM_RESPONSES)] for task in tasks}
     place = (job_id, epoch, iteration, iteration + 1, digest)
-    await ledger.commit_iteration(*place, report(dice), "used", advantages=advantages)
+    await ledger.trainer.commit(*place, report(dice), "used", advantages=advantages)
 
 
 async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
@@ -135,7 +135,7 @@ async def write_jobs(ledger: Ledger, num_iterations: int) -> None:
     await make_iteration(ledger, "wide", epoch, 0, NUM_LARGE_GROUPS)
     await create(ledger, "live", 1)
     for job_id in ("long", "wide"):
-        await ledger.move_job(job_id, JobState.SUCCEEDED)
+        await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
 
 @contextmanager
@@ -286,9 +286,9 @@ async def measure_watchers(client: httpx.AsyncClient, ledger: Ledger, pid: int) 
     await asyncio.sleep(3)
     watched = await spent_share(10)
     for _ in range(20):
-        await ledger.emit("live", "bench.tick", "tick", {"sent_at": time.time()})
+        await ledger.event_log.emit("live", "bench.tick", "tick", {"sent_at": time.time()})
         await asyncio.sleep(0.3)
-    await ledger.emit("live", "bench.end", "end")
+    await ledger.event_log.emit("live", "bench.end", "end")
     await asyncio.wait_for(asyncio.gather(*watching), 30)
     return {
         "num_watchers": NUM_WATCHERS,

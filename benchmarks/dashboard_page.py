@@ -106,9 +106,9 @@ async def write_more_jobs(ledger: Ledger, count: int) -> None:
     """Write jobs for the list: most are over."""
     for index in range(count):
         config = JobConfig.model_validate(JOB | {"name": f"job-{index}", "schedule": {"num_iterations": 40}})
-        await ledger.create_job(f"job-{index:04}", config.model_dump(mode="json"), 40, 0)
+        await ledger.jobs.create(f"job-{index:04}", config.model_dump(mode="json"), 40, 0)
         if index % 10:
-            await ledger.move_job(f"job-{index:04}", JobState.CANCELLED)
+            await ledger.jobs.move(f"job-{index:04}", JobState.CANCELLED)
 
 
 class Traffic:
@@ -187,14 +187,14 @@ async def commit_iteration(ledger: Ledger, epoch: str, iteration: int) -> float:
     """Play the rollout and the trainer of the iteration that the broker opens. Returns the Unix time of the commit."""
     dice, done = random.Random(iteration), 0
     while done < NUM_GROUPS:
-        for claim in await ledger.claim_groups("running", "w1", NUM_GROUPS, 600):
-            await ledger.submit_group("running", claim.entry_id, make_group(claim.task, "w1", dice))
+        for claim in await ledger.rollout.claim("running", "w1", NUM_GROUPS, 600):
+            await ledger.rollout.submit("running", claim.entry_id, make_group(claim.task, "w1", dice))
             done += 1
         await asyncio.sleep(0.01)
     version, digest = iteration + 1, f"d{iteration + 1}"
-    await ledger.announce_version("running", epoch, version, "127.0.0.1:1", digest)
+    await ledger.versions.announce("running", epoch, version, "127.0.0.1:1", digest)
     committed_at = time.time()
-    await ledger.commit_iteration("running", epoch, iteration, version, digest, report(dice), "used")
+    await ledger.trainer.commit("running", epoch, iteration, version, digest, report(dice), "used")
     return committed_at
 
 

@@ -93,15 +93,15 @@ async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, An
     """Train the job; return the ranks' peaks until the first version is published, until the end, and the seconds."""
     redis = connect(URL)
     ledger, job_id, started = Ledger(redis), f"job-{uuid.uuid4().hex[:12]}", time.monotonic()
-    await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
+    await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
 
     async def is_published(version: int) -> bool:
-        fields = await ledger.job_fields(job_id)
+        fields = await ledger.jobs.fields(job_id)
         assert fields["state"] != JobState.FAILED, fields.get("error")
         return int(fields.get("policy_version", "-1")) == version
 
     async def is_over() -> bool:
-        return (await ledger.job_state(job_id)).is_final
+        return (await ledger.jobs.state(job_id)).is_final
 
     with trainer(num_ranks, config.pool, folder) as root:
         loaded: list[float] = []
@@ -110,7 +110,7 @@ async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, An
             loaded = loaded or peaks(root)
             await play_rollouts(ledger, job_id, iteration)
         await eventually("the end", is_over, DEADLINE_S)
-        assert await ledger.job_state(job_id) is JobState.SUCCEEDED
+        assert await ledger.jobs.state(job_id) is JobState.SUCCEEDED
         trained = peaks(root)
     await redis.aclose()
     return {"loaded_gb": loaded, "trained_gb": trained, "wall_s": round(time.monotonic() - started, 1)}
@@ -118,11 +118,11 @@ async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, An
 
 async def play_rollouts(ledger: Ledger, job_id: str, iteration: int) -> None:
     tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
-    assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
-    for claim in await ledger.claim_groups(job_id, "bench", NUM_GROUPS, DEADLINE_S):
+    assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
+    for claim in await ledger.rollout.claim(job_id, "bench", NUM_GROUPS, DEADLINE_S):
         group = make_group(claim.task.group_id, PROMPT_TOKENS, [RESPONSE_TOKENS] * NUM_RESPONSES, iteration)
         group.worker_id = "bench"
-        await ledger.submit_group(job_id, claim.entry_id, group)
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 
 def measure(case: str, folder: Path) -> dict[str, Any]:

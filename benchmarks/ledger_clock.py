@@ -20,7 +20,8 @@ from typing import Any
 
 from onbeat.streams.codec import RolloutGroup, encode_group
 from onbeat.streams.keys import ROLLOUT_GROUP
-from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.ledger import Claim, scripts, trainer_side
+from onbeat.streams.ledger.rollout_side import RolloutSide
 from onbeat.types import Verdict
 
 BARE_PROMPTS, BARE_ROLLOUTS = "bench:bare:prompts", "bench:bare:rollouts"
@@ -77,7 +78,7 @@ class Clock:
 
     def submission(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        async def timed(ledger: Ledger, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
+        async def timed(ledger: RolloutSide, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
             began = time.time()
             entry = self._bare_entries.pop(group.group_id, b"0-1")
             is_bare_first = self._coin.random() < 0.5
@@ -125,12 +126,14 @@ async def bare_submission(redis: Any, entry: bytes, group: RolloutGroup) -> floa
 def main() -> None:
     service = sys.argv[1]
     clock = Clock(Path(os.environ["LEDGER_CLOCK"]))
-    wrapped: Any = Ledger
-    wrapped._run = clock.method(Ledger._run, lambda _, script, *args: "" if script == "claim_groups" else script)
-    wrapped.claim_groups = clock.claims(Ledger.claim_groups)
-    wrapped.submit_group = clock.submission(Ledger.submit_group)
+    wrapped: Any = RolloutSide
+    wrapped.claim, wrapped.submit = clock.claims(RolloutSide.claim), clock.submission(RolloutSide.submit)
+    shared: Any = scripts
+    run = scripts.Scripts.run
+    shared.Scripts.run = clock.method(run, lambda _, script, *args: "" if script == "claim_groups" else script)
     if service == "services.trainer":  # a rollout's are part of its claims
-        wrapped._states = clock.method(Ledger._states, lambda _, places: "states of groups" if places else "")
+        states = clock.method(scripts.group_states, lambda _, places: "states of groups" if places else "")
+        shared.group_states = trainer_side.group_states = states
     for place in DIGESTS.get(service, []):
         module, _, name = place.partition(":")
         owner = importlib.import_module(module)

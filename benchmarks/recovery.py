@@ -59,7 +59,7 @@ class Case:
 
 
 GENERATING, STEPPED = "TransformersEngine._sample.before", "TrainLoop.step.after"
-OPENING, SUBMITTED = "Ledger.open_iteration.before", "Ledger.submit_group.after"
+OPENING, SUBMITTED = "Iterations.open.before", "RolloutSide.submit.after"
 BROKER_MARKS, REDIS_MARKS = ("readyz", "next_iteration_opened"), ("ping", "next_group_accepted", "next_commit")
 CASES = [
     case
@@ -114,7 +114,7 @@ def ready_services(chaos: ChaosStack) -> dict[int, str]:
         async def read() -> set[str]:
             redis = connect(chaos.stack.redis_url)
             ledger = Ledger(redis)
-            told = [*await ledger.workers(POOL), *await trainers(ledger, POOL)]
+            told = [*await ledger.workers.records(POOL), *await trainers(ledger, POOL)]
             await redis.aclose()
             return {record.id for record in told if record.state == "idle" and record.last_seen_at > asked_at}
 

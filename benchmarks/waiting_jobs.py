@@ -30,7 +30,7 @@ async def create_jobs(ledger: Ledger, num_jobs: int) -> list[str]:
     job_ids = [f"job-{index:06}" for index in range(num_jobs)]
     for first in range(0, num_jobs, CREATED_AT_ONCE):
         batch = job_ids[first : first + CREATED_AT_ONCE]
-        await asyncio.gather(*(ledger.create_job(job_id, config, 10, 0) for job_id in batch))
+        await asyncio.gather(*(ledger.jobs.create(job_id, config, 10, 0) for job_id in batch))
     return job_ids
 
 

@@ -32,7 +32,7 @@ class JobState(StrEnum):
 #      |   RUNNING | PAUSED --> CANCELLING --> CANCELLED
 #      +--> CANCELLED
 # A pending or paused job can also fail: its model may not load, its trainer may never come back. None of these moves
-# leaves a final state: only its user brings a job that is over back to PENDING (`Ledger.resume_job`).
+# leaves a final state: only its user brings a job that is over back to PENDING (`Jobs.resume`).
 JOB_MOVES: dict[JobState, frozenset[JobState]] = {
     JobState.PENDING: frozenset({JobState.RUNNING, JobState.CANCELLED, JobState.FAILED}),
     JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.PAUSED, JobState.CANCELLING}),

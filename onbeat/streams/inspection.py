@@ -12,7 +12,8 @@ from onbeat.errors import JobNotFound
 from onbeat.streams import keys
 from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.streams.ledger import Ledger, to_event
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.event_log import to_event
 from onbeat.types import SILENT_S, Event, TrainerRecord, WorkerRecord
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
@@ -51,7 +52,7 @@ class IterationHashes:
 async def live_workers(ledger: Ledger, pool: str) -> list[WorkerRecord]:
     """Return the pool's rollouts that are not silent."""
     oldest = time.time() - SILENT_S
-    return [worker for worker in await ledger.workers(pool) if worker.last_seen_at > oldest]
+    return [worker for worker in await ledger.workers.records(pool) if worker.last_seen_at > oldest]
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
@@ -93,7 +94,7 @@ async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
 
 
 async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
-    """Return the advantage of each response of one group, like `Ledger.advantages`; empty where none were recorded."""
+    """Return the advantage of each response of one group, like `Iterations.advantages`; empty if none were recorded."""
     told = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
     return list(json.loads(told)) if told else []
 
@@ -119,7 +120,7 @@ async def look(ledger: Ledger, job_id: str, after: str) -> tuple[dict[str, str],
 async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the job hashes as text, without jobs that are listed but do not exist (yet)."""
     found = {}
-    for job_id, text in zip(job_ids, await ledger.read_jobs(job_ids), strict=True):
+    for job_id, text in zip(job_ids, await ledger.jobs.read(job_ids), strict=True):
         if text is not None:
             words = json.loads(text.decode(errors="replace"))
             found[job_id] = dict(zip(words[::2], words[1::2], strict=True))
@@ -149,7 +150,7 @@ def as_text(fields: dict[bytes, bytes]) -> dict[str, str]:
 async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
     job = JobKeys(job_id)
     num_prompts, num_groups = await ledger.redis.xlen(job.prompts), await ledger.redis.xlen(job.rollouts)
-    num_unclaimed = await ledger.num_unclaimed_prompts(job_id)
+    num_unclaimed = await ledger.rollout.num_unclaimed_prompts(job_id)
     return StreamLengths(num_prompts, max(0, num_unclaimed), num_groups)
 
 
@@ -189,6 +190,6 @@ async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
 
 async def forget_old_rollouts(ledger: Ledger, pool: str) -> None:
     """Drop rollouts that were killed (one that stops takes itself off the list), and unreadable heartbeats."""
-    oldest, beats = await ledger.now() - FORGET_S, await ledger.worker_heartbeats(pool)
+    oldest, beats = await ledger.now() - FORGET_S, await ledger.workers.heartbeats(pool)
     for worker_id in [worker.id for worker in beats.records if worker.last_seen_at < oldest] + beats.unreadable:
-        await ledger.remove_worker(pool, worker_id)
+        await ledger.workers.remove(pool, worker_id)

@@ -99,13 +99,13 @@ def clip_fraction(value: float) -> float:
 
 async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -> list[IterationRecord]:
     """Return iterations with a number above `after`, in order. Raise JobNotFound."""
-    job = await ledger.job_fields(job_id)
+    job = await ledger.jobs.fields(job_id)
     start = first_iteration(job)
     after = max(after, start - 1)
     wanted = range(after + 1, min(int(job["num_opened"]), after + 1 + limit))
     if not wanted:
         return []
-    ready_times = await ledger.ready_times(job_id)
+    ready_times = await ledger.versions.ready_times(job_id)
     # The commit of this one may have published the version of the first that is wanted.
     first = max(start, wanted[0] - 1 - int(job["max_staleness"]))
     hashes = await iteration_hashes(ledger, job_id, range(first, wanted[-1] + 1))
@@ -152,7 +152,7 @@ def evaluation_record(fields: Fields) -> EvaluationRecord:
 
 async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:
     """Return evaluations with a number above `after`, in order. Raise JobNotFound."""
-    job = await ledger.job_fields(job_id)
+    job = await ledger.jobs.fields(job_id)
     config = json.loads(job["config"])
     section, schedule = config.get("evaluation"), config["schedule"]
     ends = [*schedule.get("earlier_ends", []), int(job["num_iterations"])]

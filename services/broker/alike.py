@@ -83,7 +83,7 @@ class Alike:
     async def find(self, job_id: str, prompt: str) -> list[GroupSummary]:
         """Return the kept groups with this prompt, by iteration and number. Raises JobNotFound, StillReading."""
         try:
-            job = await self._ledger.job_fields(job_id)
+            job = await self._ledger.jobs.fields(job_id)
         except JobNotFound:
             self._jobs.pop(job_id, None)
             raise
@@ -117,7 +117,7 @@ class Alike:
         first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
         if first <= int(job.get("num_trimmed", "0")):
             return "-"
-        states = (await self._ledger.groups(job_id, first)).values()
+        states = (await self._ledger.iterations.groups(job_id, first)).values()
         accepted = (state.removeprefix("accepted:") for state in states if state.startswith("accepted:"))
         oldest = min(accepted, key=order, default=None)
         return before(oldest) if oldest else "-"
@@ -125,7 +125,7 @@ class Alike:
     async def _read_on(self, job_id: str, prompts: Prompts) -> None:
         """Read to the end of the stream."""
         assert prompts.cursor is not None, "it is not said where to begin"
-        while entries := await self._ledger.rollouts(job_id, prompts.cursor, SLICE):
+        while entries := await self._ledger.audit_log.rollouts(job_id, prompts.cursor, SLICE):
             for entry, payload in entries:
                 try:
                     prompts.add(place_of(entry, decode_group(payload)))

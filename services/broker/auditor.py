@@ -12,7 +12,7 @@ MAX_ROUNDS = 100  # a running job continues to write while its log is read
 
 async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditReport:
     """Audit a job and report the first violation. `kept_head`: the head of an earlier report. Raises JobNotFound."""
-    max_staleness = int((await ledger.job_fields(job_id))["max_staleness"])
+    max_staleness = int((await ledger.jobs.fields(job_id))["max_staleness"])
     audit, num_contents, violation = Audit(job_id, max_staleness, kept_head), 0, None
     try:
         fields = await read_log(ledger, audit)
@@ -39,10 +39,10 @@ async def read_log(ledger: Ledger, audit: Audit) -> dict[str, str]:
     """Read the log to its end. Returns the job's fields of the same moment."""
     last = "-"
     for _ in range(MAX_ROUNDS):
-        while entries := await ledger.audit_entries(audit.job_id, last):
+        while entries := await ledger.audit_log.entries(audit.job_id, last):
             audit.read(entries)
             last = entries[-1].id
-        fields = await ledger.job_fields(audit.job_id)
+        fields = await ledger.jobs.fields(audit.job_id)
         if fields.get("audit_link", "") == audit.link:
             return fields
     raise AuditViolation(f"the log ends with link {audit.link}, the job's newest is {fields.get('audit_link')}")
@@ -70,7 +70,8 @@ async def check_iterations(ledger: Ledger, audit: Audit) -> None:
     """Check that the ledger of each committed iteration follows from the log."""
     first = audit.first_iteration
     for number, logged in enumerate(audit.iterations[first : audit.next_iteration], start=first):
-        fields, groups = await ledger.iteration_fields(audit.job_id, number), await ledger.groups(audit.job_id, number)
+        fields = await ledger.iterations.fields(audit.job_id, number)
+        groups = await ledger.iterations.groups(audit.job_id, number)
         for name, value in {
             "state": IterationState.COMMITTED,
             "policy_version": logged.version,
@@ -99,7 +100,7 @@ async def check_contents(ledger: Ledger, audit: Audit) -> int:
             require(is_same, f"group {group_id} (entry {entry}) was changed after its acceptance")
             check_versions(audit, group_id, payload)
             found.add(group_id)
-    num_trimmed = int((await ledger.job_fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
+    num_trimmed = int((await ledger.jobs.fields(audit.job_id)).get("num_trimmed", "0"))  # now: some may just have gone
     needed = {group_id for logged in audit.iterations[num_trimmed:] for group_id in logged.digests}
     lost = sorted(needed - found)
     require(not lost, f"lost: groups {', '.join(lost[:5])}, which were not trimmed")
@@ -120,7 +121,7 @@ def check_versions(audit: Audit, group_id: str, payload: bytes) -> None:
 
 async def stored_groups(ledger: Ledger, job_id: str) -> AsyncIterator[tuple[str, bytes]]:
     last = "-"
-    while entries := await ledger.rollouts(job_id, last):
+    while entries := await ledger.audit_log.rollouts(job_id, last):
         for entry in entries:
             yield entry
         last = entries[-1][0]

@@ -103,10 +103,10 @@ class Conversation:
         job_id, now = self._model.job_id, await self._ledger.now()
         workers = [
             worker
-            for worker in await self._ledger.workers(self._model.pool)
+            for worker in await self._ledger.workers.records(self._model.pool)
             if worker.job_id == job_id and now - worker.last_seen_at < SILENT_S
         ]
-        state = await self._ledger.job_state(job_id)
+        state = await self._ledger.jobs.state(job_id)
         if not workers:
             reason = f"no rollout serves job {job_id}, which is {state}"
         else:
@@ -168,7 +168,7 @@ class ChatDesk:
 
     async def _read(self, job_id: str) -> TrainedModel | None:
         try:
-            fields = await self._ledger.job_fields(job_id)
+            fields = await self._ledger.jobs.fields(job_id)
         except JobNotFound:
             return None
         return model_of(job_id, fields)

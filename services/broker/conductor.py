@@ -73,9 +73,9 @@ class Conductor:
         error = watcher.exception()
         if error is None:  # the job is final
             self._crashed_at.pop(job_id, None)
-            await self._ledger.file_job(job_id)
+            await self._ledger.jobs.file(job_id)
         elif isinstance(error, JobNotFound):  # it was deleted by a process that died before it was off the lists
-            await self._ledger.file_job(job_id)
+            await self._ledger.jobs.file(job_id)
         elif isinstance(error, RedisError):
             raise error
         else:
@@ -88,7 +88,7 @@ class Conductor:
         if len(self._crashed_at[job_id]) >= MAX_CRASHES:
             reason = f"the broker cannot conduct this job: {type(error).__name__}: {error}; see the broker's log"
             with contextlib.suppress(IllegalTransition):
-                await self._ledger.move_job(job_id, JobState.FAILED, reason)
+                await self._ledger.jobs.move(job_id, JobState.FAILED, reason)
 
     def _recent_crashes(self, job_id: str) -> list[float]:
         now = time.monotonic()

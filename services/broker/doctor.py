@@ -133,7 +133,7 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
     now = await ledger.now()
     findings = []
     for pool in sorted(pools):
-        of_trainers, of_rollouts = await trainer_heartbeats(ledger, pool), await ledger.worker_heartbeats(pool)
+        of_trainers, of_rollouts = await trainer_heartbeats(ledger, pool), await ledger.workers.heartbeats(pool)
         trainers, workers = of_trainers.records, of_rollouts.records
         findings.append(explain_pool(pool, trainers, workers, now))
         findings += explain_unreadable(pool, of_trainers.unreadable + of_rollouts.unreadable)
@@ -186,7 +186,7 @@ async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, no
     if process.job_id is None or now - process.last_seen_at > SILENT_S:
         return None
     try:
-        fields = await ledger.job_fields(process.job_id)
+        fields = await ledger.jobs.fields(process.job_id)
     except JobNotFound:
         return None
     over_s = now - float(fields.get("finished_at", now))

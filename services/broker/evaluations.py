@@ -60,7 +60,7 @@ class Evaluator:
         if evaluation is not None and self._reading is not None and self._reading.done():
             await self._open(config, evaluation, int(fields["policy_version"]), self._reading)
         for open_one in await self._ledger.evaluations.open_ones(self._job_id):
-            if await self._ledger.evaluation_state(self._job_id, open_one) is EvaluationState.DRAINED:
+            if await self._ledger.evaluations.state(self._job_id, open_one) is EvaluationState.DRAINED:
                 await self._finish(open_one)
 
     async def _open(

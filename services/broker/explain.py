@@ -33,7 +33,7 @@ def count(number: int, noun: str) -> str:
 
 async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
     """Explain a job, problems first. Raises JobNotFound."""
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     state = JobState(fields["state"])
     if state.is_final:
         return [explain_end(fields, state, await ledger.now())]

@@ -15,7 +15,7 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> None:
         return
     parent, wanted = config.fork.job, config.fork.iteration
     try:
-        fields = await ledger.job_fields(parent)
+        fields = await ledger.jobs.fields(parent)
     except JobNotFound as error:
         raise JobRefused([FieldError(field="fork.job", message=str(error))]) from error
     of_parent = json.loads(fields["config"])

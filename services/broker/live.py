@@ -130,7 +130,7 @@ class JobWatch:
 
     async def start(self) -> None:
         """Stand at the newest event and the first iteration that is not committed. Raises JobNotFound."""
-        fields = await self._ledger.job_fields(self._job_id)
+        fields = await self._ledger.jobs.fields(self._job_id)
         newest = await inspection.newest_events(self._ledger, self._job_id, count=1)
         self.cursor = newest[0].id if newest else "0"
         self.first_open = int(fields["next_iteration"])
@@ -216,7 +216,7 @@ class JobStreams:
     async def check(self, job_id: str) -> None:
         """Raise JobNotFound, or TooManyWatchers: other requests need connections as well."""
         async with self._arriving:
-            await self._ledger.job_state(job_id)
+            await self._ledger.jobs.state(job_id)
         if self._num_watchers >= self._max_watchers:
             raise TooManyWatchers(f"{self._max_watchers} streams are open, as many as this broker takes")
 
@@ -318,7 +318,7 @@ async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open
     """Return the states as they are, including the iterations that the events are about, and then the events."""
     events = [event async for event in events_between(ledger, job_id, after, until)]
     told_of = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
-    record = await read_record(ledger, await ledger.job_fields(job_id))
+    record = await read_record(ledger, await ledger.jobs.fields(job_id))
     updates = await read_updates(ledger, job_id, min([max(0, first_open - 1), *told_of]))
     states = [encode("job", record), *(encode("iteration", update) for update in updates)]
     return states + [encode_event(event) for event in events]
@@ -326,7 +326,7 @@ async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open
 
 async def events_between(ledger: Ledger, job_id: str, after: str, until: str) -> AsyncIterator[Event]:
     while order(after) < order(until):
-        events = await ledger.events(job_id, after, count=EVENTS_AT_ONCE)
+        events = await ledger.event_log.read(job_id, after, count=EVENTS_AT_ONCE)
         for event in events:
             if order(event.id) > order(until):
                 return

@@ -145,7 +145,7 @@ class Meters:
             elif state is not JobState.PENDING:
                 counts[state] += 1
         for pool in {"default", *(fields.get("pool", "default") for fields in found.values())}:
-            beats = ((await trainer_heartbeats(ledger, pool)), await ledger.worker_heartbeats(pool))
+            beats = ((await trainer_heartbeats(ledger, pool)), await ledger.workers.heartbeats(pool))
             num_unreadable["heartbeat"] += sum(len(each.unreadable) for each in beats)
         for state in JobState:
             gauges.jobs.add_metric([state.value], counts[state])
@@ -181,7 +181,7 @@ class Meters:
 async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[str]:
     """Count an iteration's groups by outcome. A failed group is accepted as one without training data: here it counts
     as failed, not as accepted."""
-    fields = await ledger.iteration_fields(job_id, iteration)
+    fields = await ledger.iterations.fields(job_id, iteration)
     counts = Counter({outcome: int(fields.get(name, "0")) for outcome, name in OUTCOMES.items()})
     counts["accepted"] -= counts["failed"]
     return counts
@@ -189,5 +189,5 @@ async def read_outcomes(ledger: Ledger, job_id: str, iteration: int) -> Counter[
 
 async def newest_served(ledger: Ledger, job_id: str, version: int) -> WeightsRecord | None:
     """Return the record of the newest served version up to the published one; not every number is published."""
-    served = [candidate for candidate in await ledger.ready_times(job_id) if candidate <= version]
-    return await ledger.weights(job_id, max(served)) if served else None
+    served = [candidate for candidate in await ledger.versions.ready_times(job_id) if candidate <= version]
+    return await ledger.versions.weights(job_id, max(served)) if served else None

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from onbeat.errors import OnbeatError
-from onbeat.streams.job_lists import JobLists
+from onbeat.streams.ledger.job_lists import JobLists
 
 ANYBODY = "anybody"  # the submitter of all jobs if there are no API keys
 

@@ -64,13 +64,13 @@ def unreadable_record(fields: Fields, error: Exception) -> JobRecord:
 
 async def read_weights(ledger: Ledger, job_id: str, after: int, limit: int) -> list[WeightsRecord]:
     """Read the published versions above `after`, in order. Raises JobNotFound."""
-    job = await ledger.job_fields(job_id)
+    job = await ledger.jobs.fields(job_id)
     newest, after = int(job.get("policy_version", "-1")), max(after, first_iteration(job) - 1)
     records: list[WeightsRecord] = []
     for version in range(after + 1, newest + 1):
         if len(records) == limit:
             break
-        if (record := await ledger.weights(job_id, version)) is not None:
+        if (record := await ledger.versions.weights(job_id, version)) is not None:
             records.append(record)
     return records
 
@@ -93,14 +93,14 @@ async def read_samples(
     ledger: Ledger, job_id: str, iteration: int | None, limit: int, offset: int = 0, rewards: RewardRange = ANY_REWARD
 ) -> list[Sample]:
     """Read responses of an iteration (None: the newest with an accepted group). Raises JobNotFound, GroupsTrimmed."""
-    job = await ledger.job_fields(job_id)
+    job = await ledger.jobs.fields(job_id)
     if iteration is None:
         start = first_iteration(job)
         iteration = max(start, int(job["num_opened"]) - 1)
         while iteration > start and not await has_accepted(ledger, job_id, iteration):
             iteration -= 1
-    groups = await ledger.iteration_groups(job_id, iteration)
-    advantages = await ledger.advantages(job_id, iteration) if groups else {}
+    groups = await ledger.iterations.accepted_groups(job_id, iteration)
+    advantages = await ledger.iterations.advantages(job_id, iteration) if groups else {}
     return sample_groups(groups, limit, offset, rewards, advantages)
 
 
@@ -118,7 +118,7 @@ def sample_groups(
 
 
 async def has_accepted(ledger: Ledger, job_id: str, iteration: int) -> bool:
-    return int((await ledger.iteration_fields(job_id, iteration)).get("num_accepted", "0")) > 0
+    return int((await ledger.iterations.fields(job_id, iteration)).get("num_accepted", "0")) > 0
 
 
 def group_order(group_id: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from services.broker.admission import Admission, FieldError, JobRefused
 
 async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_iterations: int | None) -> None:
     """Let it wait for a trainer. Raises CannotResume with what to do instead, JobRefused, JobNotFound."""
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     state, num_before = JobState(fields["state"]), int(fields["num_iterations"])
     check_resumable(job_id, state, num_before, num_iterations)
     try:
@@ -21,7 +21,7 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
         raise CannotResume(job_id, state, "it is of another version of Onbeat; submit it again") from error
     if num_iterations is None:
         await admission.review(config)
-        await ledger.resume_job(job_id, state)
+        await ledger.jobs.resume(job_id, state)
         return
     if num_iterations <= num_before:
         message = f"the job has made {num_before} iterations; ask for more of them in all, got {num_iterations}"
@@ -32,7 +32,7 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     if config.evaluation is not None:
         next_evaluation = following_evaluation(num_before, config.evaluation.every_iterations, num_iterations)
     extension = Extension(config.model_dump(mode="json"), num_iterations, next_evaluation)
-    await ledger.resume_job(job_id, state, extension)
+    await ledger.jobs.resume(job_id, state, extension)
 
 
 def check_resumable(job_id: str, state: JobState, num_before: int, num_iterations: int | None) -> None:

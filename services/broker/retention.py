@@ -44,7 +44,7 @@ class Retention:
 
     async def step(self, pause_s: float = 0.0) -> None:
         """Look at every job once, a few at a time: many jobs take longer, but cost no more at any time."""
-        job_ids = await self._ledger.job_ids()
+        job_ids = await self._ledger.jobs.ids()
         for first in range(0, len(job_ids), JOBS_AT_ONCE):
             batch = job_ids[first : first + JOBS_AT_ONCE]
             found, now = await existing_jobs(self._ledger, batch), await self._ledger.now()
@@ -67,7 +67,7 @@ class Retention:
             if now - queued_at(fields) > deadline_s:
                 await fail_if_nobody_comes(self._ledger, fields, deadline_s)
         elif self._is_outdated(fields, now):
-            await self._ledger.delete_job(job_id)
+            await self._ledger.jobs.delete(job_id)
             logger.info("job %s is deleted, it was over for %g days", job_id, self._job_retention_s / DAY_S)
         else:
             await trim(self._ledger, job_id, fields)
@@ -84,12 +84,12 @@ class Retention:
 
     async def _clean_up(self, job_id: str) -> None:
         """Remove an id without a job: the process that was deleting or creating the job died."""
-        if await self._ledger.is_deleted(job_id):
-            await self._ledger.delete_job(job_id)
+        if await self._ledger.jobs.is_deleted(job_id):
+            await self._ledger.jobs.delete(job_id)
             return
-        listed_at = await self._ledger.listed_at(job_id)
+        listed_at = await self._ledger.jobs.listed_at(job_id)
         if listed_at is not None and await self._ledger.now() - listed_at > NEVER_CREATED_S:
-            await self._ledger.forget_job(job_id)
+            await self._ledger.jobs.forget(job_id)
 
 
 async def trim(ledger: Ledger, job_id: str, fields: dict[str, str]) -> None:
@@ -101,7 +101,7 @@ async def trim(ledger: Ledger, job_id: str, fields: dict[str, str]) -> None:
     if num_kept is None:  # the job is older than this section: all is kept
         return
     iteration = first
-    while await ledger.trim_iteration(job_id, iteration, num_kept):
+    while await ledger.iterations.trim(job_id, iteration, num_kept):
         iteration += 1
     if iteration > first:
         logger.info("job %s: the groups of iterations %d to %d are no longer kept", job_id, first, iteration - 1)

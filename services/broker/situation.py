@@ -82,7 +82,7 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
     iterations, evaluations = [], []
     for number in range(int(fields["next_iteration"]), int(fields["num_opened"])):
         waiting = await inspection.waiting_entries(ledger, job_id, number)
-        iterations.append(Unit(f"iteration {number}", await ledger.iteration_fields(job_id, number), waiting))
+        iterations.append(Unit(f"iteration {number}", await ledger.iterations.fields(job_id, number), waiting))
     for number in await ledger.evaluations.open_ones(job_id):
         waiting = await inspection.waiting_entries(ledger, job_id, number, is_evaluation=True)
         unit_fields = await ledger.evaluations.fields(job_id, number)
@@ -95,7 +95,7 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         iterations=iterations,
         evaluations=evaluations,
         leases=await inspection.read_leases(ledger, job_id),
-        workers={worker.id: worker for worker in await ledger.workers(config.pool)},
+        workers={worker.id: worker for worker in await ledger.workers.records(config.pool)},
         trainers={trainer.id: trainer for trainer in await inspection.trainers(ledger, config.pool)},
         events=await inspection.newest_events(ledger, job_id),
         num_before=await inspection.num_pending_before(ledger, job_id, config.pool),

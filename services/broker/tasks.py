@@ -38,7 +38,7 @@ async def longest_first(ledger: Ledger, job_id: str, tasks: list[PromptTask]) ->
     Only the order changes: group ids, prompts and seeds stay together, so the same set of groups is trained.
     """
     rows = [task.data_row for task in tasks if task.HasField("data_row")]
-    lengths = dict(zip(rows, await ledger.lengths(job_id, rows), strict=True))
+    lengths = dict(zip(rows, await ledger.iterations.lengths(job_id, rows), strict=True))
     known = [length for length in lengths.values() if length is not None]
     if not known:
         return tasks

@@ -48,7 +48,7 @@ class Timelines:
 
     async def read(self, job_id: str, num_iterations: int) -> Timeline:
         """Return the timeline of the last `num_iterations` that were opened. Raises JobNotFound."""
-        job = await self._ledger.job_fields(job_id)
+        job = await self._ledger.jobs.fields(job_id)
         num_opened, now = int(job["num_opened"]), await self._ledger.now()
         start_of_job = first_iteration(job)
         if num_opened == start_of_job:
@@ -77,7 +77,7 @@ class Timelines:
         """Return by (policy version, rollout) how long weights lay there before the engine served them, in seconds."""
         found: dict[tuple[int, str], float] = {}
         for version in sorted({int(fields["policy_version"]) for fields in hashes}):
-            if (record := await self._ledger.weights(job_id, version)) is not None:
+            if (record := await self._ledger.versions.weights(job_id, version)) is not None:
                 held = ((worker, update.held_s) for worker, update in record.rollouts.items())
                 found |= {(version, worker): held_s for worker, held_s in held if held_s is not None}
         return found
@@ -88,13 +88,13 @@ class Timelines:
         self._groups.move_to_end((job_id, iteration))
         while len(self._groups) > MAX_REMEMBERED:
             self._groups.popitem(last=False)
-        states = (await self._ledger.groups(job_id, iteration)).values()
+        states = (await self._ledger.iterations.groups(job_id, iteration)).values()
         accepted = {state.removeprefix("accepted:") for state in states if state.startswith("accepted:")}
         wanted = {entry for entry in accepted if order(entry) > order(groups.cursor)}
         newest = max(accepted, key=order, default="-")
         while wanted and groups.num_groups < MAX_GROUPS:
             first = min(wanted, key=order)
-            found = await self._ledger.rollouts(job_id, before(first))
+            found = await self._ledger.audit_log.rollouts(job_id, before(first))
             for entry, payload in found:
                 if entry in wanted:
                     groups.num_groups += 1

@@ -97,14 +97,14 @@ class JobHistory:
 
 async def read_history(ledger: Ledger, job_id: str, first_iteration: int) -> JobHistory:
     """Read the history for the traces from `first_iteration` on. Raises JobNotFound."""
-    fields = await ledger.job_fields(job_id)
-    version = int((await ledger.iteration_fields(job_id, first_iteration)).get("policy_version", "0"))
+    fields = await ledger.jobs.fields(job_id)
+    version = int((await ledger.iterations.fields(job_id, first_iteration)).get("policy_version", "0"))
     since = float(fields["created_at"])
     if version > 0:  # the iteration before made it, and it was pulled as soon as it was announced
-        since = float((await ledger.iteration_fields(job_id, version - 1)).get("opened_at", since))
+        since = float((await ledger.iterations.fields(job_id, version - 1)).get("opened_at", since))
     events: list[Event] = []
     cursor = f"{int(since * 1000) - 1}-0"
-    while page := await ledger.events(job_id, cursor, count=EVENTS_AT_ONCE):
+    while page := await ledger.event_log.read(job_id, cursor, count=EVENTS_AT_ONCE):
         events += page
         cursor = page[-1].id
     return JobHistory(job_id, fields, events)
@@ -122,11 +122,11 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
     if groups is None or record.committed_at is None:
         return None
     told = [span for span in trainer_spans(iteration, own) if span.kind != "wait"]
-    recorded = await ledger.recorded_micro_batches(job.job_id, iteration)
+    recorded = await ledger.iterations.micro_batches(job.job_id, iteration)
     num_replicas = int(json.loads(own.get("metrics", "{}")).get("num_training_devices", 1))
     steps = find_steps(told, recorded, job.num_updates, record.num_groups, num_replicas, record.committed_at)
     trainer = job.trainer_at(record.committed_at)
-    weights = await ledger.weights(job.job_id, record.policy_version)
+    weights = await ledger.versions.weights(job.job_id, record.policy_version)
     held = {name: update.held_s for name, update in weights.rollouts.items()} if weights else {}
     spans = [
         *hand_over_spans(updates_for(job.events, record, earlier), held),
@@ -138,12 +138,12 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
 
 async def read_groups(ledger: Ledger, job_id: str, iteration: int) -> list[TracedGroup] | None:
     """Read the first MAX_GROUPS that were accepted; None when they are no longer kept."""
-    states = (await ledger.groups(job_id, iteration)).values()
+    states = (await ledger.iterations.groups(job_id, iteration)).values()
     accepted = sorted((state.removeprefix("accepted:") for state in states if state.startswith("accepted:")), key=order)
     wanted, groups = set(accepted[:MAX_GROUPS]), list[TracedGroup]()
     cursor = before(accepted[0]) if accepted else "-"
     while wanted and order(cursor) < order(accepted[-1]):
-        page = await ledger.rollouts(job_id, cursor)
+        page = await ledger.audit_log.rollouts(job_id, cursor)
         if not page:
             break
         groups += [traced_group(entry, decode_group(payload)) for entry, payload in page if entry in wanted]

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from onbeat.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.traces import TracedJob
+from onbeat.streams.ledger.traces import TracedJob
 from services.broker.live import log_crash
 from services.broker.metrics import TraceMeters
 from services.broker.otlp import SPANS_AT_ONCE, Collector, CollectorRefused, CollectorUnavailable

@@ -47,7 +47,7 @@ class JobWatcher:
         cursor = "0"
         try:
             while not await self.step():
-                events = await self._ledger.events(self._job_id, after=cursor, timeout_s=self._wait_s)
+                events = await self._ledger.event_log.read(self._job_id, after=cursor, timeout_s=self._wait_s)
                 cursor = events[-1].id if events else cursor
         finally:
             for task in self._prepared.values():
@@ -57,7 +57,7 @@ class JobWatcher:
 
     async def step(self) -> bool:
         """Do what is undone. Return whether the job is final."""
-        fields = await self._ledger.job_fields(self._job_id)
+        fields = await self._ledger.jobs.fields(self._job_id)
         state = JobState(fields["state"])
         if state.is_final:
             return True
@@ -76,7 +76,7 @@ class JobWatcher:
 
     async def _conduct(self, config: JobConfig, fields: Fields) -> None:
         try:
-            await self._ledger.check_streams(self._job_id)
+            await self._ledger.rollout.check_streams(self._job_id)
         except StreamLost as error:
             return await self._move(JobState.FAILED, str(error))
         await self._open_if_due(config, fields)
@@ -95,7 +95,7 @@ class JobWatcher:
         self._prepare(config, iteration)
         if version < max(0, iteration - config.max_staleness):
             return
-        if version < iteration and await self._ledger.num_unclaimed_prompts(self._job_id):
+        if version < iteration and await self._ledger.rollout.num_unclaimed_prompts(self._job_id):
             return
         try:
             tasks = await self._take_tasks(config, iteration)
@@ -103,7 +103,7 @@ class JobWatcher:
             await self._move(JobState.FAILED, f"iteration {iteration} has no prompts: {error}")
             return
         tasks = await longest_first(self._ledger, self._job_id, tasks)
-        reason = await self._ledger.open_iteration(self._job_id, iteration, version, tasks)
+        reason = await self._ledger.iterations.open(self._job_id, iteration, version, tasks)
         if reason:
             logger.debug("job %s: iteration %d was not opened: %s", self._job_id, iteration, reason)
             return
@@ -129,7 +129,7 @@ class JobWatcher:
     # ---- ending --------------------------------------------------------------------------------------------------
 
     async def _fail_if_stuck(self, config: JobConfig) -> None:
-        fields = await self._ledger.job_fields(self._job_id)  # anew: we or another broker may just have moved it
+        fields = await self._ledger.jobs.fields(self._job_id)  # anew: we or another broker may just have moved it
         deadline_s = config.schedule.iteration_deadline_s
         silent_s = await self._ledger.now() - float(fields["progress_at"])
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have been what held us up
@@ -181,7 +181,7 @@ async def fail_with_findings(ledger: Ledger, job_id: str, reason: str) -> None:
 
 async def try_move(ledger: Ledger, job_id: str, wanted: JobState, error: str = "") -> None:
     try:
-        await ledger.move_job(job_id, wanted, error)
+        await ledger.jobs.move(job_id, wanted, error)
         logger.info("job %s is %s %s", job_id, wanted, error)
     except IllegalTransition as conflict:  # another broker or the trainer was faster
         logger.info("%s", conflict)

@@ -111,7 +111,7 @@ async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseExce
     message = f"{worker_id} ends: {type(cause).__name__}: {cause}"
     try:
         async with asyncio.timeout(REPORT_DEADLINE_S):
-            await ledger.emit(worker.job_id, "worker.failed", message, {"worker_id": worker_id})
+            await ledger.event_log.emit(worker.job_id, "worker.failed", message, {"worker_id": worker_id})
     except (RedisError, TimeoutError) as error:
         logger.warning("the job was not told: %s", error)
 

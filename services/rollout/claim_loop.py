@@ -110,7 +110,7 @@ class ClaimLoop:
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
             entry_ids = self.flights.entry_ids()
-            mine = await self._ledger.renew_groups(self._job_id, self._settings.worker_id, entry_ids)
+            mine = await self._ledger.rollout.renew(self._job_id, self._settings.worker_id, entry_ids)
             lost = set(entry_ids) - set(mine)
             for flight in self.flights:
                 if flight.claim.entry_id in lost and flight.stage is not Stage.SUBMITTING:
@@ -139,7 +139,7 @@ class ClaimLoop:
         count = min(self._num_claimable(), CLAIM_AT_ONCE)
         if not count:
             return []
-        return await self._ledger.claim_groups(self._job_id, self._settings.worker_id, count, self._settings.lease_s)
+        return await self._ledger.rollout.claim(self._job_id, self._settings.worker_id, count, self._settings.lease_s)
 
     def _num_claimable(self) -> int:
         if time.monotonic() < self._resume_at or self._is_version_missing():
@@ -170,7 +170,7 @@ class ClaimLoop:
             self._arrival = None
         if self._num_claimable():
             self._arrival = self._arrival or asyncio.create_task(
-                self._ledger.wait_for_prompts(self._job_id, self._last_seen, POLL_S)
+                self._ledger.rollout.wait_for_prompts(self._job_id, self._last_seen, POLL_S)
             )
             changes.add(self._arrival)
         pause_s = self._resume_at - time.monotonic()
@@ -180,7 +180,7 @@ class ClaimLoop:
     async def _run(self, flight: Flight) -> None:
         group = await self._producer.produce(flight)
         flight.stage = Stage.SUBMITTING
-        verdict = await self._ledger.submit_group(self._job_id, flight.claim.entry_id, group)
+        verdict = await self._ledger.rollout.submit(self._job_id, flight.claim.entry_id, group)
         outcome = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict
         meters.GROUPS.labels(outcome=outcome).inc()
         if outcome is not Verdict.ACCEPTED:
@@ -215,7 +215,7 @@ class ClaimLoop:
         meters.RELEASED.inc()
         await self._hand_back([flight])
         message = f"{task.group_id}, attempt {flight.claim.attempt}, on {self._settings.worker_id}: {reason}"
-        await self._ledger.emit(self._job_id, "group.released", message, {"group_id": task.group_id})
+        await self._ledger.event_log.emit(self._job_id, "group.released", message, {"group_id": task.group_id})
         if isinstance(error, PASSING_ERRORS):
             logger.warning("gave back %s", message)
             return
@@ -230,7 +230,7 @@ class ClaimLoop:
         for is_attempt in (True, False):
             entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
             worker = self._settings.worker_id
-            await self._ledger.release_groups(self._job_id, worker, entry_ids, is_attempt=is_attempt)
+            await self._ledger.rollout.release(self._job_id, worker, entry_ids, is_attempt=is_attempt)
 
 
 def loads_of(config: JobConfig) -> tuple[Load, Load | None]:

@@ -244,9 +244,11 @@ class Session:
             num_faults=len(stats.faults),
         )
         meters.record_update(version, stats.full_bytes, update)
-        await self._ledger.engine_ready(self.job_id, version, worker, update)
+        await self._ledger.versions.engine_ready(self.job_id, version, worker, update)
         for fault in stats.faults:
-            await self._ledger.emit(self.job_id, "weights.fault", f"{worker}, policy version {version}: {fault}")
+            await self._ledger.event_log.emit(
+                self.job_id, "weights.fault", f"{worker}, policy version {version}: {fault}"
+            )
         logger.info(
             "serving policy version %d: pulled %.1f of %.1f MB in %.2f s from %s, loaded in %.2f s",
             version,
@@ -277,7 +279,7 @@ class Session:
 
     async def _is_served(self) -> bool:
         try:
-            return await self._ledger.job_state(self.job_id) in SERVED_STATES
+            return await self._ledger.jobs.state(self.job_id) in SERVED_STATES
         except JobNotFound:
             return False
 
@@ -319,7 +321,7 @@ class Session:
 
     async def _find_address(self) -> str:
         try:
-            return (await self._ledger.job_fields(self.job_id))["weights_address"]
+            return (await self._ledger.jobs.fields(self.job_id))["weights_address"]
         except JobNotFound as error:
             raise WeightsError(f"job {self.job_id} is gone") from error
 

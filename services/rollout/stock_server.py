@@ -219,7 +219,7 @@ async def first_of(*work: Awaitable[Any]) -> None:
 
 async def address_in_job(ledger: Ledger, job_id: str) -> str:
     """Return the address of the weights as it is now: a restarted trainer has another one."""
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     if "weights_address" not in fields:
         raise WeightsError(f"job {job_id} has no weights yet; try again when its trainer has published the first")
     return fields["weights_address"]

@@ -45,7 +45,9 @@ class Worker:
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
         try:
-            await self._ledger.heartbeat(self._settings.pool, self._record())  # others count it when they choose
+            await self._ledger.workers.heartbeat(
+                self._settings.pool, self._record()
+            )  # others count it when they choose
             await forget_old_rollouts(self._ledger, self._settings.pool)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work) for work in (self._send_heartbeats(), self._move_if_needed())]
@@ -111,7 +113,7 @@ class Worker:
         found = []
         for job_id in await self._ledger.lists.started():
             try:
-                fields = await self._ledger.job_fields(job_id)
+                fields = await self._ledger.jobs.fields(job_id)
             except JobNotFound:
                 continue
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
@@ -142,12 +144,12 @@ class Worker:
             f"many times slower than in float32 ({self._hardware})"
         )
         logger.warning("job %s: %s", job_id, warning)
-        await self._ledger.emit(job_id, "job.warning", warning)
+        await self._ledger.event_log.emit(job_id, "job.warning", warning)
 
     async def _emit(self, kind: str) -> None:
         if self.job_id is not None:
             worker_id = self._settings.worker_id
-            await self._ledger.emit(self.job_id, kind, worker_id, {"worker_id": worker_id})
+            await self._ledger.event_log.emit(self.job_id, kind, worker_id, {"worker_id": worker_id})
 
     async def _pause(self, seconds: float) -> None:
         stopping = asyncio.create_task(self._stopping.wait())
@@ -161,7 +163,7 @@ class Worker:
             record = self._record()
             current = (record.job_id, record.state, record.doing, record.policy_version)
             if current != last or time.monotonic() - last_sent >= HEARTBEAT_S:
-                await self._ledger.heartbeat(self._settings.pool, record)
+                await self._ledger.workers.heartbeat(self._settings.pool, record)
                 last, last_sent = current, time.monotonic()
             await asyncio.sleep(STATE_CHECK_S)
 
@@ -191,6 +193,6 @@ class Worker:
     async def _say_farewell(self) -> None:
         try:
             async with asyncio.timeout(FAREWELL_DEADLINE_S):
-                await self._ledger.remove_worker(self._settings.pool, self._settings.worker_id)
+                await self._ledger.workers.remove(self._settings.pool, self._settings.worker_id)
         except (RedisError, TimeoutError) as error:
             logger.warning("Redis still lists %s: %s", self._settings.worker_id, error)

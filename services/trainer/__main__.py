@@ -127,17 +127,17 @@ async def claim_next(settings: Settings, ledger: Ledger, hardware: Hardware) -> 
     """Return id, epoch and configuration (JSON, its dtype resolved) of the oldest job of the pool that is pending or
     whose trainer died."""
     async for job_id, fields in candidates(ledger, settings.pool):
-        epoch = await ledger.claim_job(job_id, settings.trainer_id, settings.lease_s)
+        epoch = await ledger.trainer.claim_job(job_id, settings.trainer_id, settings.lease_s)
         if epoch is None:
-            await ledger.file_job(job_id)  # it was in the wrong list for its state, or it has a trainer
+            await ledger.jobs.file(job_id)  # it was in the wrong list for its state, or it has a trainer
             continue
         try:
             config = await resolve_dtype(ledger, job_id, epoch, fields, hardware, settings)
             return job_id, epoch, config.model_dump_json()
         except (ValidationError, LookupError) as error:
-            await ledger.move_job(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
+            await ledger.jobs.move(job_id, JobState.FAILED, f"this trainer does not understand the job: {error}")
         except UnusableDtype as error:
-            await ledger.move_job(job_id, JobState.FAILED, str(error))
+            await ledger.jobs.move(job_id, JobState.FAILED, str(error))
         except LeaseLost:  # the job is over, or another trainer was faster
             continue
     return None
@@ -184,7 +184,7 @@ def train(settings: Settings, link: JobLink, config: JobConfig, world: World) ->
 
 def finish(background: Background, ledger: Ledger, job_id: str, epoch: str, outcome: JobState, error: str) -> None:
     try:
-        background.run(ledger.move_job(job_id, outcome, error, epoch))
+        background.run(ledger.jobs.move(job_id, outcome, error, epoch))
     except (IllegalTransition, LeaseLost, JobNotFound) as conflict:  # another process was faster, or owns or deleted it
         logger.warning("%s", conflict)
     log = logger.error if outcome is JobState.FAILED else logger.info

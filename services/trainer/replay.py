@@ -105,14 +105,14 @@ async def read_record(ledger: Ledger, job_id: str, first: int, last: int) -> tup
     groups: list[RolloutGroup] = []
     micro_batches, digests = {}, []
     for iteration in range(first, last + 1):
-        fields = await ledger.iteration_fields(job_id, iteration)
+        fields = await ledger.iterations.fields(job_id, iteration)
         if fields.get("state") != IterationState.COMMITTED:
             raise OnbeatError(f"iteration {iteration} of job {job_id} is not committed, so there is nothing to replay")
-        found = await ledger.iteration_groups(job_id, iteration)
+        found = await ledger.iterations.accepted_groups(job_id, iteration)
         if len(found) != int(fields["num_groups"]):
             raise OnbeatError(f"iteration {iteration}: only {len(found)} of {fields['num_groups']} groups are recorded")
         groups += found
-        recorded = await ledger.recorded_micro_batches(job_id, iteration)
+        recorded = await ledger.iterations.micro_batches(job_id, iteration)
         micro_batches[iteration] = [group_ids for _, group_ids in recorded]
         digests.append(fields["weights_digest"])
     return groups, micro_batches, digests
@@ -122,7 +122,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     """Train an iteration again and return a report. Raises OnbeatError or ValueError with what to do."""
 
     async def fields_of() -> dict[str, str]:
-        return await Ledger(settings.connect_redis()).job_fields(job_id)
+        return await Ledger(settings.connect_redis()).jobs.fields(job_id)
 
     config = JobConfig.of_job(asyncio.run(fields_of()))
     find_objective(config.objective.type)  # raises ValueError where it is not installed

@@ -41,7 +41,7 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     now = await ledger.now()
     for worker in WORKERS:
         record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3, last_seen_at=now)
-        await ledger.heartbeat("default", record)
+        await ledger.workers.heartbeat("default", record)
     await inspection.trainer_heartbeat(ledger, "default", "trainer-0", "training", ids["stuck"])
     async with serving(ledger, folder) as broker:
         yield Gallery(broker.url, ids)

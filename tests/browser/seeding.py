@@ -45,14 +45,14 @@ async def seed_job(
     rollout = {"num_prompts_per_iteration": len(content.prompts), "num_samples_per_prompt": content.num_samples}
     config = JobConfig.model_validate(job_body(rollout=rollout, schedule={"num_iterations": num_iterations}))
     job_id = f"job-{uuid.uuid4().hex[:12]}"
-    assert await ledger.create_job(job_id, config.model_dump(mode="json") | {"name": name}, num_iterations, 0)
-    epoch = await ledger.claim_job(job_id, "trainer-0", A_DAY_S)
+    assert await ledger.jobs.create(job_id, config.model_dump(mode="json") | {"name": name}, num_iterations, 0)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-0", A_DAY_S)
     assert epoch is not None
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0", PublishedWeights(**PUBLISHED))
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0", PublishedWeights(**PUBLISHED))
     for iteration in range(num_iterations if num_done is None else num_done):
         await seed_iteration(ledger, job_id, epoch, iteration, content)
     if state is not JobState.RUNNING:
-        await ledger.move_job(job_id, state, "the machine went away" if state is JobState.FAILED else "")
+        await ledger.jobs.move(job_id, state, "the machine went away" if state is JobState.FAILED else "")
     return job_id
 
 
@@ -65,21 +65,21 @@ async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int
         PromptTask(group_id=f"{iteration}-{row}", iteration=iteration, text=prompt, data_row=row)
         for row, prompt in enumerate(content.prompts)
     ]
-    assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+    assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
     update = WeightUpdate(received_bytes=3_100_000, pull_s=0.002, apply_s=0.001, load_s=0.001, held_s=0.001)
     for worker in WORKERS:
-        await ledger.engine_ready(job_id, iteration, worker, update)
+        await ledger.versions.engine_ready(job_id, iteration, worker, update)
     advantages: dict[str, list[float | None]] = {}
     for turn in range(len(tasks)):
         worker = WORKERS[turn % len(WORKERS)]
-        for claim in await ledger.claim_groups(job_id, worker, 1, LEASE_S):
+        for claim in await ledger.rollout.claim(job_id, worker, 1, LEASE_S):
             group = group_of(claim.task, worker, content, dice)
-            await ledger.submit_group(job_id, claim.entry_id, group)
+            await ledger.rollout.submit(job_id, claim.entry_id, group)
             advantages[group.group_id] = advantages_of(group)
     version, digest = iteration + 1, f"d{iteration + 1}"
-    await ledger.announce_version(job_id, epoch, version, "127.0.0.1:1", digest, PublishedWeights(**PUBLISHED))
+    await ledger.versions.announce(job_id, epoch, version, "127.0.0.1:1", digest, PublishedWeights(**PUBLISHED))
     told = report(iteration, dice)
-    await ledger.commit_iteration(job_id, epoch, iteration, version, digest, told, "used", True, advantages)
+    await ledger.trainer.commit(job_id, epoch, iteration, version, digest, told, "used", True, advantages)
 
 
 def advantages_of(group: RolloutGroup) -> list[float | None]:

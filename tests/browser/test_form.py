@@ -45,7 +45,7 @@ async def test_empty_job_names_every_field_that_is_missing(visit: Visitor, broke
     for path in ("model", "reward", "rollout", "schedule"):
         await expect(problem.get_by_role("listitem").filter(has_text=path).first).to_be_visible()
     await expect(problem).to_be_focused()
-    assert await ledger.job_ids() == []
+    assert await ledger.jobs.ids() == []
 
 
 async def test_wrong_field_is_named_with_its_line_and_found(visit: Visitor, broker: Broker) -> None:
@@ -72,7 +72,7 @@ async def test_broken_toml_names_its_line(visit: Visitor, broker: Broker, ledger
     await expect(problem).to_contain_text("Malformed TOML")
     await problem.get_by_role("button", name="Line 2").click()
     assert await selected(page) == "seed = "
-    assert await ledger.job_ids() == []
+    assert await ledger.jobs.ids() == []
 
 
 async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit: Visitor, broker: Broker) -> None:
@@ -95,8 +95,8 @@ async def test_job_like_another_one_has_its_configuration(visit: Visitor, broker
     await page.get_by_role("link", name="New job like this").click()
     await page.get_by_test_id("submit-job").click()
     await expect(page.get_by_role("progressbar", name="0 of 7 iterations")).to_be_visible()
-    ids = await ledger.job_ids()
-    configs = [json.loads((await ledger.job_fields(each))["config"]) for each in ids]
+    ids = await ledger.jobs.ids()
+    configs = [json.loads((await ledger.jobs.fields(each))["config"]) for each in ids]
     assert (len(ids), configs[0]) == (2, configs[1])
 
 
@@ -105,4 +105,4 @@ async def test_double_click_creates_one_job(visit: Visitor, broker: Broker, ledg
     await write(page, job_body(name="only-one"))
     await page.get_by_test_id("submit-job").dblclick()
     await expect(page.get_by_role("heading", level=1, name="only-one")).to_be_visible()
-    assert len(await ledger.job_ids()) == 1
+    assert len(await ledger.jobs.ids()) == 1

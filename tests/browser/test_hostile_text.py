@@ -26,7 +26,7 @@ async def assert_harmless(page: Page) -> None:
 async def test_markup_in_names_prompts_and_responses_is_text(visit, ledger: Ledger, tmp_path, part: str) -> None:
     job_id = await seed_job(ledger, NAME, num_iterations=2, content=CONTENT)
     other = await seed_job(ledger, SCRIPT, num_iterations=2)
-    await ledger.emit(job_id, f"kind {IMAGE}", f"message {IMAGE}{SCRIPT}")
+    await ledger.event_log.emit(job_id, f"kind {IMAGE}", f"message {IMAGE}{SCRIPT}")
     places = {
         "jobs": "#/",
         "job": f"#/jobs/{job_id}",

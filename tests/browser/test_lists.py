@@ -80,12 +80,12 @@ async def test_deleted_job_is_told_and_the_other_ones_go_on(visit: Visitor, brok
     page = await visit(broker.url, f"#/compare?jobs={deleted},{other}")
     states = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="State")).get_by_role("cell")
     await expect(states).to_have_text(["pending", "pending"])
-    await ledger.move_job(deleted, JobState.CANCELLED)
-    await ledger.delete_job(deleted)
+    await ledger.jobs.move(deleted, JobState.CANCELLED)
+    await ledger.jobs.delete(deleted)
     await start_training(ledger, other)
     await expect(states).to_have_text(["gone", "running"])
     await expect(page.get_by_text("deleted is gone")).to_have_count(2)  # in sight, and said
-    await ledger.move_job(other, JobState.PAUSED)
+    await ledger.jobs.move(other, JobState.PAUSED)
     await expect(states).to_have_text(["gone", "paused"])
     await expect(page.locator(".notice").filter(has_text="is gone")).to_have_count(1)
 
@@ -173,4 +173,4 @@ async def test_editor_that_was_left_does_not_lead_to_its_job(visit: Visitor, bro
     await expect(page.locator("#announcer")).to_have_text("created-later is created")
     assert page.url.endswith("#/workers")
     await expect(heading).to_have_text("Workers")
-    assert len(await ledger.job_ids()) == 1
+    assert len(await ledger.jobs.ids()) == 1

@@ -35,7 +35,7 @@ async def test_page_shows_what_happens_without_a_reload(visit: Visitor, broker: 
     await expect(reward.get_by_role("slider")).to_have_attribute("aria-valuenow", "1")
     await train(ledger, job_id, epoch, range(2, 4))
     await expect(reward.get_by_role("slider")).to_have_attribute("aria-valuenow", "3")
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     await expect_state(page, "succeeded")
     await expect_progress(page, 4, 4)
     await reward.get_by_text("Values").click()
@@ -67,17 +67,17 @@ async def test_job_is_paused_resumed_and_cancelled_from_its_page(
     page = await visit(broker.url, f"#/jobs/{job_id}")
     await page.get_by_test_id("pause-job").click()
     await expect_state(page, "paused")
-    assert await ledger.job_state(job_id) is JobState.PAUSED
+    assert await ledger.jobs.state(job_id) is JobState.PAUSED
     await page.get_by_test_id("resume-job").click()
     await expect_state(page, "running")
-    assert await ledger.job_state(job_id) is JobState.RUNNING
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
     await page.get_by_test_id("cancel-job").click()
     await page.get_by_role("dialog").get_by_role("button", name="Keep it").click()
-    assert await ledger.job_state(job_id) is JobState.RUNNING
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
     await page.get_by_test_id("cancel-job").click()
     await page.get_by_role("dialog").get_by_role("button", name="Cancel the job").click()
     await expect_state(page, "cancelling")
-    await ledger.move_job(job_id, JobState.CANCELLED)  # the trainer has seen it
+    await ledger.jobs.move(job_id, JobState.CANCELLED)  # the trainer has seen it
     await expect_state(page, "cancelled")
 
 

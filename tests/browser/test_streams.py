@@ -120,7 +120,7 @@ async def test_defect_of_a_page_reaches_the_console_and_its_stream_goes_on(
     visit.watch.expect("this page has a defect")
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
-    await ledger.move_job(job_id, JobState.FAILED, "no more memory")
+    await ledger.jobs.move(job_id, JobState.FAILED, "no more memory")
     page = await visit(broker.url)
     told = await page.evaluate(LISTEN, f"/jobs/{job_id}/stream")
     assert told == {"heard": await ledger_events(ledger, job_id), "states": ["connecting", "open", "over"]}
@@ -160,7 +160,7 @@ async def test_rollout_is_silent_by_the_clock_of_the_others(visit: Visitor, brok
     ahead = time.time() + 600
     for name, seen_at in (("quick", ahead), ("slow", ahead - 30)):
         worker = WorkerRecord(id=name, pool="default", state="generating", job_id=job_id, last_seen_at=seen_at)
-        await ledger.heartbeat("default", worker)
+        await ledger.workers.heartbeat("default", worker)
     page = await visit(broker.url, f"#/jobs/{job_id}")
     chips = page.get_by_role("list", name="Rollouts of this job").get_by_role("listitem")
     await expect(chips.filter(has_text="slow")).to_contain_text("silent for 30 s")

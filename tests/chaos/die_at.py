@@ -22,31 +22,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LEDGER = "onbeat.streams.ledger:Ledger"
+LEDGER = "onbeat.streams.ledger"
 CHECKPOINT = "services.trainer.checkpoints.store"
 METHODS = {
     "services.broker": [
-        f"{LEDGER}._run",
-        f"{LEDGER}.create_job",
-        f"{LEDGER}.move_job",
-        f"{LEDGER}.open_iteration",
-        "onbeat.streams.evaluations:Evaluations.open",
-        "onbeat.streams.evaluations:Evaluations.finish",
+        f"{LEDGER}.scripts:Scripts.run",
+        f"{LEDGER}.jobs:Jobs.create",
+        f"{LEDGER}.jobs:Jobs.move",
+        f"{LEDGER}.iterations:Iterations.open",
+        f"{LEDGER}.evaluations:Evaluations.open",
+        f"{LEDGER}.evaluations:Evaluations.finish",
     ],
     "services.rollout": [
-        f"{LEDGER}.claim_groups",
-        f"{LEDGER}.submit_group",
+        f"{LEDGER}.rollout_side:RolloutSide.claim",
+        f"{LEDGER}.rollout_side:RolloutSide.submit",
         "services.rollout.producer:GroupProducer._generate",
         "services.rollout.transformers_engine:TransformersEngine._sample",
     ],
     "services.trainer": [
-        f"{LEDGER}.claim_job",
-        f"{LEDGER}.take_groups",
-        f"{LEDGER}.record_micro_batch",
-        f"{LEDGER}.announce_version",
-        f"{LEDGER}.commit_iteration",
-        f"{LEDGER}.checkpointed",
-        f"{LEDGER}.move_job",
+        f"{LEDGER}.trainer_side:TrainerSide.claim_job",
+        f"{LEDGER}.trainer_side:TrainerSide.take",
+        f"{LEDGER}.trainer_side:TrainerSide.record_micro_batch",
+        f"{LEDGER}.versions:Versions.announce",
+        f"{LEDGER}.trainer_side:TrainerSide.commit",
+        f"{LEDGER}.trainer_side:TrainerSide.checkpointed",
+        f"{LEDGER}.jobs:Jobs.move",
         "services.trainer.loop:TrainLoop.step",
         f"{CHECKPOINT}:sync_path",
         f"{CHECKPOINT}:write_state",
@@ -58,7 +58,7 @@ HELD_FOR_S = 120.0
 
 @dataclass(frozen=True)
 class Orders:
-    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module (`Ledger._run:SCRIPT`: a script).
+    """Files in a folder: `METHOD.before` or `METHOD.after`, METHOD without its module (`Scripts.run:SCRIPT`: a script).
 
     The content is JSON: `action`, kill | stop (SIGKILL, SIGSTOP) | hold (the calling thread waits until the orders are
     withdrawn), and `nth`, 1 for the next call. Who takes it leaves its process id in `....taken`.
@@ -132,7 +132,7 @@ class Obedience:
 
             @functools.wraps(method)
             async def wrapped_async(*args: Any, **options: Any) -> Any:
-                point = f"{name}:{args[1]}" if name == "Ledger._run" else name  # by its script
+                point = f"{name}:{args[1]}" if name == "Scripts.run" else name  # by its script
                 self.at(f"{point}.before")
                 self.write_down(name, args)
                 result = await method(*args, **options)

@@ -48,29 +48,29 @@ class Window:
 
 
 WINDOWS = [
-    Window("rollout:before-claim", "Ledger.claim_groups.before"),
-    Window("rollout:claimed-not-started", "Ledger.claim_groups.after"),
+    Window("rollout:before-claim", "RolloutSide.claim.before"),
+    Window("rollout:claimed-not-started", "RolloutSide.claim.after"),
     Window("rollout:generating", "TransformersEngine._sample.before"),
     Window("rollout:generating", "TransformersEngine._sample.before", nth=3, sections={"schedule": BOUNDED}),
-    Window("rollout:generated-not-submitted", "Ledger.submit_group.before"),
-    Window("rollout:submitted-not-answered", "Ledger.submit_group.after"),
-    Window("trainer:claimed-not-announced", "Ledger.announce_version.before"),
-    Window("trainer:taken-not-recorded", "Ledger.take_groups.after"),
-    Window("trainer:recorded-not-trained", "Ledger.record_micro_batch.after"),
+    Window("rollout:generated-not-submitted", "RolloutSide.submit.before"),
+    Window("rollout:submitted-not-answered", "RolloutSide.submit.after"),
+    Window("trainer:claimed-not-announced", "Versions.announce.before"),
+    Window("trainer:taken-not-recorded", "TrainerSide.take.after"),
+    Window("trainer:recorded-not-trained", "TrainerSide.record_micro_batch.after"),
     Window("trainer:stepped-not-published", "TrainLoop.step.after"),
     Window("trainer:stepped-not-published", "TrainLoop.step.after", nth=2, sections={"schedule": BOUNDED}),
-    Window("trainer:published-not-committed", "Ledger.commit_iteration.before"),
-    Window("trainer:published-not-committed", "Ledger.commit_iteration.before", nth=2, sections={"checkpoint": EVERY}),
-    Window("trainer:committed-not-checkpointed", "Ledger.commit_iteration.after"),
+    Window("trainer:published-not-committed", "TrainerSide.commit.before"),
+    Window("trainer:published-not-committed", "TrainerSide.commit.before", nth=2, sections={"checkpoint": EVERY}),
+    Window("trainer:committed-not-checkpointed", "TrainerSide.commit.after"),
     Window("trainer:checkpoint-half-written", "sync_path.after", nth=2, sections={"checkpoint": EVERY}),
     Window("trainer:checkpoint-half-written", "write_state.after", sections={"checkpoint": EVERY}),
     Window("trainer:checkpoint-not-acknowledged", "appear.after", sections={"checkpoint": EVERY}),
-    Window("trainer:checkpoint-not-acknowledged", "Ledger.checkpointed.before"),
-    Window("trainer:finished-not-succeeded", "Ledger.move_job.before"),
-    Window("broker:indexed-not-created", "Ledger._run:create_job.before"),
-    Window("broker:created-not-answered", "Ledger.create_job.after"),
-    Window("broker:due-not-opened", "Ledger.open_iteration.before"),
-    Window("broker:opened-not-answered", "Ledger.open_iteration.after", nth=2),
+    Window("trainer:checkpoint-not-acknowledged", "TrainerSide.checkpointed.before"),
+    Window("trainer:finished-not-succeeded", "Jobs.move.before"),
+    Window("broker:indexed-not-created", "Scripts.run:create_job.before"),
+    Window("broker:created-not-answered", "Jobs.create.after"),
+    Window("broker:due-not-opened", "Iterations.open.before"),
+    Window("broker:opened-not-answered", "Iterations.open.after", nth=2),
     Window("broker:evaluation-due-not-opened", "Evaluations.open.before", sections={"evaluation": EVALUATION}),
     Window("broker:evaluation-drained-not-ended", "Evaluations.finish.before", sections={"evaluation": EVALUATION}),
 ]
@@ -197,22 +197,22 @@ def test_rollout_draining(chaos, tmp_path):
 
 def test_broker_cancelling_not_cancelled(chaos):
     """The user cancels, all trainers are away, and the broker dies when it is about to end the job."""
-    chaos.orders.give("Ledger.claim_groups.before", "stop")  # nothing is generated meanwhile
+    chaos.orders.give("RolloutSide.claim.before", "stop")  # nothing is generated meanwhile
     job_id = chaos.submit("cancelling")
-    os.kill(chaos.wait_for_taken("Ledger.claim_groups.before"), signal.SIGCONT)
+    os.kill(chaos.wait_for_taken("RolloutSide.claim.before"), signal.SIGCONT)
     for trainer in ("trainer", "trainer-1"):
         wait_until(lambda name=trainer: chaos.stack.signal(name, signal.SIGSTOP), f"{trainer} is there to be stopped")
-    chaos.orders.give("Ledger.move_job.before", "kill", nth=2)  # the first one is the user's
+    chaos.orders.give("Jobs.move.before", "kill", nth=2)  # the first one is the user's
     chaos.stack.client.jobs.cancel(job_id)
-    victim = chaos.wait_for_taken("Ledger.move_job.before")
+    victim = chaos.wait_for_taken("Jobs.move.before")
     assert chaos.stack.wait(job_id).state is JobState.CANCELLED
     assert not psutil.pid_exists(victim)
 
 
 def test_redis_killed(chaos, tmp_path):
-    chaos.orders.give("Ledger.submit_group.after", "hold", nth=2)
+    chaos.orders.give("RolloutSide.submit.after", "hold", nth=2)
     job_id = chaos.submit("redis")
-    chaos.wait_for_taken("Ledger.submit_group.after")
+    chaos.wait_for_taken("RolloutSide.submit.after")
     assert chaos.stack.signal("redis")
     chaos.orders.withdraw()
     chaos.check(job_id, tmp_path)
@@ -223,9 +223,9 @@ def test_redis_killed(chaos, tmp_path):
 
 def test_zombie_rollout(chaos, tmp_path):
     """It wakes up with groups that another rollout generates just now: refused, and the other one's are taken."""
-    chaos.orders.give("Ledger.submit_group.before", "stop")
+    chaos.orders.give("RolloutSide.submit.before", "stop")
     job_id = chaos.submit("zombie rollout")
-    zombie = chaos.wait_for_taken("Ledger.submit_group.before")
+    zombie = chaos.wait_for_taken("RolloutSide.submit.before")
     name = chaos.name_of(zombie)
     wait_until(lambda: num_holders(chaos, job_id) == 1, "only the zombie holds groups")
     chaos.orders.give("TransformersEngine._sample.before", "hold")
@@ -253,9 +253,9 @@ def num_holders(chaos: ChaosStack, job_id: str) -> int:
 
 def test_zombie_trainer(chaos, tmp_path):
     """It wakes up about to commit what another trainer has committed since."""
-    chaos.orders.give("Ledger.commit_iteration.before", "stop")
+    chaos.orders.give("TrainerSide.commit.before", "stop")
     job_id = chaos.submit("zombie trainer", checkpoint=EVERY)
-    zombie = chaos.wait_for_taken("Ledger.commit_iteration.before")
+    zombie = chaos.wait_for_taken("TrainerSide.commit.before")
     name = chaos.name_of(zombie)
     wait_until(lambda: chaos.events(job_id, "iteration.committed"), "another trainer commits")
     os.kill(zombie, signal.SIGCONT)
@@ -282,9 +282,9 @@ def test_zombie_broker(chaos, tmp_path):
     """It wakes up about to open an iteration that another broker has opened since."""
     (spec,) = [service.spec for service in chaos.stack.services if service.spec.name == "broker"]
     port = free_port()
-    chaos.orders.give("Ledger.open_iteration.before", "stop", nth=2)
+    chaos.orders.give("Iterations.open.before", "stop", nth=2)
     job_id = chaos.submit("zombie broker")
-    zombie = chaos.wait_for_taken("Ledger.open_iteration.before")
+    zombie = chaos.wait_for_taken("Iterations.open.before")
     env = {**spec.env, "ONBEAT_PORT": str(port)}
     chaos.stack.launch(replace(spec, name="broker-1", env=env, missing=http_probe(f"http://127.0.0.1:{port}/readyz")))
     rollouts = JobKeys(job_id).rollouts

@@ -93,11 +93,11 @@ async def seed(redis_url: str) -> None:
         held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
         config = JobConfig.model_validate(job_body(evaluation=held_out))
         for job_id in JOB_IDS:
-            await ledger.create_job(job_id, config.model_dump(mode="json"), config.schedule.num_iterations, 0)
+            await ledger.jobs.create(job_id, config.model_dump(mode="json"), config.schedule.num_iterations, 0)
         for job_id in ("running", "over"):
             await train(ledger, job_id, await start_training(ledger, job_id, LONG_S))
-        await ledger.move_job("over", JobState.FAILED, "out of memory")
-        await ledger.heartbeat("default", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
+        await ledger.jobs.move("over", JobState.FAILED, "out of memory")
+        await ledger.workers.heartbeat("default", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
     finally:
         await client.aclose()
 
@@ -105,13 +105,13 @@ async def seed(redis_url: str) -> None:
 async def train(ledger: Ledger, job_id: str, epoch: str) -> None:
     async def is_evaluated() -> bool:
         await drain(ledger, job_id)
-        return await ledger.evaluation_state(job_id, 0) is EvaluationState.DONE
+        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
 
     await wait_open(ledger, job_id, 0)
     update = WeightUpdate(received_bytes=10, sources=["h:1"], pull_s=0.1, apply_s=0.1, load_s=0.1)
-    await ledger.engine_ready(job_id, 0, "w1", update)
+    await ledger.versions.engine_ready(job_id, 0, "w1", update)
     await eventually("evaluation 0 is done", is_evaluated, timeout_s=60)
     published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
-    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
     await commit(ledger, job_id, epoch, 0, prompt_tokens=12, response_tokens=8, reward_mean=0.5, train_s=0.1)
     await wait_open(ledger, job_id, 1)

@@ -29,19 +29,19 @@ async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
     """A job whose iteration 0 is open; (job id, epoch)."""
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0, num_groups)) == ""
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
     return job_id, epoch
 
 
 async def number(ledger: Ledger, job_id: str, name: str) -> int:
-    return int((await ledger.job_fields(job_id)).get(name, 0))
+    return int((await ledger.jobs.fields(job_id)).get(name, 0))
 
 
 async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
     """Entries of a rollouts stream that no submission has put there."""
     other, _ = await open_job(ledger)
     await drain(ledger, other)
-    accepted = await ledger.iteration_groups(other, 0)
+    accepted = await ledger.iterations.accepted_groups(other, 0)
     true = make_group(tasks_for(0)[0]).SerializeToString()
     noise = [text.encode("latin-1") for text in ("", "\0", "\xff" * 50, "{}", "x" * 100_000)]
     future = make_group(tasks_for(7)[0])
@@ -63,7 +63,9 @@ async def test_entries_that_were_never_accepted_are_dropped_and_counted(ledger: 
     taken = await take_all(ledger, job_id)
     assert sorted(group.group_id for group in taken) == ["0-0", "0-1"]
     assert await number(ledger, job_id, "num_foreign") == len(entries)
-    assert [group.group_id for group in await ledger.iteration_groups(job_id, 0)] == [g.group_id for g in taken]
+    assert [group.group_id for group in await ledger.iterations.accepted_groups(job_id, 0)] == [
+        g.group_id for g in taken
+    ]
     assert await commit(ledger, job_id, epoch, 0)
 
 
@@ -76,9 +78,9 @@ async def test_accepted_entries_that_are_played_again_are_dropped(ledger: Ledger
     for _, fields in played:
         await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
     assert await take_all(ledger, job_id) == []
-    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1")
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1")
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
     for _, fields in played:
         await ledger.redis.xadd(JobKeys(job_id).rollouts, fields)
     await drain(ledger, job_id)
@@ -98,13 +100,13 @@ async def test_prompts_that_were_never_dispatched_are_set_aside(ledger: Ledger) 
     assert await claim_all(ledger, job_id, "w2") == []
     assert await number(ledger, job_id, "num_foreign") == len(entries)
     for claim in claims:
-        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
 
 
 async def take_all(ledger: Ledger, job_id: str) -> list[RolloutGroup]:
     taken: list[RolloutGroup] = []
     while await ledger.redis.xlen(JobKeys(job_id).rollouts) and (await lag(ledger, job_id)):
-        taken += await ledger.take_groups(job_id, "trainer-a", 5, 0.05)
+        taken += await ledger.trainer.take(job_id, "trainer-a", 5, 0.05)
     return taken
 
 
@@ -192,8 +194,8 @@ async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledge
     group = make_group(claim.task)
     spoil(group, how)
     with pytest.raises(ValueError, match=f"group {claim.task.group_id}"):
-        await ledger.submit_group(job_id, claim.entry_id, group)
-    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
 
 
 async def test_group_that_was_accepted_before_durations_were_checked_is_trained(
@@ -206,7 +208,7 @@ async def test_group_that_was_accepted_before_durations_were_checked_is_trained(
         for claim, score_s in zip(claims, (-math.inf, -1e300, math.nan), strict=True):
             group = make_group(claim.task)
             group.timings.score_s = score_s
-            assert await ledger.submit_group(job_id, claim.entry_id, group) is Verdict.ACCEPTED
+            assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.ACCEPTED
     assert len(await take_all(ledger, job_id)) == 3
     assert await number(ledger, job_id, "num_foreign") == 0
     assert await commit(ledger, job_id, epoch, 0)
@@ -231,6 +233,6 @@ async def test_a_submission_that_is_not_what_was_leased_is_never_accepted(ledger
             group.worker_id = rng.choice(["", "w2", "\0", "w1 "])
         if "entry" in wrong:
             entry_id = rng.choice(["0-0", "9999999999999-0", other.entry_id])
-        assert await ledger.submit_group(job_id, entry_id, group) is not Verdict.ACCEPTED, wrong
-    assert await ledger.iteration_state(job_id, 0) is IterationState.OPEN
-    assert await ledger.iteration_groups(job_id, 0) == []
+        assert await ledger.rollout.submit(job_id, entry_id, group) is not Verdict.ACCEPTED, wrong
+    assert await ledger.iterations.state(job_id, 0) is IterationState.OPEN
+    assert await ledger.iterations.accepted_groups(job_id, 0) == []

@@ -72,21 +72,21 @@ async def create_job(ledger: Ledger, **sections: Any) -> str:
     config = JobConfig.model_validate(job_body(**sections))
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     num_iterations = config.schedule.num_iterations
-    assert await ledger.create_job(job_id, config.model_dump(mode="json"), num_iterations, config.max_staleness)
+    assert await ledger.jobs.create(job_id, config.model_dump(mode="json"), num_iterations, config.max_staleness)
     return job_id
 
 
 async def start_training(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> str:
     """Be the trainer: claim the job and publish version 0; returns the epoch."""
-    epoch = await ledger.claim_job(job_id, "trainer-a", lease_s)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", lease_s)
     assert epoch is not None
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     return epoch
 
 
 async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
     async def is_open() -> bool:
-        return await ledger.iteration_state(job_id, iteration) is IterationState.OPEN
+        return await ledger.iterations.state(job_id, iteration) is IterationState.OPEN
 
     await eventually(f"iteration {iteration} is open", is_open)
 
@@ -132,14 +132,14 @@ def failed_group(task: PromptTask, worker: str = "w1") -> RolloutGroup:
 
 
 async def claim_all(ledger: Ledger, job_id: str, worker: str = "w1", count: int = 100) -> list[Claim]:
-    return await ledger.claim_groups(job_id, worker, count, LEASE_S)
+    return await ledger.rollout.claim(job_id, worker, count, LEASE_S)
 
 
 async def drain(ledger: Ledger, job_id: str, worker: str = "w1") -> list[PromptTask]:
     """Be a rollout: claim and submit whatever is there; returns the tasks."""
     claims = await claim_all(ledger, job_id, worker)
     for claim in claims:
-        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, worker))
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker))
     return [claim.task for claim in claims]
 
 
@@ -147,8 +147,8 @@ async def commit(
     ledger: Ledger, job_id: str, epoch: str, iteration: int, *, is_published: bool = True, **metrics: float
 ) -> bool:
     version, digest = iteration + 1, f"d{iteration + 1}"
-    groups = await ledger.iteration_groups(job_id, iteration)
+    groups = await ledger.iterations.accepted_groups(job_id, iteration)
     used = used_digest({group.group_id: group_digest(group) for group in groups})
     advantages = {g.group_id: [response.reward - 0.5 for response in g.responses] for g in groups if g.responses}
     told = (metrics, used, is_published, advantages)
-    return await ledger.commit_iteration(job_id, epoch, iteration, version, digest, *told)
+    return await ledger.trainer.commit(job_id, epoch, iteration, version, digest, *told)

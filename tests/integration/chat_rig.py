@@ -103,7 +103,7 @@ class ChatRig(Rig):
         return list(tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=True)["input_ids"])
 
     async def record(self) -> WorkerRecord | None:
-        return next(iter(await self.ledger.workers(self.pool)), None)
+        return next(iter(await self.ledger.workers.records(self.pool)), None)
 
     async def until_serving(self, version: int = 0) -> None:
         async def is_serving() -> bool:

@@ -73,24 +73,24 @@ class Rig:
     ) -> None:
         self.job_id = uuid.uuid4().hex
         config = job_config(self.pool, num_prompts, max_group_attempts, max_staleness, **sections)
-        await self.ledger.create_job(self.job_id, config, 10, max_staleness)
-        epoch = await self.ledger.claim_job(self.job_id, "trainer", 60)
+        await self.ledger.jobs.create(self.job_id, config, 10, max_staleness)
+        epoch = await self.ledger.trainer.claim_job(self.job_id, "trainer", 60)
         assert epoch
         self.epoch = epoch
-        await self.ledger.record_dtype(self.job_id, epoch, "bfloat16", "")
+        await self.ledger.trainer.record_dtype(self.job_id, epoch, "bfloat16", "")
         await self.announce()
 
     async def replace_job(self, **changes: Any) -> None:
-        await self.ledger.move_job(self.job_id, JobState.SUCCEEDED)
+        await self.ledger.jobs.move(self.job_id, JobState.SUCCEEDED)
         await self.start_job(**changes)
 
     async def announce(self) -> None:
         newest, address = self.trainer.newest, self.trainer.address
-        await self.ledger.announce_version(self.job_id, self.epoch, newest, address, "digest")
+        await self.ledger.versions.announce(self.job_id, self.epoch, newest, address, "digest")
 
     async def open(self, iteration: int, *tasks: PromptTask, version: int | None = None) -> None:
         version = iteration if version is None else version
-        assert await self.ledger.open_iteration(self.job_id, iteration, version, list(tasks)) == ""
+        assert await self.ledger.iterations.open(self.job_id, iteration, version, list(tasks)) == ""
 
     async def evaluate(self, evaluation: int, num_prompts: int) -> None:
         """Open an evaluation on the version of the same number."""
@@ -102,7 +102,7 @@ class Rig:
 
     async def evaluated(self, evaluation: int) -> list[RolloutGroup]:
         async def is_drained() -> bool:
-            return await self.ledger.evaluation_state(self.job_id, evaluation) is EvaluationState.DRAINED
+            return await self.ledger.evaluations.state(self.job_id, evaluation) is EvaluationState.DRAINED
 
         await self.until(is_drained)
         return await self.ledger.evaluations.groups(self.job_id, evaluation)
@@ -113,12 +113,12 @@ class Rig:
         await self.fail_and_commit(iteration)
 
     async def fail_and_commit(self, iteration: int) -> None:
-        (claim,) = await self.ledger.claim_groups(self.job_id, "before", 1, lease_s=30.0)
+        (claim,) = await self.ledger.rollout.claim(self.job_id, "before", 1, lease_s=30.0)
         failure = GroupFailure(kind="generation_failed", message="not of interest")
         version = claim.task.policy_version
         place = {"group_id": claim.task.group_id, "iteration": iteration, "policy_version": version}
         group = RolloutGroup(**place, failure=failure, worker_id="before")
-        assert await self.ledger.submit_group(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
+        assert await self.ledger.rollout.submit(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
         await self.commit(iteration)
 
     def task(self, iteration: int, index: int, **fields) -> PromptTask:
@@ -141,7 +141,7 @@ class Rig:
         """The step is done: publish the next version."""
         await self.trainer.publish(iteration + 1)
         place = (self.job_id, self.epoch, iteration, iteration + 1)
-        assert await self.ledger.commit_iteration(*place, "digest", {}, "used")
+        assert await self.ledger.trainer.commit(*place, "digest", {}, "used")
 
     async def restart_trainer_behind(self, num_iterations: int) -> None:
         """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""
@@ -158,11 +158,11 @@ class Rig:
         return worker
 
     async def groups(self, iteration: int) -> list[RolloutGroup]:
-        groups = await self.ledger.iteration_groups(self.job_id, iteration)
+        groups = await self.ledger.iterations.accepted_groups(self.job_id, iteration)
         return sorted(groups, key=lambda group: group.group_id)
 
     async def iteration(self, iteration: int) -> dict[str, str]:
-        return await self.ledger.iteration_fields(self.job_id, iteration)
+        return await self.ledger.iterations.fields(self.job_id, iteration)
 
     async def drained(self, iteration: int, timeout_s: float = 15.0) -> list[RolloutGroup]:
         async def is_drained() -> bool:
@@ -190,7 +190,7 @@ class Rig:
         await self.until(is_released)
 
     async def event_messages(self, kind: str) -> list[str]:
-        return [event.message for event in await self.ledger.events(self.job_id) if event.kind == kind]
+        return [event.message for event in await self.ledger.event_log.read(self.job_id) if event.kind == kind]
 
     async def stop(self) -> None:
         for worker, _ in self.running:

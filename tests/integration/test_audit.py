@@ -29,14 +29,14 @@ async def finished_job(ledger: Ledger, num_durable: int = 1) -> str:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     for iteration in range(3):
-        await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration))
+        await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration))
         if iteration == 1:
             claim = (await claim_all(ledger, job_id, count=1))[0]
-            await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task))
+            await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
         await drain(ledger, job_id)
         await commit(ledger, job_id, epoch, iteration)
-    await ledger.checkpointed(job_id, epoch, 0, num_durable, "/checkpoints/1")
-    await ledger.move_job(job_id, JobState.SUCCEEDED, epoch=epoch)
+    await ledger.trainer.checkpointed(job_id, epoch, 0, num_durable, "/checkpoints/1")
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     return job_id
 
 
@@ -51,12 +51,12 @@ async def test_finished_job_is_clean(ledger: Ledger) -> None:
 async def test_running_job_is_clean_while_others_write(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0, num_groups=60))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups=60))
     claims = await claim_all(ledger, job_id)
 
     async def submit_all() -> None:
         for claim in claims:
-            await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+            await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
 
     submitting = asyncio.create_task(submit_all())
     reports = []
@@ -70,11 +70,11 @@ async def test_running_job_is_clean_while_others_write(ledger: Ledger) -> None:
 async def test_refused_submissions_leave_no_entry(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     first, second = await claim_all(ledger, job_id)
-    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task, version=7)) is Verdict.STALE
-    assert await ledger.submit_group(job_id, first.entry_id, make_group(second.task)) is Verdict.LOST
-    assert await ledger.submit_group(job_id, second.entry_id, make_group(second.task, "w2")) is Verdict.LOST
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task, version=7)) is Verdict.STALE
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(second.task)) is Verdict.LOST
+    assert await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task, "w2")) is Verdict.LOST
     assert (await run_audit(ledger, job_id)).num_groups == 0
 
 
@@ -82,19 +82,19 @@ async def test_refused_submissions_leave_no_entry(ledger: Ledger) -> None:
 
 
 async def forget_an_acceptance(ledger: Ledger, job: JobKeys) -> None:
-    entry = next(entry for entry in await ledger.audit_entries(job.job_id) if entry.line.startswith("accepted"))
+    entry = next(entry for entry in await ledger.audit_log.entries(job.job_id) if entry.line.startswith("accepted"))
     await ledger.redis.xdel(job.audit, entry.id)
 
 
 async def cut_the_log(ledger: Ledger, job: JobKeys) -> None:
-    await ledger.redis.xdel(job.audit, (await ledger.audit_entries(job.job_id))[-1].id)
+    await ledger.redis.xdel(job.audit, (await ledger.audit_log.entries(job.job_id))[-1].id)
 
 
 async def change_a_group(ledger: Ledger, job: JobKeys) -> None:
     """Its reward, in the place of the one that was accepted: the stream ends there, so that the entry's id is free."""
     entries = await ledger.redis.xrange(job.rollouts)
     last, fields = entries[-1]
-    group = (await ledger.iteration_groups(job.job_id, 2))[-1]
+    group = (await ledger.iterations.accepted_groups(job.job_id, 2))[-1]
     group.responses[0].reward += 1
     rest = entries[:-1]
     await ledger.redis.delete(job.rollouts)
@@ -157,14 +157,14 @@ async def test_cheat_is_seen(cheat: Callable, violation: str, ledger: Ledger) ->
 
 async def test_log_that_was_written_anew_does_not_contain_a_head_that_was_kept(ledger: Ledger) -> None:
     job_id, other = await finished_job(ledger), await finished_job(ledger)
-    kept = (await ledger.audit_entries(job_id))[5].link
+    kept = (await ledger.audit_log.entries(job_id))[5].link
     assert (await run_audit(ledger, job_id, kept)).is_clean
     assert "was written anew" in ((await run_audit(ledger, other, kept)).violation or "")
 
 
 async def test_group_of_a_durable_iteration_may_be_gone(ledger: Ledger) -> None:
     job_id = await finished_job(ledger, num_durable=3)
-    assert await ledger.trim_iteration(job_id, 0, 1)
+    assert await ledger.iterations.trim(job_id, 0, 1)
     report = await run_audit(ledger, job_id)
     assert report.is_clean, report.violation
     assert (report.num_contents, report.num_contents_gone) == (4, 2)
@@ -175,12 +175,12 @@ async def test_worker_that_lies_about_its_versions_is_seen_by_the_tokens(ledger:
     job_id = await create_job(ledger)
     job = JobKeys(job_id)
     await start_training(ledger, job_id)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     claim = (await claim_all(ledger, job_id))[0]
     payload = encode_group(make_group(claim.task, version=7))
     keys = [job.iteration(0), job.groups(0), job.busy(0), job.prompts, job.rollouts, job.lengths]
     args = [claim.entry_id, "w1", ROLLOUT_GROUP, 0, claim.task.group_id, payload, "0", "", 1.0, "iteration"]
-    verdict = await ledger._run("submit_group", job, keys, *args, payload_digest(payload), "", "")
+    verdict = await ledger.rollout._run("submit_group", job, keys, *args, payload_digest(payload), "", "")
     assert verdict == b"accepted"
     assert "tokens of versions [7], its iteration is on [0]" in ((await run_audit(ledger, job_id)).violation or "")
 
@@ -189,17 +189,17 @@ async def test_audit_is_clean_while_retention_drops_what_it_reads(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = await finished_job(ledger)
-    rollouts, calls = ledger.rollouts, 0
+    rollouts, calls = ledger.audit_log.rollouts, 0
 
     async def trimmed_first(*args):
         nonlocal calls
         calls += 1
         if calls == 1:  # the log was read, the contents not yet
             await ledger.redis.hset(JobKeys(job_id).job, "checkpoint_iteration", 3)
-            assert await ledger.trim_iteration(job_id, 0, 1)
+            assert await ledger.iterations.trim(job_id, 0, 1)
         return await rollouts(*args)
 
-    monkeypatch.setattr(ledger, "rollouts", trimmed_first)
+    monkeypatch.setattr(ledger.audit_log, "rollouts", trimmed_first)
     report = await run_audit(ledger, job_id)
     assert report.is_clean, report.violation
     assert report.num_contents_gone == 2
@@ -259,7 +259,7 @@ async def test_foreign_entries_are_dropped_and_counted(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     job = JobKeys(job_id)
     await start_training(ledger, job_id)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     task = (await claim_all(ledger, job_id, count=1))[0].task
     never_accepted = encode_group(make_group(task))
     strange_tasks = [{}, {"task": b"\xff\x00"}, {"task": b""}, {"task": task.SerializeToString()}, {"x": "y"}]
@@ -269,12 +269,12 @@ async def test_foreign_entries_are_dropped_and_counted(ledger: Ledger) -> None:
     for fields in strange_groups:
         await ledger.redis.xadd(job.rollouts, fields or {"a": "b"})
     assert [claim.task.group_id for claim in await claim_all(ledger, job_id)] == ["0-1"]
-    assert await ledger.take_groups(job_id, "rank-0", 100, 0.05) == []
-    assert (await ledger.job_fields(job_id))["num_foreign"] == "10"
+    assert await ledger.trainer.take(job_id, "rank-0", 100, 0.05) == []
+    assert (await ledger.jobs.fields(job_id))["num_foreign"] == "10"
     assert await ledger.redis.xlen(job.rollouts) == 0
     assert (await ledger.redis.xpending(job.rollouts, TRAINER_GROUP))["pending"] == 0
     assert (await ledger.redis.xpending(job.prompts, ROLLOUT_GROUP))["pending"] == 2
-    events = await ledger.events(job_id)
+    events = await ledger.event_log.read(job_id)
     assert [event.data["num"] for event in events if event.kind == "stream.foreign"] == [5, 5]
     assert (await run_audit(ledger, job_id)).is_clean
 

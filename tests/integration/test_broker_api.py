@@ -104,7 +104,7 @@ async def test_lists_are_read_in_several_parts_and_jobs_that_are_over_only_where
     job_ids = [await create_job(ledger) for _ in range(8)]
     over = [job_ids[1], job_ids[3]]
     for job_id in over:
-        await ledger.move_job(job_id, JobState.CANCELLED)
+        await ledger.jobs.move(job_id, JobState.CANCELLED)
     await ledger.redis.zadd(keys.ALL_JOBS, {"never-created": await ledger.now()})
     newest_first = job_ids[::-1]
     pending = [job_id for job_id in newest_first if job_id not in over]
@@ -127,11 +127,11 @@ async def test_lists_are_read_in_several_parts_and_jobs_that_are_over_only_where
 
 async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     headers = {"Idempotency-Key": f"key-{id(broker)}"}
-    before = set(await ledger.job_ids())
+    before = set(await ledger.jobs.ids())
     answers = await asyncio.gather(*(broker.post("/v1/jobs", json=job_body(), headers=headers) for _ in range(5)))
     assert {answer.status_code for answer in answers} == {201}
     (job_id,) = {answer.json()["id"] for answer in answers}
-    assert set(await ledger.job_ids()) - before == {job_id}
+    assert set(await ledger.jobs.ids()) - before == {job_id}
     await broker.post(f"/v1/jobs/{job_id}:cancel")
     again = await broker.post("/v1/jobs", json=job_body(), headers=headers)
     assert (again.json()["id"], again.json()["state"]) == (job_id, "CANCELLED")
@@ -253,10 +253,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 async def test_impossible_job_is_refused_with_field_and_remedy_and_not_created(
     broker: httpx.AsyncClient, ledger: Ledger, sections: dict[str, Any], field: str, message: str
 ) -> None:
-    before = await ledger.job_ids()
+    before = await ledger.jobs.ids()
     body = problem_of(await broker.post("/v1/jobs", json=job_body(**sections)), 422)
     assert message in {error["field"]: error["message"] for error in body["errors"]}[field]
-    assert await ledger.job_ids() == before
+    assert await ledger.jobs.ids() == before
 
 
 async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.AsyncClient) -> None:
@@ -417,12 +417,12 @@ async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -
 async def test_deeply_nested_options_are_refused_at_the_door(
     broker: httpx.AsyncClient, ledger: Ledger, depth: int
 ) -> None:
-    before, nested = await ledger.job_ids(), "[" * depth + "]" * depth
+    before, nested = await ledger.jobs.ids(), "[" * depth + "]" * depth
     text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}})).replace('"VALUE"', nested)
     for body in (text, f'{{"name": {nested}}}', f'{{"nonsense": {nested}}}'):
         answer = await broker.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
         assert "nested more than 32 levels" in problem_of(answer, 422)["errors"][0]["message"]
-    assert await ledger.job_ids() == before
+    assert await ledger.jobs.ids() == before
 
 
 @pytest.mark.parametrize(
@@ -580,12 +580,12 @@ async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient,
         for _ in range(20):
             yield b" " * 100_000
 
-    before = await ledger.job_ids()
+    before = await ledger.jobs.ids()
     large = job_body(reward={"name": "exact", "options": {"x": "y" * 1_100_000}})
     problem_of(await broker.post("/v1/jobs", json=large), 413)
     headers = {"content-type": "application/json"}
     problem_of(await broker.post("/v1/jobs", content=drip(), headers=headers), 413)
-    assert await ledger.job_ids() == before
+    assert await ledger.jobs.ids() == before
 
 
 # ---- moves -------------------------------------------------------------------------------------------------------
@@ -611,8 +611,8 @@ async def test_running_job_is_cancelled_by_its_trainer(broker: httpx.AsyncClient
     await start_training(ledger, job_id)
     assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLING"
     await asyncio.sleep(0.5)
-    assert await ledger.job_state(job_id) is JobState.CANCELLING  # the trainer holds its lease
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    assert await ledger.jobs.state(job_id) is JobState.CANCELLING  # the trainer holds its lease
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     assert (await broker.get(f"/v1/jobs/{job_id}")).json()["state"] == "CANCELLED"
 
 
@@ -641,14 +641,14 @@ async def test_illegal_move_is_a_conflict(
 ) -> None:
     job_id = await submit(broker)
     if JobState.CANCELLING in way:  # else the conductor ends it, as it has no trainer
-        await ledger.claim_job(job_id, "trainer-a", 30)
+        await ledger.trainer.claim_job(job_id, "trainer-a", 30)
         way = way[1:]
     for state in way:
-        await ledger.move_job(job_id, state)
-    before = await ledger.job_state(job_id)
+        await ledger.jobs.move(job_id, state)
+    before = await ledger.jobs.state(job_id)
     answer = problem_of(await broker.post(f"/v1/jobs/{job_id}:{verb}"), 409)
     assert f"is {before} and cannot become" in answer["detail"]
-    assert await ledger.job_state(job_id) is before
+    assert await ledger.jobs.state(job_id) is before
 
 
 # ---- what happens in a job ---------------------------------------------------------------------------------------
@@ -659,7 +659,7 @@ async def test_iterations_metrics_and_samples_of_a_run(broker: httpx.AsyncClient
     epoch = await start_training(ledger, job_id)
     for iteration in range(2):
         await wait_open(ledger, job_id, iteration)
-        await ledger.engine_ready(job_id, iteration, "w1", update_of(1000))
+        await ledger.versions.engine_ready(job_id, iteration, "w1", update_of(1000))
         assert len(await drain(ledger, job_id)) == 2
         numbers = {"prompt_tokens": 12, "response_tokens": 8, "reward_mean": 0.5, "train_s": 0.001}
         await commit(ledger, job_id, epoch, iteration, **numbers, **{"train/loss": 1.0 + iteration})
@@ -697,8 +697,8 @@ async def test_samples_of_a_job_without_any(broker: httpx.AsyncClient, ledger: L
     assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
     await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
-    for claim in await ledger.claim_groups(job_id, "w1", 10, 30):
-        await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task))
+    for claim in await ledger.rollout.claim(job_id, "w1", 10, 30):
+        await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
     assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
 
 
@@ -710,13 +710,13 @@ async def test_events_wait_for_the_next_one(broker: httpx.AsyncClient, ledger: L
     waiting = asyncio.create_task(broker.get(f"{path}&wait_s=20"))
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    await ledger.emit(job_id, "test.hello", "hello")
+    await ledger.event_log.emit(job_id, "test.hello", "hello")
     (event,) = (await asyncio.wait_for(waiting, 5)).json()["events"]
     assert (event["kind"], event["message"]) == ("test.hello", "hello")
 
 
 async def test_workers_of_a_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    await ledger.heartbeat("pool-api", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
+    await ledger.workers.heartbeat("pool-api", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
     (worker,) = (await broker.get("/v1/workers?pool=pool-api")).json()["workers"]
     assert (worker["id"], worker["state"]) == ("w1", "idle")
     assert (await broker.get("/v1/workers?pool=empty")).json() == {"workers": []}
@@ -735,8 +735,8 @@ async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) 
     nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
     assert await status("scaled") == nothing
     now = await ledger.now()
-    await ledger.heartbeat("scaled", WorkerRecord(id="w1", state="idle", last_seen_at=now))
-    await ledger.heartbeat("scaled", WorkerRecord(id="dead", state="idle", last_seen_at=now - 60))
+    await ledger.workers.heartbeat("scaled", WorkerRecord(id="w1", state="idle", last_seen_at=now))
+    await ledger.workers.heartbeat("scaled", WorkerRecord(id="dead", state="idle", last_seen_at=now - 60))
     await trainer_heartbeat(ledger, "scaled", "t1", "idle", None)
     await trainer_heartbeat(ledger, "scaled", "t2", "stopped", None)
     job_id = await submit(broker, pool="scaled")
@@ -745,13 +745,13 @@ async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) 
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     assert await status("scaled") == nothing | there | {"num_prompts": 2, "num_unclaimed_prompts": 2}
-    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
-    await ledger.submit_group(job_id, first.entry_id, make_group(first.task))
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task))
     assert await status("scaled") == nothing | there | {"num_prompts": 1}
     await broker.post(f"/v1/jobs/{job_id}:pause")
     assert await status("scaled") == nothing | there
     await broker.post(f"/v1/jobs/{job_id}:resume")
-    await ledger.submit_group(job_id, second.entry_id, make_group(second.task))
+    await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task))
     assert await status("scaled") == nothing | there
     assert await status("default") == await status("default") | {"num_rollouts": 0}
     await commit(ledger, job_id, epoch, 0)
@@ -767,10 +767,10 @@ async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) 
     job_id = await submit(broker)
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
-    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
-    await ledger.submit_group(job_id, first.entry_id, make_group(first.task, version=4))
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task, version=4))
     for claim in (first, second, first):
-        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     await commit(ledger, job_id, epoch, 0)
 
     async def scrape() -> str:
@@ -797,12 +797,12 @@ async def test_bounded_job_shows_what_is_open_and_what_each_version_cost(
     for iteration in (0, 1):
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)
-    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
     await commit(ledger, job_id, epoch, 0, staleness_max=0)
     await commit(ledger, job_id, epoch, 1, staleness_max=1)
     await wait_open(ledger, job_id, 2)
     await asyncio.sleep(0.1)
-    await ledger.engine_ready(job_id, 2, "w1", update_of(1000))
+    await ledger.versions.engine_ready(job_id, 2, "w1", update_of(1000))
     records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert [(record["iteration"], record["policy_version"], record["staleness_max"]) for record in records] == [
         (0, 0, 0),
@@ -830,12 +830,12 @@ async def test_weights_by_version_with_the_numbers_of_trainer_and_rollouts(
     for iteration in (0, 1, 2):
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)
-    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
     for version in (1, 3):
         published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
-        await ledger.announce_version(job_id, epoch, version, "127.0.0.1:1", "d", published)
+        await ledger.versions.announce(job_id, epoch, version, "127.0.0.1:1", "d", published)
         for worker, open_s in (("w1", 0.5 * version), ("w2", 0.25)):
-            await ledger.engine_ready(job_id, version, worker, update_of(20, open_s))
+            await ledger.versions.engine_ready(job_id, version, worker, update_of(20, open_s))
     await commit(ledger, job_id, epoch, 0)
     text = (await broker.get("/metrics")).text
     assert f"onbeat_weight_open_seconds{gauges} 0.5" in text  # version 3 is not published yet
@@ -866,10 +866,10 @@ async def test_weight_gauges_keep_the_version_before_while_nobody_serves_the_new
 ) -> None:
     job_id = await submit(broker)
     epoch = await start_training(ledger, job_id)
-    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
-    await ledger.announce_version(
+    await ledger.versions.announce(
         job_id, epoch, 1, "127.0.0.1:1", "d1", PublishedWeights(full_bytes=1000, encode_s=0.5, publish_s=0.75)
     )
     await commit(ledger, job_id, epoch, 0)
@@ -883,17 +883,17 @@ async def test_weight_gauges_step_over_versions_that_were_not_published(
 ) -> None:
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     epoch = await start_training(ledger, job_id)
-    await ledger.engine_ready(job_id, 0, "w1", update_of(1000))
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
     for iteration in (0, 1, 2):
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)
     published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
-    await ledger.announce_version(job_id, epoch, 3, "127.0.0.1:1", "d3", published)
+    await ledger.versions.announce(job_id, epoch, 3, "127.0.0.1:1", "d3", published)
     for iteration in (0, 1, 2):
         await commit(ledger, job_id, epoch, iteration, is_published=iteration == 2)
     received = f'onbeat_weight_received_bytes{{job_id="{job_id}"}}'
     assert f"{received} 1000.0" in (await broker.get("/metrics")).text  # nobody serves version 3 yet
-    await ledger.engine_ready(job_id, 3, "w1", update_of(20))
+    await ledger.versions.engine_ready(job_id, 3, "w1", update_of(20))
     assert f"{received} 20.0" in (await broker.get("/metrics")).text
 
 
@@ -904,7 +904,7 @@ async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient
 
     async def is_done() -> bool:
         await drain(ledger, job_id)
-        return await ledger.evaluation_state(job_id, 0) is EvaluationState.DONE
+        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
 
     await eventually("evaluation 0 is done", is_done)
     (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]

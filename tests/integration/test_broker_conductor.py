@@ -64,10 +64,10 @@ async def conductors(ledger: Ledger, process: DatasetProcess) -> AsyncIterator[N
 
 async def reaches(ledger: Ledger, job_id: str, state: JobState) -> dict[str, str]:
     async def has_state() -> bool:
-        return await ledger.job_state(job_id) is state
+        return await ledger.jobs.state(job_id) is state
 
     await eventually(f"job is {state}", has_state)
-    return await ledger.job_fields(job_id)
+    return await ledger.jobs.fields(job_id)
 
 
 # ---- opening -----------------------------------------------------------------------------------------------------
@@ -86,21 +86,21 @@ async def test_whole_job_every_iteration_opened_exactly_once(ledger: Ledger) -> 
         await commit(ledger, job_id, epoch, iteration)
     await asyncio.sleep(0.2)
     assert seen == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
-    assert await ledger.iteration_state(job_id, 3) is None  # the job has three
+    assert await ledger.iterations.state(job_id, 3) is None  # the job has three
     assert await claim_all(ledger, job_id) == []
-    opened = [event for event in await ledger.events(job_id) if event.kind == "iteration.opened"]
+    opened = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.opened"]
     assert [event.data["iteration"] for event in opened] == [0, 1, 2]
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
 
 @pytest.mark.usefixtures("conductors")
 async def test_nothing_opens_before_a_version_is_published(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    epoch = await ledger.claim_job(job_id, "trainer-a", 30)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert epoch
     await asyncio.sleep(0.4)
-    assert await ledger.iteration_state(job_id, 0) is None
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    assert await ledger.iterations.state(job_id, 0) is None
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     await wait_open(ledger, job_id, 0)
 
 
@@ -110,11 +110,11 @@ async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger: Le
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
-    await ledger.move_job(job_id, JobState.PAUSED)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
     await commit(ledger, job_id, epoch, 0)
     await asyncio.sleep(0.3)
-    assert await ledger.iteration_state(job_id, 1) is None
-    await ledger.move_job(job_id, JobState.RUNNING)
+    assert await ledger.iterations.state(job_id, 1) is None
+    await ledger.jobs.move(job_id, JobState.RUNNING)
     await wait_open(ledger, job_id, 1)
 
 
@@ -157,7 +157,7 @@ async def wait_claimable(ledger: Ledger, job_id: str, worker: str = "w1") -> lis
 
 async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str = "w1") -> None:
     for claim in claims:
-        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
+        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
 
 
 @pytest.mark.usefixtures("conductors")
@@ -166,13 +166,13 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     await asyncio.sleep(0.2)
-    assert await ledger.iteration_state(job_id, 1) is None  # rollouts have prompts to claim: a newer version may come
+    assert await ledger.iterations.state(job_id, 1) is None  # rollouts have prompts to claim: a newer version may come
     for iteration in (0, 1, 2):
         claims = await wait_claimable(ledger, job_id)
         assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {(iteration, 0)}
         await submit(ledger, job_id, claims)
     await asyncio.sleep(0.2)
-    assert await ledger.iteration_state(job_id, 3) is None  # the bound
+    assert await ledger.iterations.state(job_id, 3) is None  # the bound
     for iteration in range(3):
         await commit(ledger, job_id, epoch, iteration)
         claims = await wait_claimable(ledger, job_id)
@@ -182,8 +182,8 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
         await submit(ledger, job_id, claims)
     for iteration in (3, 4, 5):
         await commit(ledger, job_id, epoch, iteration)
-    assert (await ledger.job_fields(job_id))["num_opened"] == "6"
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    assert (await ledger.jobs.fields(job_id))["num_opened"] == "6"
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
 
 @pytest.mark.usefixtures("conductors")
@@ -222,7 +222,7 @@ def write_held_out(folder: Path) -> None:
 
 async def is_over(ledger: Ledger, job_id: str, evaluation: int) -> EvaluationState:
     async def ended() -> EvaluationState | None:
-        state = await ledger.evaluation_state(job_id, evaluation)
+        state = await ledger.evaluations.state(job_id, evaluation)
         return state if state and state.is_over else None
 
     state: EvaluationState = await eventually(f"evaluation {evaluation} has ended", ended)
@@ -249,10 +249,10 @@ async def test_held_out_set_is_evaluated_on_schedule_and_never_reaches_training(
     tasks: list[PromptTask] = []
 
     async def is_generated(iteration: int) -> bool:
-        return await ledger.iteration_state(job_id, iteration) is IterationState.DRAINED
+        return await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
 
     async def is_done(evaluation: int) -> bool:
-        return await ledger.evaluation_state(job_id, evaluation) is EvaluationState.DONE
+        return await ledger.evaluations.state(job_id, evaluation) is EvaluationState.DONE
 
     for iteration in range(3):
         tasks += await serve_until(ledger, job_id, partial(is_generated, iteration))
@@ -264,19 +264,19 @@ async def test_held_out_set_is_evaluated_on_schedule_and_never_reaches_training(
     assert [task.group_id for task in evaluated] == [f"eval-{e}-{i}" for e in (0, 2, 3) for i in range(3)]
     assert [task.policy_version for task in evaluated] == [e for e in (0, 2, 3) for _ in range(3)]
     assert {task.messages[-1].content for task in evaluated} == {"held out 0", "held out 1", "held out 2"}
-    trained = await ledger.take_groups(job_id, "rank-0", 100, 0.01)
+    trained = await ledger.trainer.take(job_id, "rank-0", 100, 0.01)
     assert [group.group_id for group in trained] == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
     for iteration in range(3):
-        assert not any(group.is_evaluation for group in await ledger.iteration_groups(job_id, iteration))
-    assert await ledger.evaluation_state(job_id, 1) is None
+        assert not any(group.is_evaluation for group in await ledger.iterations.accepted_groups(job_id, iteration))
+    assert await ledger.evaluations.state(job_id, 1) is None
     fields = await ledger.evaluations.fields(job_id, 2)
     assert json.loads(fields["scores"])["reward_mean"] == 0.5
     assert await ledger.evaluations.groups(job_id, 2) == []  # scored, dropped
-    done = [event for event in await ledger.events(job_id) if event.kind == "evaluation.done"]
+    done = [event for event in await ledger.event_log.read(job_id) if event.kind == "evaluation.done"]
     assert [(event.data["evaluation"], event.data["policy_version"]) for event in done] == [(0, 0), (2, 2), (3, 3)]
-    kinds = [event.kind for event in await ledger.events(job_id) if event.kind.endswith(".opened")]
+    kinds = [event.kind for event in await ledger.event_log.read(job_id) if event.kind.endswith(".opened")]
     assert kinds[:2] == ["iteration.opened", "evaluation.opened"]  # training's prompts go first
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
 
 
 @pytest.mark.usefixtures("conductors")
@@ -286,24 +286,24 @@ async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledg
     epoch = await start_training(ledger, job_id)
 
     async def has_prompts() -> bool:
-        return await ledger.num_unclaimed_prompts(job_id) == 5
+        return await ledger.rollout.num_unclaimed_prompts(job_id) == 5
 
     await eventually("iteration 0 and evaluation 0 are open", has_prompts)
-    trained = await ledger.claim_groups(job_id, "w1", 2, lease_s=30)
+    trained = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
     await submit(ledger, job_id, trained)
-    lost = await ledger.claim_groups(job_id, "dead", 3, lease_s=0.3)
+    lost = await ledger.rollout.claim(job_id, "dead", 3, lease_s=0.3)
     assert {claim.task.is_evaluation for claim in lost} == {True}
     await commit(ledger, job_id, epoch, 0)
     await wait_open(ledger, job_id, 1)  # training does not wait for it
     await asyncio.sleep(0.3)
-    claims = await ledger.claim_groups(job_id, "w2", 10, lease_s=0.3)
+    claims = await ledger.rollout.claim(job_id, "w2", 10, lease_s=0.3)
     again = [claim for claim in claims if claim.task.is_evaluation]
     assert [claim.entry_id for claim in again] == [claim.entry_id for claim in lost]
     newer = make_group(again[0].task, "w2", version=1)
-    assert await ledger.submit_group(job_id, again[0].entry_id, newer) is Verdict.STALE
+    assert await ledger.rollout.submit(job_id, again[0].entry_id, newer) is Verdict.STALE
     await submit(ledger, job_id, again, "w2")
     late = make_group(lost[0].task, "dead")
-    assert await ledger.submit_group(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
+    assert await ledger.rollout.submit(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
     assert await is_over(ledger, job_id, 0) is EvaluationState.DONE
     assert (await ledger.evaluations.fields(job_id, 0))["num_accepted"] == "3"
 
@@ -313,10 +313,10 @@ async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger: L
     job_id = await create_job(ledger, evaluation=HELD_OUT)  # nobody has written the file
     await start_training(ledger, job_id)
     assert await is_over(ledger, job_id, 0) is EvaluationState.FAILED
-    (event,) = [event for event in await ledger.events(job_id) if event.kind == "evaluation.failed"]
+    (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "evaluation.failed"]
     assert event.message.startswith("no prompts: evaluation.data.path: there is no file held_out.jsonl")
-    assert await ledger.job_state(job_id) is JobState.RUNNING
-    assert (await ledger.job_fields(job_id))["next_evaluation"] == "2"
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "2"
 
 
 @pytest.mark.usefixtures("conductors")
@@ -329,9 +329,9 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
     await commit(ledger, job_id, epoch, 0)
     assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
     assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
-    assert await ledger.job_state(job_id) is JobState.RUNNING  # its trainer can still end it
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING  # its trainer can still end it
     assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
-    assert await ledger.num_unclaimed_prompts(job_id) == 0
+    assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "trainer-a did not finish the job" in fields["error"]
 
@@ -343,7 +343,7 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
 async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Ledger) -> None:
     job_id = await create_job(ledger, pool="stuck", schedule={"iteration_deadline_s": 0.6})
     lazy = WorkerRecord(id="w1", job_id=None, state="generating", last_seen_at=time.time() - 60, lease_s=90)
-    await ledger.heartbeat("stuck", lazy)
+    await ledger.workers.heartbeat("stuck", lazy)
     await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     claim, _ = await claim_all(ledger, job_id)
@@ -359,7 +359,7 @@ async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Le
 @pytest.mark.usefixtures("conductors")
 async def test_job_whose_trainer_publishes_nothing_fails_and_names_the_trainer(ledger: Ledger) -> None:
     job_id = await create_job(ledger, pool="empty", schedule={"iteration_deadline_s": 0.3})
-    await ledger.claim_job(job_id, "trainer-mute", 30)
+    await ledger.trainer.claim_job(job_id, "trainer-mute", 30)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert "it needs policy version 0, and trainer trainer-mute has published none" in fields["error"]
     assert "none in pool empty was seen in the last 10 s; start a rollout: `onbeat up`" in fields["error"]
@@ -369,11 +369,11 @@ async def test_job_whose_trainer_publishes_nothing_fails_and_names_the_trainer(l
 async def test_paused_and_pending_jobs_may_wait(ledger: Ledger) -> None:
     pending = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
     paused = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
-    await ledger.move_job(paused, JobState.RUNNING)
-    await ledger.move_job(paused, JobState.PAUSED)
+    await ledger.jobs.move(paused, JobState.RUNNING)
+    await ledger.jobs.move(paused, JobState.PAUSED)
     await asyncio.sleep(1.5)
-    assert await ledger.job_state(pending) is JobState.PENDING
-    assert await ledger.job_state(paused) is JobState.PAUSED
+    assert await ledger.jobs.state(pending) is JobState.PENDING
+    assert await ledger.jobs.state(paused) is JobState.PAUSED
 
 
 async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
@@ -388,7 +388,7 @@ async def test_pending_job_fails_once_its_pool_is_without_trainers_for_too_long(
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
     await asyncio.sleep(1.5)  # several looks at it
-    assert await ledger.job_state(job_id) is JobState.PENDING  # it waits for its turn, which may take long
+    assert await ledger.jobs.state(job_id) is JobState.PENDING  # it waits for its turn, which may take long
     await trainer_seen(ledger, pool, ago_s=600)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith("no trainer came for 60")
@@ -400,17 +400,17 @@ async def test_pending_job_fails_once_its_pool_is_without_trainers_for_too_long(
 async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Ledger) -> None:
     job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
     for owner in ("trainer-a", "trainer-b"):  # one loss, and a commit
-        epoch = await ledger.claim_job(job_id, owner, 0.0)
+        epoch = await ledger.trainer.claim_job(job_id, owner, 0.0)
         assert epoch is not None
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
+    assert await ledger.trainer.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
     await wait_open(ledger, job_id, 1)
     await asyncio.sleep(1.5)
-    assert await ledger.job_state(job_id) is JobState.RUNNING
-    assert await ledger.claim_job(job_id, "trainer-d", 30.0)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    assert await ledger.trainer.claim_job(job_id, "trainer-d", 30.0)
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith("2 trainers in a row were lost (schedule.max_lost_trainers); ")
     assert "2 trainers in a row ended without committing iteration 1" in fields["error"]
@@ -426,11 +426,11 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
         await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
     monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # by now all of them are long ago
     await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
-    assert await ledger.job_state(job_id) is JobState.PENDING
+    assert await ledger.jobs.state(job_id) is JobState.PENDING
     monkeypatch.undo()
     for _ in range(MAX_CRASHES - 1):
         await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
-    assert "the broker cannot conduct this job: RuntimeError: a defect" in (await ledger.job_fields(job_id))["error"]
+    assert "the broker cannot conduct this job: RuntimeError: a defect" in (await ledger.jobs.fields(job_id))["error"]
 
 
 @pytest.mark.usefixtures("conductors")
@@ -439,14 +439,14 @@ async def test_long_outage_of_the_brokers_fails_no_job_that_they_held_up(ledger:
     await start_training(ledger, job_id)
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "progress_at", time.time() - 1000)
     await wait_open(ledger, job_id, 0)
-    assert await ledger.job_state(job_id) is JobState.RUNNING
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
 
 
 @pytest.mark.usefixtures("conductors")
 async def test_cancelled_job_without_a_trainer_is_ended(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await start_training(ledger, job_id, lease_s=0.5)
-    await ledger.move_job(job_id, JobState.CANCELLING)
+    await ledger.jobs.move(job_id, JobState.CANCELLING)
     fields = await reaches(ledger, job_id, JobState.CANCELLED)
     assert float(fields["finished_at"]) >= float(fields["lease_until"])
 
@@ -454,7 +454,7 @@ async def test_cancelled_job_without_a_trainer_is_ended(ledger: Ledger) -> None:
 @pytest.mark.usefixtures("conductors")
 async def test_final_job_is_taken_off_the_active_list(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # its mover died half way
 
     async def is_retired() -> bool:
@@ -483,7 +483,7 @@ async def test_job_that_no_broker_understands_fails_and_does_not_stop_the_others
     good = await create_job(ledger)
     config = JobConfig.model_validate(job_body()).model_dump(mode="json") | {"of_a_later_version": 1}
     bad = f"{good}-bad"
-    await ledger.create_job(bad, config, 3, 0)
+    await ledger.jobs.create(bad, config, 3, 0)
     fields = await reaches(ledger, bad, JobState.FAILED)
     assert "of_a_later_version" in fields["error"]
     await start_training(ledger, good)
@@ -506,11 +506,11 @@ async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(
         await wait_open(ledger, job_id, iteration)
         await drain(ledger, job_id)
         await commit(ledger, job_id, epoch, iteration)
-    unreadable = [event for event in await ledger.events(job_id) if event.kind == "event.unreadable"]
+    unreadable = [event for event in await ledger.event_log.read(job_id) if event.kind == "event.unreadable"]
     assert len(unreadable) == 3
     assert unreadable[-1].id == entry.decode()
     assert abs(unreadable[-1].time - time.time()) < 60
-    assert await ledger.events(job_id, after=(await ledger.events(job_id))[-1].id) == []
+    assert await ledger.event_log.read(job_id, after=(await ledger.event_log.read(job_id))[-1].id) == []
 
 
 @pytest.mark.usefixtures("conductors")
@@ -524,7 +524,7 @@ async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger: Ledger, na
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")
     await asyncio.sleep(1.2)
-    assert await ledger.job_state(other) is JobState.RUNNING
+    assert await ledger.jobs.state(other) is JobState.RUNNING
 
 
 async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger: Ledger) -> None:
@@ -532,7 +532,7 @@ async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger: Ledger
     await start_training(ledger, job_id)
     await ledger.redis.delete(JobKeys(job_id).rollouts)
     with pytest.raises(StreamLost, match=f"the stream rollouts of job {job_id} is gone"):
-        await ledger.take_groups(job_id, "trainer-a", 1, 0.1)
+        await ledger.trainer.take(job_id, "trainer-a", 1, 0.1)
 
 
 # ---- the data process --------------------------------------------------------------------------------------------

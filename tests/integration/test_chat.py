@@ -158,7 +158,7 @@ async def test_text_parts_and_roles_reach_the_chat_template(rig: ChatRig) -> Non
 
 async def test_job_is_found_by_its_name_while_no_other_has_it(rig: ChatRig) -> None:
     await start(rig)
-    name = (await rig.ledger.job_fields(rig.job_id))["name"]
+    name = (await rig.ledger.jobs.fields(rig.job_id))["name"]
     assert (await rig.ask(model=name)).model == rig.job_id
     first = rig.job_id
     await rig.start_job()
@@ -378,8 +378,8 @@ async def test_rollout_without_slots_takes_no_chats(impatient: ChatRig) -> None:
 
 
 async def test_pending_job_is_refused_at_once(rig: ChatRig) -> None:
-    config = json.loads((await rig.ledger.job_fields(rig.job_id))["config"])
-    await rig.ledger.create_job(f"{rig.job_id}-b", config, 10, 0)
+    config = json.loads((await rig.ledger.jobs.fields(rig.job_id))["config"])
+    await rig.ledger.jobs.create(f"{rig.job_id}-b", config, 10, 0)
     started = time.monotonic()
     status, code, message = await refused(rig, model=f"{rig.job_id}-b")
     assert (status, code) == (503, "no_rollout")
@@ -390,7 +390,7 @@ async def test_pending_job_is_refused_at_once(rig: ChatRig) -> None:
 async def test_paused_job_answers_with_its_rollout_and_without_one_says_why_not(impatient: ChatRig) -> None:
     rig = impatient
     await start(rig)
-    await rig.ledger.move_job(rig.job_id, JobState.PAUSED)
+    await rig.ledger.jobs.move(rig.job_id, JobState.PAUSED)
     assert (await rig.ask()).usage.completion_tokens == 12
     await rig.stop()
     with pytest.raises(openai.InternalServerError) as caught:
@@ -404,7 +404,7 @@ async def test_paused_job_answers_with_its_rollout_and_without_one_says_why_not(
 
 async def test_unknown_and_finished_jobs_are_no_models(rig: ChatRig) -> None:
     assert (await refused(rig, model="gpt-5"))[:2] == (404, "model_not_found")
-    await rig.ledger.move_job(rig.job_id, JobState.SUCCEEDED)
+    await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
     status, code, message = await refused(rig)
     assert (status, code) == (404, "model_not_found")
     assert "is SUCCEEDED" in message

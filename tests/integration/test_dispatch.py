@@ -67,7 +67,7 @@ async def generate(ledger: Ledger, job_id: str, lengths: dict[str, int]) -> None
                     reward=response.reward,
                 )
             )
-        await ledger.submit_group(job_id, claim.entry_id, group)
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 
 async def test_second_epoch_begins_with_what_was_longest_and_trains_the_same(
@@ -82,7 +82,7 @@ async def test_second_epoch_begins_with_what_was_longest_and_trains_the_same(
         await commit(ledger, job_id, epoch, 0)
         await wait_open(ledger, job_id, 1)
         seen[dispatch] = await on_stream(ledger, job_id)
-        await ledger.move_job(job_id, JobState.FAILED)
+        await ledger.jobs.move(job_id, JobState.FAILED)
     order = [prompt(task) for task in seen["longest_first"]]
     assert order == sorted(LENGTHS, key=lambda name: -LENGTHS[name])
     assert [task.group_id for task in seen["in_order"]] == [f"1-{i}" for i in range(NUM_ROWS)]

@@ -59,16 +59,16 @@ async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_
 
 async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fields: Any) -> None:
     seen_at = await ledger.now() - fields.pop("ago_s", 0.0)
-    await ledger.heartbeat(pool, WorkerRecord(id=worker, state=state, last_seen_at=seen_at, **fields))
+    await ledger.workers.heartbeat(pool, WorkerRecord(id=worker, state=state, last_seen_at=seen_at, **fields))
 
 
 async def open_iteration(ledger: Ledger, job_id: str, iteration: int, num_groups: int = 8) -> None:
-    assert not await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration, num_groups))
+    assert not await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, num_groups))
 
 
 async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str) -> None:
     for claim in claims:
-        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, worker))
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker))
 
 
 def sentence_of(finding: Finding) -> str:
@@ -121,9 +121,9 @@ async def test_pending_job_waits_its_turn_or_is_taken_next(ledger: Ledger, pool:
 
 async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool)
-    epoch = await ledger.claim_job(job_id, "trainer-a", 30)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert epoch
-    await ledger.renew_job(job_id, epoch, 30, "loading the model")
+    await ledger.trainer.renew_job(job_id, epoch, 30, "loading the model")
     await beat_rollout(ledger, pool, "rollout-a", "idle")
     findings = await explain_job(ledger, job_id)
     assert "iteration 0 is not opened: it needs policy version 0, and trainer trainer-a has published none" in (
@@ -135,7 +135,7 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Le
     )
     assert trainer.waits_for == "loading the model"
     assert problems(findings) == []
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
     assert "iteration 0 is not opened yet: a broker prepares its prompts" in text_of(await explain_job(ledger, job_id))
 
 
@@ -146,8 +146,8 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     claims = await claim_all(ledger, job_id, "rollout-a", 6)
     await submit(ledger, job_id, claims[:3], "rollout-a")
-    await ledger.release_groups(job_id, "rollout-a", [claims[3].entry_id], is_attempt=True)
-    assert await ledger.submit_group(job_id, claims[4].entry_id, make_group(claims[4].task, "rollout-z")) == "lost"
+    await ledger.rollout.release(job_id, "rollout-a", [claims[3].entry_id], is_attempt=True)
+    assert await ledger.rollout.submit(job_id, claims[4].entry_id, make_group(claims[4].task, "rollout-z")) == "lost"
     findings = await explain_job(ledger, job_id)
     (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
     assert sentence_of(unit).startswith(
@@ -195,7 +195,7 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: 
     await open_iteration(ledger, job_id, 0)
     await claim_all(ledger, job_id, "rollout-gone", 1)
     *_, handed_back = await claim_all(ledger, job_id, "rollout-b", 4)
-    await ledger.release_groups(job_id, "rollout-b", [handed_back.entry_id])
+    await ledger.rollout.release(job_id, "rollout-b", [handed_back.entry_id])
     await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
     await beat_rollout(ledger, pool, "rollout-b", "generating", job_id=job_id, ago_s=14, lease_s=1000)
     named, gone = (await explain_job(ledger, job_id))[:2]
@@ -214,7 +214,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str
     epoch = await start_training(ledger, job_id)
     await open_iteration(ledger, job_id, 0, num_groups=2)
     await drain(ledger, job_id)
-    await ledger.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
+    await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
     found = text_of(await explain_job(ledger, job_id))
     assert (
         "iteration 0 (policy version 0): 2 of 2 groups accepted, the last one N s ago; trainer-a has to train" in found
@@ -235,7 +235,7 @@ async def test_job_after_its_last_iteration_waits_for_its_trainer_and_evaluation
         task.is_evaluation = True
     await ledger.evaluations.fail(job_id, 0, 1, "no prompts")
     assert not await ledger.evaluations.open(job_id, 1, 1, 2, tasks)
-    await ledger.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
+    await ledger.trainer.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
     found = text_of(await explain_job(ledger, job_id))
     assert "all 1 iterations are committed, but trainer-a did not finish the job yet" in found
     assert "waiting for the last evaluation, since N s" in found
@@ -244,7 +244,7 @@ async def test_job_after_its_last_iteration_waits_for_its_trainer_and_evaluation
 
 async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool)
-    await ledger.claim_job(job_id, "trainer-dead", 0.0)
+    await ledger.trainer.claim_job(job_id, "trainer-dead", 0.0)
     found = problems(await explain_job(ledger, job_id))[0]
     assert found.startswith(
         f"trainer-dead stopped, died or is cut off: its lease of {job_id} ran out N s ago; no trainer"
@@ -252,7 +252,7 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: s
     await beat_trainer(ledger, pool, "trainer-b", "idle")
     assert problems(await explain_job(ledger, job_id))[0].endswith("; trainer-b takes over")
     for owner in ("trainer-b", "trainer-c"):
-        assert await ledger.claim_job(job_id, owner, 0.0)
+        assert await ledger.trainer.claim_job(job_id, owner, 0.0)
     assert problems(await explain_job(ledger, job_id))[0].startswith(
         "2 trainers in a row ended without committing iteration 0; the job fails after 10 (schedule.max_lost_trainers)"
     )
@@ -275,20 +275,20 @@ async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: 
 async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool)
     epoch = await start_training(ledger, job_id)
-    await ledger.move_job(job_id, JobState.PAUSED)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
     findings = await explain_job(ledger, job_id)
     assert "by its user, and may stay so for ever: `onbeat jobs resume" in sentence_of(findings[0])
     assert problems(findings) == []
-    await ledger.move_job(job_id, JobState.CANCELLING)
+    await ledger.jobs.move(job_id, JobState.CANCELLING)
     findings = await explain_job(ledger, job_id)
     assert "trainer-a has to stop at its next safe point; otherwise the broker ends the job in N s" in sentence_of(
         findings[0]
     )
     assert findings[0].deadline_s is not None
     assert 60 < findings[0].deadline_s <= 120
-    await ledger.renew_job(job_id, epoch, 0.0)
+    await ledger.trainer.renew_job(job_id, epoch, 0.0)
     assert "no trainer holds it, so the broker ends it within a second" in text_of(await explain_job(ledger, job_id))
-    await ledger.move_job(job_id, JobState.FAILED, "the disk is full")
+    await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
     (end,) = await explain_job(ledger, job_id)
     assert end.is_problem
     assert sentence_of(end) == f"{job_id} is FAILED since N s, after 0 of 3 iterations: the disk is full"
@@ -428,7 +428,7 @@ async def test_command_exits_zero_only_when_nothing_is_wrong(ledger: Ledger, poo
     assert code == 1
     assert out.splitlines()[0].startswith(f"PROBLEM  {job_id} is PENDING for ")
     assert out.splitlines()[-1] == "2 problems"
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     code, out = await onbeat("doctor", job_id, url=broker_url)
     assert (code, out.splitlines()[-1]) == (0, "healthy")
     code, out = await onbeat("doctor", url=broker_url)
@@ -478,14 +478,14 @@ async def test_idle_trainer_is_seen_until_it_stops_and_old_ones_are_forgotten(
 async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_url: str, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool)
     epoch = await start_training(ledger, job_id)
-    config = JobConfig.model_validate_json((await ledger.job_fields(job_id))["config"])
+    config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background, stop = Background(), threading.Event()
     own = background.run(connect_to(redis_url))
     link = JobLink(background, own, job_id, epoch, config, 30.0, stop)
 
     async def tells(doing: str) -> None:
         async def is_told() -> bool:
-            return (await ledger.job_fields(job_id)).get("doing") == doing
+            return (await ledger.jobs.fields(job_id)).get("doing") == doing
 
         await eventually(doing, is_told, LATER_S)
 
@@ -508,7 +508,7 @@ async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_u
 async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledger, pool: str) -> None:
     job_id, waiting = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     hangs = f"trainer-a still works on {job_id}, which is CANCELLED since N s: it hangs; kill it"
     assert hangs not in text_of((await diagnose(ledger, is_conducting=True)).findings)
     await ledger.redis.hset(JobKeys(job_id).job, "finished_at", await ledger.now() - 200)
@@ -523,7 +523,7 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, po
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
     for name in (keys.workers(pool), keys.trainers(pool)):
         await ledger.redis.hset(name, mapping={"evil": "not json", "of-a-later-version": '{"id": 7}'})
-    assert [worker.id for worker in await ledger.workers(pool)] == ["good"]
+    assert [worker.id for worker in await ledger.workers.records(pool)] == ["good"]
     assert [trainer.id for trainer in await inspection.trainers(ledger, pool)] == ["trainer-a"]
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:

@@ -39,7 +39,7 @@ async def parent_of(broker: httpx.AsyncClient, ledger: Ledger, folder: Path, *ke
         path = folder / "checkpoints" / f"iteration-{number:06d}"
         path.mkdir(parents=True)
         (path / "state.json").touch()
-        await ledger.checkpointed(job_id, epoch, 0, number, str(path))
+        await ledger.trainer.checkpointed(job_id, epoch, 0, number, str(path))
     return job_id
 
 
@@ -87,12 +87,12 @@ async def test_fork_counts_on_and_is_read_from_there(
     url = f"/v1/jobs/{job_id}"
     for path in ("/iterations", "/evaluations", "/metrics", "/samples", "/timeline", "/weights", "/audit"):
         assert (await broker.get(f"{url}{path}")).status_code == 200, path
-    epoch = await ledger.claim_job(job_id, "trainer-a", LEASE_S)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", LEASE_S)
     assert epoch is not None
-    await ledger.announce_version(job_id, epoch, FIRST, "127.0.0.1:1", "d2")
+    await ledger.versions.announce(job_id, epoch, FIRST, "127.0.0.1:1", "d2")
     for iteration in (2, 3):
         await wait_open(ledger, job_id, iteration)
-        await eventually("it is due", lambda: ledger.evaluation_state(job_id, FIRST))
+        await eventually("it is due", lambda: ledger.evaluations.state(job_id, FIRST))
         await drain(ledger, job_id)
         assert await commit(ledger, job_id, epoch, iteration, reward_mean=0.5)
     record = (await broker.get(url)).json()

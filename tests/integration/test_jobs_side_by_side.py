@@ -73,7 +73,7 @@ async def test_pending_job_tells_its_place_in_the_queue_of_its_pool(broker: http
 
     mine = [first, second, third, elsewhere]
     assert await places() == [1, 2, 3, 1]
-    await ledger.claim_job(first, "trainer-a", 30)
+    await ledger.trainer.claim_job(first, "trainer-a", 30)
     assert await places() == [None, 1, 2, 1]
     await broker.post(f"/v1/jobs/{second}:cancel")
     assert await places() == [None, None, 1, 1]
@@ -95,11 +95,13 @@ MOVES = {
 
 async def bring_to(ledger: Ledger, job_id: str, state: str) -> None:
     if state not in ("PENDING", "FAILED"):
-        await ledger.claim_job(job_id, "trainer-a", 300)  # with its lease, so that nobody ends what is CANCELLING
+        await ledger.trainer.claim_job(
+            job_id, "trainer-a", 300
+        )  # with its lease, so that nobody ends what is CANCELLING
     if state == "CANCELLED":
-        await ledger.move_job(job_id, JobState.CANCELLING)
+        await ledger.jobs.move(job_id, JobState.CANCELLING)
     if state not in ("PENDING", "RUNNING"):
-        await ledger.move_job(job_id, JobState(state))
+        await ledger.jobs.move(job_id, JobState(state))
 
 
 @pytest.mark.parametrize("before", list(MOVES))
@@ -114,14 +116,14 @@ async def test_every_verb_in_every_state_and_once_more(broker: httpx.AsyncClient
                 assert f"job {job_id} is {before}" in answer.json()["detail"]
             else:
                 assert (answer.status_code, answer.json()["state"]) == (200, after), verb
-            assert await ledger.job_state(job_id) == (after or before)
+            assert await ledger.jobs.state(job_id) == (after or before)
 
 
 async def test_cancel_wins_over_whatever_is_asked_at_the_same_time(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     """But a resume that comes when a pending job is already CANCELLED brings it back: it is asked of none here."""
     for has_begun in (True, False) * 3:
         job_id = await submit(broker, pool=new_pool())
-        claiming = asyncio.create_task(ledger.claim_job(job_id, "trainer-a", 300))  # a trainer comes just now
+        claiming = asyncio.create_task(ledger.trainer.claim_job(job_id, "trainer-a", 300))  # a trainer comes just now
         if has_begun:
             await claiming
         verbs = ["pause", "resume" if has_begun else "pause", "cancel"] * 5
@@ -129,23 +131,23 @@ async def test_cancel_wins_over_whatever_is_asked_at_the_same_time(broker: httpx
         assert {answer.status_code for answer in answers} <= {200, 409}
         assert {answer.status_code for answer in answers[2::3]} == {200}
         has_trainer = await claiming is not None
-        assert await ledger.job_state(job_id) is (JobState.CANCELLING if has_trainer else JobState.CANCELLED)
+        assert await ledger.jobs.state(job_id) is (JobState.CANCELLING if has_trainer else JobState.CANCELLED)
 
 
 async def test_one_key_is_one_job_at_two_brokers(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
     write_prompts(tmp_path)
     other = connect(redis_url)
     headers = {"Idempotency-Key": uuid.uuid4().hex}
-    before = set(await ledger.job_ids())
+    before = set(await ledger.jobs.ids())
     async with running_broker(ledger, tmp_path) as one, running_broker(Ledger(other), tmp_path) as two:
         body = job_body(pool=new_pool())
         answers = await asyncio.gather(
             *(broker.post("/v1/jobs", json=body, headers=headers) for broker in (one, two) * 5)
         )
     assert {answer.status_code for answer in answers} == {201}
-    assert set(await ledger.job_ids()) - before == {answers[0].json()["id"]}
+    assert set(await ledger.jobs.ids()) - before == {answers[0].json()["id"]}
     assert len({answer.json()["id"] for answer in answers}) == 1
-    kinds = [event.kind for event in await ledger.events(answers[0].json()["id"])]
+    kinds = [event.kind for event in await ledger.event_log.read(answers[0].json()["id"])]
     assert kinds.count("job.state") == 1  # created once
     await other.aclose()
 
@@ -168,7 +170,7 @@ class Pool:
 
     async def counts(self) -> list[int]:
         """Rollouts of each job."""
-        of_job = Counter(worker.job_id for worker in await self.crew.ledger.workers(self.crew.pool))
+        of_job = Counter(worker.job_id for worker in await self.crew.ledger.workers.records(self.crew.pool))
         return [of_job[rig.job_id] for rig in self.rigs]
 
     async def until_counts(self, *wanted: int) -> None:
@@ -214,7 +216,7 @@ async def test_rollouts_spread_over_the_jobs_and_one_moves_to_a_job_that_has_non
     await asyncio.sleep(1.0)  # three looks
     assert await pool.counts() == counts  # and they stay
 
-    await first.ledger.move_job(first.job_id, JobState.SUCCEEDED)
+    await first.ledger.jobs.move(first.job_id, JobState.SUCCEEDED)
     gone = counts[0]
     assert gone > 0
 
@@ -238,7 +240,7 @@ async def test_rollout_that_moves_hands_back_what_it_has_not_begun(pool: Pool) -
     await second.start_job()
 
     async def is_draining() -> bool:
-        return "draining" in [worker.state for worker in await first.ledger.workers(first.pool)]
+        return "draining" in [worker.state for worker in await first.ledger.workers.records(first.pool)]
 
     await first.until(is_draining, PATIENCE_S)
     for engine in engines:
@@ -256,8 +258,8 @@ async def test_rollout_leaves_a_job_that_is_deleted_under_it_and_brings_nothing_
     pool.crew.start_worker(engine)
     await first.open(0, *(first.task(0, index) for index in range(3)))
     await first.until(lambda: engine.num_in_flight() == 3 * G, PATIENCE_S)
-    await first.ledger.move_job(first.job_id, JobState.FAILED, "over")
-    await first.ledger.delete_job(first.job_id)
+    await first.ledger.jobs.move(first.job_id, JobState.FAILED, "over")
+    await first.ledger.jobs.delete(first.job_id)
     await second.start_job()
     await pool.until_counts(0, 1, 0)
     left = [key async for key in first.ledger.redis.scan_iter(f"onbeat:{{{first.job_id}}}:*", count=10_000)]

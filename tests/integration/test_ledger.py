@@ -6,10 +6,11 @@ import pytest
 from redis.exceptions import DataError
 
 from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
-from onbeat.streams.batching import BatchedScript
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.batching import BatchedScript
+from onbeat.streams.ledger.scripts import group_states
 from onbeat.types import (
     JOB_MOVES,
     IterationState,
@@ -48,7 +49,7 @@ async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
     """A running job with iteration 0 open; returns (job id, epoch)."""
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0, num_groups)) == ""
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
     return job_id, epoch
 
 
@@ -60,40 +61,40 @@ async def test_job_moves_along_its_table_and_nowhere_else(ledger: Ledger, curren
     for wanted in JobState:
         job_id = await create_job(ledger)
         for state in WAY_TO[current]:
-            await ledger.move_job(job_id, state)
+            await ledger.jobs.move(job_id, state)
         if wanted in JOB_MOVES[current]:
-            assert await ledger.move_job(job_id, wanted) is current
-            assert await ledger.job_state(job_id) is wanted
+            assert await ledger.jobs.move(job_id, wanted) is current
+            assert await ledger.jobs.state(job_id) is wanted
         else:
             with pytest.raises(IllegalTransition, match=f"is {current} and cannot become {wanted}"):
-                await ledger.move_job(job_id, wanted)
-            assert await ledger.job_state(job_id) is current
+                await ledger.jobs.move(job_id, wanted)
+            assert await ledger.jobs.state(job_id) is current
 
 
 async def test_final_job_leaves_the_active_list_and_knows_when_and_why(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     assert job_id in await unfinished(ledger)
-    await ledger.move_job(job_id, JobState.FAILED, "no model")
-    fields = await ledger.job_fields(job_id)
+    await ledger.jobs.move(job_id, JobState.FAILED, "no model")
+    fields = await ledger.jobs.fields(job_id)
     assert fields["error"] == "no model"
     assert float(fields["finished_at"]) >= float(fields["created_at"])
     assert job_id not in await unfinished(ledger)
-    assert job_id in await ledger.job_ids()
+    assert job_id in await ledger.jobs.ids()
 
 
 async def test_unknown_job_is_not_found(ledger: Ledger) -> None:
     with pytest.raises(JobNotFound):
-        await ledger.job_fields("nobody")
+        await ledger.jobs.fields("nobody")
     with pytest.raises(JobNotFound):
-        await ledger.move_job("nobody", JobState.CANCELLED)
+        await ledger.jobs.move("nobody", JobState.CANCELLED)
 
 
 async def test_job_is_created_once(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    await ledger.move_job(job_id, JobState.RUNNING)
-    assert not await ledger.create_job(job_id, {"name": "other", "pool": "default"}, 9, 0)
-    assert (await ledger.job_fields(job_id))["name"] == "test"
-    assert await ledger.job_state(job_id) is JobState.RUNNING
+    await ledger.jobs.move(job_id, JobState.RUNNING)
+    assert not await ledger.jobs.create(job_id, {"name": "other", "pool": "default"}, 9, 0)
+    assert (await ledger.jobs.fields(job_id))["name"] == "test"
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
 
 
 # ---- the trainer's lease -----------------------------------------------------------------------------------------
@@ -101,39 +102,39 @@ async def test_job_is_created_once(ledger: Ledger) -> None:
 
 async def test_only_one_of_many_trainers_claims_a_job(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    epochs = await asyncio.gather(*(ledger.claim_job(job_id, f"trainer-{i}", 30) for i in range(20)))
+    epochs = await asyncio.gather(*(ledger.trainer.claim_job(job_id, f"trainer-{i}", 30) for i in range(20)))
     assert [epoch for epoch in epochs if epoch] == ["1"]
-    assert await ledger.job_state(job_id) is JobState.RUNNING
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
 
 
 async def test_zombie_trainer_can_do_nothing(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     old = await start_training(ledger, job_id, lease_s=0.02)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     await drain(ledger, job_id)
     await asyncio.sleep(0.03)
-    new = await ledger.claim_job(job_id, "trainer-b", 30)
+    new = await ledger.trainer.claim_job(job_id, "trainer-b", 30)
     assert new == "2"
     with pytest.raises(LeaseLost):
-        await ledger.renew_job(job_id, old, 30)
+        await ledger.trainer.renew_job(job_id, old, 30)
     evil = PublishedWeights(full_bytes=1, encode_s=0.0, publish_s=0.0)
     with pytest.raises(LeaseLost):
-        await ledger.announce_version(job_id, old, 1, "127.0.0.1:9", "evil", evil)
+        await ledger.versions.announce(job_id, old, 1, "127.0.0.1:9", "evil", evil)
     with pytest.raises(LeaseLost):
         await commit(ledger, job_id, old, 0)
     with pytest.raises(LeaseLost):
-        await ledger.checkpointed(job_id, old, 0, 1, "/evil")
-    assert (await ledger.job_fields(job_id))["policy_version"] == "0"
-    assert await ledger.weights(job_id, 1) is None
+        await ledger.trainer.checkpointed(job_id, old, 0, 1, "/evil")
+    assert (await ledger.jobs.fields(job_id))["policy_version"] == "0"
+    assert await ledger.versions.weights(job_id, 1) is None
     assert await commit(ledger, job_id, new, 0)
 
 
 async def test_lease_that_was_handed_back_is_free_at_once(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    assert await ledger.claim_job(job_id, "trainer-b", 30) is None
-    await ledger.renew_job(job_id, epoch, 0.0)
-    assert await ledger.claim_job(job_id, "trainer-b", 30) == "2"
+    assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) is None
+    await ledger.trainer.renew_job(job_id, epoch, 0.0)
+    assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) == "2"
 
 
 # ---- iterations --------------------------------------------------------------------------------------------------
@@ -142,34 +143,34 @@ async def test_lease_that_was_handed_back_is_free_at_once(ledger: Ledger) -> Non
 async def test_iteration_opens_once_however_many_try(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
-    reasons = await asyncio.gather(*(ledger.open_iteration(job_id, 0, 0, tasks_for(0)) for _ in range(20)))
+    reasons = await asyncio.gather(*(ledger.iterations.open(job_id, 0, 0, tasks_for(0)) for _ in range(20)))
     assert sorted(reasons) == ["", *["next to open is 1"] * 19]
     assert len(await claim_all(ledger, job_id)) == 2
 
 
 async def test_iteration_opens_only_in_its_turn_and_on_the_published_version(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    assert "PENDING" in await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
-    epoch = await ledger.claim_job(job_id, "trainer-a", 30)
+    assert "PENDING" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert epoch
-    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == "published version is none"
-    await ledger.announce_version(job_id, epoch, 0, "127.0.0.1:1", "d0")
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "next to open is 0"
-    assert await ledger.open_iteration(job_id, 0, 1, tasks_for(0)) == "published version is 0"
-    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == ""
-    assert await ledger.open_iteration(job_id, 1, 0, tasks_for(1)) == "needs version 1 or newer"
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == "published version is 0"
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == "published version is none"
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == "next to open is 0"
+    assert await ledger.iterations.open(job_id, 0, 1, tasks_for(0)) == "published version is 0"
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == "needs version 1 or newer"
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == "published version is 0"
     await drain(ledger, job_id)
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
 
 
 async def test_paused_job_opens_nothing_and_hands_out_nothing(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
-    await ledger.move_job(job_id, JobState.PAUSED)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
     assert await claim_all(ledger, job_id) == []
-    assert "PAUSED" in await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
-    await ledger.move_job(job_id, JobState.RUNNING)
+    assert "PAUSED" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    await ledger.jobs.move(job_id, JobState.RUNNING)
     assert len(await claim_all(ledger, job_id)) == 2
 
 
@@ -180,9 +181,9 @@ async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger
     await drain(ledger, job_id)
     assert await commit(ledger, job_id, epoch, 0)
     assert not await commit(ledger, job_id, epoch, 0)
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     assert (fields["next_iteration"], fields["policy_version"]) == ("1", "1")
-    committed = [event for event in await ledger.events(job_id) if event.kind == "iteration.committed"]
+    committed = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.committed"]
     assert len(committed) == 1
 
 
@@ -198,67 +199,67 @@ async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
 async def test_admission_keeps_the_bound(ledger: Ledger) -> None:
     job_id, epoch = await start_bounded(ledger, max_staleness=2)
     for iteration in (0, 1, 2):
-        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
         tasks = await drain(ledger, job_id)
         assert [task.policy_version for task in tasks] == [0, 0]
-    assert await ledger.open_iteration(job_id, 3, 0, tasks_for(3)) == "needs version 1 or newer"
-    assert await ledger.open_iteration(job_id, 3, 1, tasks_for(3)) == "published version is 0"
+    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "needs version 1 or newer"
+    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == "published version is 0"
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.open_iteration(job_id, 2, 1, tasks_for(2)) == "next to open is 3"
-    assert await ledger.open_iteration(job_id, 3, 0, tasks_for(3)) == "published version is 1"
-    assert await ledger.open_iteration(job_id, 3, 1, tasks_for(3)) == ""
+    assert await ledger.iterations.open(job_id, 2, 1, tasks_for(2)) == "next to open is 3"
+    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "published version is 1"
+    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == ""
     assert {task.policy_version for task in await drain(ledger, job_id)} == {1}
-    assert [await ledger.iteration_version(job_id, t) for t in range(5)] == [0, 0, 0, 1, None]
+    assert [await ledger.iterations.policy_version(job_id, t) for t in range(5)] == [0, 0, 0, 1, None]
 
 
 async def test_unclaimed_prompts_hold_the_next_opening_back(ledger: Ledger) -> None:
     job_id, _ = await start_bounded(ledger, max_staleness=2)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0, 3))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0, 3))
     await claim_all(ledger, job_id, "w1", count=2)
-    assert await ledger.open_iteration(job_id, 1, 0, tasks_for(1)) == "prompts are still unclaimed"
-    assert "prompts.claimed" not in [event.kind for event in await ledger.events(job_id)]
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == "prompts are still unclaimed"
+    assert "prompts.claimed" not in [event.kind for event in await ledger.event_log.read(job_id)]
     await claim_all(ledger, job_id, "w2")
-    assert [event.kind for event in await ledger.events(job_id)].count("prompts.claimed") == 1
-    assert await ledger.open_iteration(job_id, 1, 0, tasks_for(1)) == ""
-    assert await ledger.iteration_state(job_id, 0) is IterationState.OPEN  # claimed, not done
+    assert [event.kind for event in await ledger.event_log.read(job_id)].count("prompts.claimed") == 1
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == ""
+    assert await ledger.iterations.state(job_id, 0) is IterationState.OPEN  # claimed, not done
 
 
 async def test_freshest_version_is_not_waited_for(ledger: Ledger) -> None:
     job_id, epoch = await start_bounded(ledger, max_staleness=1)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     await drain(ledger, job_id)
     await commit(ledger, job_id, epoch, 0)
     await ledger.redis.xadd(JobKeys(job_id).prompts, {"task": b""})  # some other work nobody has claimed
-    assert await ledger.open_iteration(job_id, 1, 1, tasks_for(1)) == ""
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
 
 
 async def test_strict_job_says_nothing_about_claimed_prompts(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     await claim_all(ledger, job_id)
-    assert "prompts.claimed" not in [event.kind for event in await ledger.events(job_id)]
+    assert "prompts.claimed" not in [event.kind for event in await ledger.event_log.read(job_id)]
 
 
 async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledger) -> None:
     job_id, epoch = await start_bounded(ledger, max_staleness=2)
     for iteration in (0, 1):
-        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
         await drain(ledger, job_id)
         assert await commit(ledger, job_id, epoch, iteration, is_published=False)
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     assert (fields["next_iteration"], fields["policy_version"], fields["weights_digest"]) == ("2", "0", "d0")
-    assert (await ledger.iteration_fields(job_id, 1))["weights_digest"] == "d2"
+    assert (await ledger.iterations.fields(job_id, 1))["weights_digest"] == "d2"
     assert not await commit(ledger, job_id, epoch, 1, is_published=False)  # replayed: the same bits
     with pytest.raises(JobFailed, match="gave other bits"):
-        await ledger.commit_iteration(job_id, epoch, 1, 2, "other", {}, "", is_published=False)
-    await ledger.announce_version(job_id, epoch, 2, "127.0.0.1:2", "d2")  # a trainer that starts again there
-    fields = await ledger.job_fields(job_id)
+        await ledger.trainer.commit(job_id, epoch, 1, 2, "other", {}, "", is_published=False)
+    await ledger.versions.announce(job_id, epoch, 2, "127.0.0.1:2", "d2")  # a trainer that starts again there
+    fields = await ledger.jobs.fields(job_id)
     assert (fields["policy_version"], fields["weights_address"]) == ("0", "127.0.0.1:2")
-    assert await ledger.open_iteration(job_id, 2, 0, tasks_for(2)) == ""
+    assert await ledger.iterations.open(job_id, 2, 0, tasks_for(2)) == ""
     await drain(ledger, job_id)
     with pytest.raises(AssertionError, match="version 3 must be published"):  # else iteration 3 could never be opened
         await commit(ledger, job_id, epoch, 2, is_published=False)
     assert await commit(ledger, job_id, epoch, 2)
-    assert (await ledger.job_fields(job_id))["policy_version"] == "3"
+    assert (await ledger.jobs.fields(job_id))["policy_version"] == "3"
 
 
 # ---- numbers of weight updates -----------------------------------------------------------------------------------
@@ -272,13 +273,15 @@ def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
 async def test_version_has_the_numbers_of_its_trainer_and_of_each_rollout(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    assert await ledger.weights(job_id, 0) is None  # announced without numbers, served by nobody
+    assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
     published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
-    await ledger.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
-    assert await ledger.weights(job_id, 1) == WeightsRecord(policy_version=1, rollouts={"w:1": update_of(20, 1.5)})
-    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
-    await ledger.engine_ready(job_id, 1, "published", update_of(1000))  # a worker may have any name
-    assert await ledger.weights(job_id, 1) == WeightsRecord(
+    await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
+    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(
+        policy_version=1, rollouts={"w:1": update_of(20, 1.5)}
+    )
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+    await ledger.versions.engine_ready(job_id, 1, "published", update_of(1000))  # a worker may have any name
+    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(
         policy_version=1,
         full_bytes=1000,
         delta_bytes=20,
@@ -286,7 +289,7 @@ async def test_version_has_the_numbers_of_its_trainer_and_of_each_rollout(ledger
         publish_s=0.75,
         rollouts={"published": update_of(1000), "w:1": update_of(20, 1.5)},
     )
-    assert await ledger.weights(job_id, 0) is None
+    assert await ledger.versions.weights(job_id, 0) is None
 
 
 async def test_repeated_version_keeps_its_first_numbers_and_tells_the_new_ones_in_an_event(ledger: Ledger) -> None:
@@ -294,13 +297,13 @@ async def test_repeated_version_keeps_its_first_numbers_and_tells_the_new_ones_i
     epoch = await start_training(ledger, job_id)
     for delta_bytes, received_bytes, open_s in ((20, 20, 1.5), (None, 1000, None)):  # the second time after a restart
         published = PublishedWeights(full_bytes=1000, delta_bytes=delta_bytes, encode_s=0.5, publish_s=0.75)
-        await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
-        await ledger.engine_ready(job_id, 1, "w1", update_of(received_bytes, open_s))
-    record = await ledger.weights(job_id, 1)
+        await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+        await ledger.versions.engine_ready(job_id, 1, "w1", update_of(received_bytes, open_s))
+    record = await ledger.versions.weights(job_id, 1)
     assert record is not None
     assert record.delta_bytes == 20
     assert record.rollouts == {"w1": update_of(20, 1.5)}
-    told = [event for event in await ledger.events(job_id) if event.kind == "worker.updated"]
+    told = [event for event in await ledger.event_log.read(job_id) if event.kind == "worker.updated"]
     assert [(event.data["num_bytes"], event.data.get("open_s")) for event in told] == [(20, 1.5), (1000, None)]
     assert told[0].message == "w1 serves policy version 1"
     assert told[0].data == {
@@ -320,23 +323,23 @@ async def test_repeated_version_keeps_its_first_numbers_and_tells_the_new_ones_i
 async def test_last_group_drains_the_iteration(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     first, second = await claim_all(ledger, job_id)
-    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
-    assert await ledger.iteration_state(job_id, 0) is IterationState.OPEN
-    assert await ledger.submit_group(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
-    assert await ledger.iteration_state(job_id, 0) is IterationState.DRAINED
-    assert "iteration.drained" in [event.kind for event in await ledger.events(job_id)]
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+    assert await ledger.iterations.state(job_id, 0) is IterationState.OPEN
+    assert await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
+    assert await ledger.iterations.state(job_id, 0) is IterationState.DRAINED
+    assert "iteration.drained" in [event.kind for event in await ledger.event_log.read(job_id)]
 
 
 @pytest.mark.parametrize("version", [1, 7])
 async def test_group_of_another_version_is_stale_and_claimed_again(ledger: Ledger, version: int) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id, "w1")
-    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, version=version)) is Verdict.STALE
-    assert (await ledger.iteration_fields(job_id, 0))["num_stale"] == "1"
-    assert await ledger.iteration_groups(job_id, 0) == []
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, version=version)) is Verdict.STALE
+    assert (await ledger.iterations.fields(job_id, 0))["num_stale"] == "1"
+    assert await ledger.iterations.accepted_groups(job_id, 0) == []
     (again,) = await claim_all(ledger, job_id, "w2")  # at once, though the first lease had time left
     assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
-    assert await ledger.submit_group(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
 
 
 async def test_one_token_of_another_version_makes_the_group_stale(ledger: Ledger) -> None:
@@ -346,58 +349,58 @@ async def test_one_token_of_another_version_makes_the_group_stale(ledger: Ledger
     del group.responses[1].version_spans[:]
     group.responses[1].version_spans.add(policy_version=0, start=0, end=1)
     group.responses[1].version_spans.add(policy_version=1, start=1, end=2)
-    assert await ledger.submit_group(job_id, claim.entry_id, group) is Verdict.STALE
+    assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.STALE
 
 
 async def test_group_is_accepted_once_however_many_submit_it(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id)
     group = make_group(claim.task)  # again and again: its worker never heard the answer
-    verdicts = await asyncio.gather(*(ledger.submit_group(job_id, claim.entry_id, group) for _ in range(20)))
+    verdicts = await asyncio.gather(*(ledger.rollout.submit(job_id, claim.entry_id, group) for _ in range(20)))
     assert sorted(verdicts) == [Verdict.ACCEPTED, *[Verdict.DUPLICATE] * 19]
-    assert len(await ledger.iteration_groups(job_id, 0)) == 1
-    assert (await ledger.iteration_fields(job_id, 0))["num_duplicate"] == "19"
+    assert len(await ledger.iterations.accepted_groups(job_id, 0)) == 1
+    assert (await ledger.iterations.fields(job_id, 0))["num_duplicate"] == "19"
 
 
 async def test_late_group_of_a_committed_iteration_changes_nothing(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id)
-    await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+    await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, "slow")) is Verdict.DUPLICATE
-    assert len(await ledger.take_groups(job_id, "rank-0", 10, 0.01)) == 1
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, "slow")) is Verdict.DUPLICATE
+    assert len(await ledger.trainer.take(job_id, "rank-0", 10, 0.01)) == 1
 
 
 @pytest.mark.parametrize("state", [JobState.CANCELLING, JobState.FAILED, JobState.SUCCEEDED])
 async def test_job_that_does_not_run_takes_no_group(ledger: Ledger, state: JobState) -> None:
     job_id, _ = await open_job(ledger)
     first, _ = await claim_all(ledger, job_id)
-    await ledger.move_job(job_id, state)
-    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.CLOSED
+    await ledger.jobs.move(job_id, state)
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.CLOSED
     assert await claim_all(ledger, job_id, "w2") == []
 
 
 async def test_paused_job_keeps_what_was_in_flight(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     first, _ = await claim_all(ledger, job_id)
-    await ledger.move_job(job_id, JobState.PAUSED)
-    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
 
 
 async def test_group_that_nobody_asked_for_is_refused(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     invented = tasks_for(0, 9)[8]
-    assert await ledger.submit_group(job_id, "1-1", make_group(invented)) is Verdict.CLOSED
-    assert await ledger.submit_group(job_id, "1-1", make_group(tasks_for(5)[0])) is Verdict.CLOSED
+    assert await ledger.rollout.submit(job_id, "1-1", make_group(invented)) is Verdict.CLOSED
+    assert await ledger.rollout.submit(job_id, "1-1", make_group(tasks_for(5)[0])) is Verdict.CLOSED
 
 
 async def test_failed_group_counts_as_done_and_is_reported(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id)
-    assert await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task)) is Verdict.ACCEPTED
-    fields = await ledger.iteration_fields(job_id, 0)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task)) is Verdict.ACCEPTED
+    fields = await ledger.iterations.fields(job_id, 0)
     assert (fields["state"], fields["num_failed_groups"]) == ("DRAINED", "1")
-    (event,) = [event for event in await ledger.events(job_id) if event.kind == "group.failed"]
+    (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "group.failed"]
     assert "it raised" in event.message
 
 
@@ -407,7 +410,7 @@ async def test_broken_group_never_reaches_the_stream(ledger: Ledger) -> None:
     group = make_group(claim.task)
     group.responses[0].rollout_logprobs.append(0.0)
     with pytest.raises(ValueError, match="2 tokens with 3 logprobs"):
-        await ledger.submit_group(job_id, claim.entry_id, group)
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 
 # ---- leases of groups --------------------------------------------------------------------------------------------
@@ -415,31 +418,31 @@ async def test_broken_group_never_reaches_the_stream(ledger: Ledger) -> None:
 
 async def test_lease_of_a_dead_worker_is_taken_over(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
-    lost = await ledger.claim_groups(job_id, "dead", 2, lease_s=0.05)
-    assert await ledger.claim_groups(job_id, "w2", 2, lease_s=0.05) == []
+    lost = await ledger.rollout.claim(job_id, "dead", 2, lease_s=0.05)
+    assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.05) == []
     await asyncio.sleep(0.08)
-    taken = await ledger.claim_groups(job_id, "w2", 2, lease_s=0.05)
+    taken = await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.05)
     assert [claim.task.group_id for claim in taken] == [claim.task.group_id for claim in lost]
     assert [claim.attempt for claim in taken] == [2, 2]
 
 
 async def test_renewed_lease_is_kept_and_a_lost_one_is_not_renewed(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
-    first, second = await ledger.claim_groups(job_id, "w1", 2, lease_s=0.1)
+    first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=0.1)
     for _ in range(4):
         await asyncio.sleep(0.04)
-        assert await ledger.renew_groups(job_id, "w1", [first.entry_id]) == [first.entry_id]
-    (stolen,) = await ledger.claim_groups(job_id, "w2", 2, lease_s=0.1)
+        assert await ledger.rollout.renew(job_id, "w1", [first.entry_id]) == [first.entry_id]
+    (stolen,) = await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.1)
     assert stolen.entry_id == second.entry_id
-    assert await ledger.renew_groups(job_id, "w1", [first.entry_id, second.entry_id]) == [first.entry_id]
+    assert await ledger.rollout.renew(job_id, "w1", [first.entry_id, second.entry_id]) == [first.entry_id]
 
 
 async def test_released_groups_are_free_at_once(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     entries = [claim.entry_id for claim in await claim_all(ledger, job_id, "w1")]
-    assert await ledger.release_groups(job_id, "w2", entries) == []  # not yours
+    assert await ledger.rollout.release(job_id, "w2", entries) == []  # not yours
     assert await claim_all(ledger, job_id, "w2") == []
-    assert await ledger.release_groups(job_id, "w1", entries) == entries
+    assert await ledger.rollout.release(job_id, "w1", entries) == entries
     assert [claim.entry_id for claim in await claim_all(ledger, job_id, "w2")] == entries
 
 
@@ -448,17 +451,17 @@ async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger) -> None
     for _ in range(3):
         (claim,) = await claim_all(ledger, job_id, "w1")
         assert claim.attempt == 1
-        await ledger.release_groups(job_id, "w1", [claim.entry_id])
-        assert await ledger.release_groups(job_id, "w1", [claim.entry_id]) == []  # said twice, done once
+        await ledger.rollout.release(job_id, "w1", [claim.entry_id])
+        assert await ledger.rollout.release(job_id, "w1", [claim.entry_id]) == []  # said twice, done once
     (claim,) = await claim_all(ledger, job_id, "w1")
-    await ledger.release_groups(job_id, "w1", [claim.entry_id], is_attempt=True)
+    await ledger.rollout.release(job_id, "w1", [claim.entry_id], is_attempt=True)
     (claim,) = await claim_all(ledger, job_id, "w2")
     assert claim.attempt == 2
-    await ledger.renew_groups(job_id, "w2", [claim.entry_id])
-    await ledger.release_groups(job_id, "w2", [claim.entry_id])
+    await ledger.rollout.renew(job_id, "w2", [claim.entry_id])
+    await ledger.rollout.release(job_id, "w2", [claim.entry_id])
     (claim,) = await claim_all(ledger, job_id, "w1")
     assert claim.attempt == 2
-    assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task, "w1", version=9)) is Verdict.STALE
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, "w1", version=9)) is Verdict.STALE
     (claim,) = await claim_all(ledger, job_id, "w1")
     assert claim.attempt == 2
 
@@ -466,28 +469,28 @@ async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger) -> None
 async def test_late_renewal_does_not_take_back_what_was_handed_back(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
     (claim,) = await claim_all(ledger, job_id, "w1")
-    await ledger.release_groups(job_id, "w1", [claim.entry_id])
-    assert await ledger.renew_groups(job_id, "w1", [claim.entry_id]) == []
+    await ledger.rollout.release(job_id, "w1", [claim.entry_id])
+    assert await ledger.rollout.renew(job_id, "w1", [claim.entry_id]) == []
     assert len(await claim_all(ledger, job_id, "w2")) == 1
 
 
 async def test_zombie_worker_that_comes_back_is_a_duplicate(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
-    (old,) = await ledger.claim_groups(job_id, "zombie", 1, lease_s=0.01)
+    (old,) = await ledger.rollout.claim(job_id, "zombie", 1, lease_s=0.01)
     await asyncio.sleep(0.02)
-    (new,) = await ledger.claim_groups(job_id, "w2", 1, lease_s=0.01)
-    assert await ledger.submit_group(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
-    assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "zombie")) is Verdict.DUPLICATE
+    (new,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=0.01)
+    assert await ledger.rollout.submit(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, old.entry_id, make_group(old.task, "zombie")) is Verdict.DUPLICATE
 
 
 async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=1)
-    (old,) = await ledger.claim_groups(job_id, "slow", 1, lease_s=0.01)
+    (old,) = await ledger.rollout.claim(job_id, "slow", 1, lease_s=0.01)
     await asyncio.sleep(0.02)
-    (new,) = await ledger.claim_groups(job_id, "w2", 1, lease_s=0.01)
-    assert await ledger.submit_group(job_id, old.entry_id, make_group(old.task, "slow")) is Verdict.LOST
-    assert await ledger.submit_group(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
-    assert (await ledger.iteration_fields(job_id, 0))["num_lost"] == "1"
+    (new,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=0.01)
+    assert await ledger.rollout.submit(job_id, old.entry_id, make_group(old.task, "slow")) is Verdict.LOST
+    assert await ledger.rollout.submit(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
+    assert (await ledger.iterations.fields(job_id, 0))["num_lost"] == "1"
     assert await claim_all(ledger, job_id, "w3") == []
 
 
@@ -497,16 +500,18 @@ async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger) -> None:
 async def test_groups_stay_pending_until_the_checkpoint_that_covers_them(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     await drain(ledger, job_id)
-    taken = await ledger.take_groups(job_id, "rank-0", 10, 0.1)
+    taken = await ledger.trainer.take(job_id, "rank-0", 10, 0.1)
     assert [group.group_id for group in taken] == ["0-0", "0-1"]
     await commit(ledger, job_id, epoch, 0)
-    assert await ledger.iteration_groups(job_id, 0) == taken  # after a crash: the same groups in the same order
+    assert (
+        await ledger.iterations.accepted_groups(job_id, 0) == taken
+    )  # after a crash: the same groups in the same order
     pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
     assert pending["pending"] == 2
-    await ledger.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
     pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
     assert pending["pending"] == 0
-    assert (await ledger.job_fields(job_id))["checkpoint"] == "/checkpoints/1"
+    assert (await ledger.jobs.fields(job_id))["checkpoint"] == "/checkpoints/1"
 
 
 async def test_two_replicas_never_get_the_same_group(ledger: Ledger) -> None:
@@ -515,52 +520,55 @@ async def test_two_replicas_never_get_the_same_group(ledger: Ledger) -> None:
     both = [(rank, index) for index in range(10) for rank in (0, 1)]
     granted = await asyncio.gather(
         *(
-            ledger.record_micro_batch(job_id, epoch, 0, rank, index, ids[2 * index : 2 * index + 3])
+            ledger.trainer.record_micro_batch(job_id, epoch, 0, rank, index, ids[2 * index : 2 * index + 3])
             for rank, index in both
         )
     )
     assert sorted(group_id for ids in granted for group_id in ids) == sorted(ids)
-    assert await ledger.taken_groups(job_id, 0) == set(ids)
-    recorded = await ledger.recorded_micro_batches(job_id, 0)
+    assert await ledger.iterations.taken_groups(job_id, 0) == set(ids)
+    recorded = await ledger.iterations.micro_batches(job_id, 0)
     assert sorted(group_id for _, batch in recorded for group_id in batch) == sorted(ids)
 
 
 async def test_micro_batch_is_granted_once_and_repeated_as_it_was(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
-    assert await ledger.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-2", "0-1"]) == ["0-2", "0-1"]
-    assert await ledger.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-1", "0-2"]) == []  # the index stays free
-    assert await ledger.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-3", "0-1"]) == ["0-3"]
-    assert await ledger.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-9"]) == ["0-2", "0-1"]  # its answer was lost
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-2", "0-1"]) == ["0-2", "0-1"]
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-1", "0-2"]) == []  # the index stays free
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-3", "0-1"]) == ["0-3"]
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-9"]) == [
+        "0-2",
+        "0-1",
+    ]  # its answer was lost
     for index in range(1, 11):  # in the order of recording, not of names
-        await ledger.record_micro_batch(job_id, epoch, 0, 0, index, [f"0-{9 + index}"])
-    recorded = await ledger.recorded_micro_batches(job_id, 0)
+        await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, index, [f"0-{9 + index}"])
+    recorded = await ledger.iterations.micro_batches(job_id, 0)
     later = [(0, [f"0-{9 + index}"]) for index in range(1, 11)]
     assert recorded == [(0, ["0-2", "0-1"]), (1, ["0-3"]), *later]
-    assert "0-9" not in await ledger.taken_groups(job_id, 0)
-    assert await ledger.recorded_micro_batches(job_id, 1) == []
+    assert "0-9" not in await ledger.iterations.taken_groups(job_id, 0)
+    assert await ledger.iterations.micro_batches(job_id, 1) == []
     with pytest.raises(LeaseLost):
-        await ledger.record_micro_batch(job_id, "0", 0, 0, 11, ["0-30"])
+        await ledger.trainer.record_micro_batch(job_id, "0", 0, 0, 11, ["0-30"])
 
 
 async def test_events_are_a_cursor_and_wait_for_the_next(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    (created,) = await ledger.events(job_id)
+    (created,) = await ledger.event_log.read(job_id)
     assert created.data == {"state": "PENDING"}
-    assert await ledger.events(job_id, after=created.id, timeout_s=0.01) == []
-    waiting = asyncio.create_task(ledger.events(job_id, after=created.id, timeout_s=5))
+    assert await ledger.event_log.read(job_id, after=created.id, timeout_s=0.01) == []
+    waiting = asyncio.create_task(ledger.event_log.read(job_id, after=created.id, timeout_s=5))
     await asyncio.sleep(0.02)
-    await ledger.emit(job_id, "test.hello", "hello", {"n": 1})
+    await ledger.event_log.emit(job_id, "test.hello", "hello", {"n": 1})
     (event,) = await waiting
     assert (event.kind, event.message, event.data) == ("test.hello", "hello", {"n": 1})
 
 
 async def test_workers_of_a_pool_by_heartbeat(ledger: Ledger) -> None:
     for name in ("b", "a"):
-        await ledger.heartbeat("pool-x", WorkerRecord(id=name, state="idle", last_seen_at=1.0))
-    assert [worker.id for worker in await ledger.workers("pool-x")] == ["a", "b"]
-    await ledger.remove_worker("pool-x", "a")
-    assert [worker.id for worker in await ledger.workers("pool-x")] == ["b"]
-    assert await ledger.workers("pool-y") == []
+        await ledger.workers.heartbeat("pool-x", WorkerRecord(id=name, state="idle", last_seen_at=1.0))
+    assert [worker.id for worker in await ledger.workers.records("pool-x")] == ["a", "b"]
+    await ledger.workers.remove("pool-x", "a")
+    assert [worker.id for worker in await ledger.workers.records("pool-x")] == ["b"]
+    assert await ledger.workers.records("pool-y") == []
 
 
 # ---- the client --------------------------------------------------------------------------------------------------
@@ -573,9 +581,9 @@ async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool
     async def work() -> None:
         while True:
             if is_pipeline:
-                await ledger._states([("onbeat:nobody", "nothing")])
+                await group_states(ledger.redis, [("onbeat:nobody", "nothing")])
             else:
-                await ledger.events("nobody", timeout_s=0.001)
+                await ledger.event_log.read("nobody", timeout_s=0.001)
 
     for num_turns in range(40):
         task = asyncio.create_task(work())
@@ -589,19 +597,19 @@ async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool
 async def test_a_replay_with_other_bits_is_noticed(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     await drain(ledger, job_id)
-    assert await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {}, "used")
-    assert not await ledger.commit_iteration(job_id, epoch, 0, 1, "aa", {}, "used")
+    assert await ledger.trainer.commit(job_id, epoch, 0, 1, "aa", {}, "used")
+    assert not await ledger.trainer.commit(job_id, epoch, 0, 1, "aa", {}, "used")
     with pytest.raises(JobFailed, match="gave other bits"):
-        await ledger.commit_iteration(job_id, epoch, 0, 1, "bb", {}, "used")
+        await ledger.trainer.commit(job_id, epoch, 0, 1, "bb", {}, "used")
 
 
 async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
-    await ledger.renew_job(job_id, epoch, 0.0)  # the lease runs out
-    await ledger.move_job(job_id, JobState.PAUSED)
-    assert await ledger.claim_job(job_id, "other", 10) is None
-    await ledger.move_job(job_id, JobState.RUNNING)
-    assert await ledger.claim_job(job_id, "other", 10) is not None
+    await ledger.trainer.renew_job(job_id, epoch, 0.0)  # the lease runs out
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    assert await ledger.trainer.claim_job(job_id, "other", 10) is None
+    await ledger.jobs.move(job_id, JobState.RUNNING)
+    assert await ledger.trainer.claim_job(job_id, "other", 10) is not None
 
 
 # ---- many submissions at once ----------------------------------------------------------------------------------------
@@ -615,7 +623,7 @@ async def test_submissions_of_one_moment_share_round_trips_and_keep_their_own_an
     ]
     before = await num_commands(ledger, "evalsha"), await num_reads(ledger)
     verdicts = await asyncio.gather(
-        *(ledger.submit_group(job_id, claim.entry_id, group) for claim, group in zip(claims, groups, strict=True))
+        *(ledger.rollout.submit(job_id, claim.entry_id, group) for claim, group in zip(claims, groups, strict=True))
     )
     assert verdicts == [Verdict.ACCEPTED, Verdict.STALE] * 50
     assert await num_commands(ledger, "evalsha") - before[0] == 100
@@ -625,16 +633,16 @@ async def test_submissions_of_one_moment_share_round_trips_and_keep_their_own_an
 async def test_submission_goes_through_when_redis_has_forgotten_its_scripts(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     first, second = await claim_all(ledger, job_id)
-    assert await ledger.submit_group(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
     await ledger.redis.script_flush()
-    assert await ledger.submit_group(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
 
 
 async def test_cancelled_submission_takes_no_other_along(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=10)
     claims = await claim_all(ledger, job_id)
     tasks = [
-        asyncio.create_task(ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))) for claim in claims
+        asyncio.create_task(ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))) for claim in claims
     ]
     await asyncio.sleep(0)
     for task in tasks[::2]:
@@ -645,13 +653,13 @@ async def test_cancelled_submission_takes_no_other_along(ledger: Ledger) -> None
 async def test_an_error_that_redis_does_not_know_reaches_all_who_wait(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=3)
     claims = await claim_all(ledger, job_id)
-    await ledger.submit_group(job_id, claims[0].entry_id, make_group(claims[0].task))
+    await ledger.rollout.submit(job_id, claims[0].entry_id, make_group(claims[0].task))
     assert ledger._submit is not None
     calls = [ledger._submit([job_id], [argument]) for argument in ("right", object(), "right")]
     async with asyncio.timeout(30):
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(outcome, DataError) for outcome in outcomes)
-    assert await ledger.submit_group(job_id, claims[1].entry_id, make_group(claims[1].task)) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, claims[1].entry_id, make_group(claims[1].task)) is Verdict.ACCEPTED
 
 
 async def test_scripts_that_redis_has_forgotten_run_each_call_once(ledger: Ledger) -> None:
@@ -662,16 +670,16 @@ async def test_scripts_that_redis_has_forgotten_run_each_call_once(ledger: Ledge
     counter = JobKeys(job_id).busy(0) + ":calls"
     assert await asyncio.gather(*(script([counter], []) for _ in range(5))) == [1, 2, 3, 4, 5]
     for claim in claims:
-        assert await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
     await ledger.redis.delete(counter)
 
 
 async def test_prompt_that_a_stranger_deletes_while_it_is_claimed_stops_no_other(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=3)
-    claims = await ledger.claim_groups(job_id, "w1", 3, lease_s=0.01)
+    claims = await ledger.rollout.claim(job_id, "w1", 3, lease_s=0.01)
     await ledger.redis.xdel(JobKeys(job_id).prompts, claims[1].entry_id)
     await asyncio.sleep(0.02)
-    again = await ledger.claim_groups(job_id, "w2", 3, lease_s=0.01)
+    again = await ledger.rollout.claim(job_id, "w2", 3, lease_s=0.01)
     assert [claim.task.group_id for claim in again] == ["0-0", "0-2"]
 
 
@@ -690,18 +698,18 @@ async def num_reads(ledger: Ledger) -> int:
 async def test_a_version_that_is_announced_again_must_have_the_same_bits(ledger: Ledger) -> None:
     """Rollouts may hold the first ones: the trainer died between publishing and committing."""
     job_id, epoch = await open_job(ledger)
-    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:1", "first")
-    await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:2", "first")
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "first")
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:2", "first")
     with pytest.raises(JobFailed, match="other bits"):
-        await ledger.announce_version(job_id, epoch, 1, "127.0.0.1:3", "second")
-    assert (await ledger.job_fields(job_id))["weights_address"] == "127.0.0.1:2"
+        await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:3", "second")
+    assert (await ledger.jobs.fields(job_id))["weights_address"] == "127.0.0.1:2"
 
 
 async def test_nothing_is_committed_after_the_end(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     await drain(ledger, job_id)
-    await ledger.move_job(job_id, JobState.CANCELLING)
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLING)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     with pytest.raises(LeaseLost):
         await commit(ledger, job_id, epoch, 0)
 
@@ -709,8 +717,8 @@ async def test_nothing_is_committed_after_the_end(ledger: Ledger) -> None:
 async def test_an_older_checkpoint_makes_nothing_undone(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     for iteration, path in ((2, "/new"), (1, "/old")):
-        await ledger.checkpointed(job_id, epoch, 0, iteration, path)
-    fields = await ledger.job_fields(job_id)
+        await ledger.trainer.checkpointed(job_id, epoch, 0, iteration, path)
+    fields = await ledger.jobs.fields(job_id)
     assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("2", "/new")
 
 

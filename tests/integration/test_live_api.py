@@ -23,6 +23,9 @@ from onbeat.client import AsyncClient, BrokerUnreachable, Client
 from onbeat.errors import ApiError
 from onbeat.streams import inspection
 from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.ledger.audit_log import AuditLog
+from onbeat.streams.ledger.iterations import Iterations
+from onbeat.streams.ledger.scripts import Scripts
 from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, Timeline, WeightUpdate
 from services.broker import live
 from services.broker import timeline as timeline_module
@@ -159,7 +162,7 @@ async def train(ledger: Ledger, job_id: str, epoch: str, iterations: range, roll
 
 
 async def ledger_events(ledger: Ledger, job_id: str) -> list[str]:
-    return [event.id for event in await ledger.events(job_id)]
+    return [event.id for event in await ledger.event_log.read(job_id)]
 
 
 def events_of(told: list[Told]) -> list[str]:
@@ -183,7 +186,7 @@ async def test_stream_tells_each_state_and_each_event_once_until_the_job_is_over
     listening = await begin_to_listen(broker, job_id)
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(3))
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     told = await listening
     assert events_of(told) == await ledger_events(ledger, job_id)
     points = committed_of(told)
@@ -201,7 +204,7 @@ async def test_whoever_has_seen_an_event_has_seen_the_states_behind_it(broker: B
     listening = await begin_to_listen(broker, job_id)
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(3))
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     told = await listening
     for place, message in enumerate(told):
         if message.kind == "event" and message.data["kind"] == "iteration.committed":
@@ -221,7 +224,7 @@ async def test_stream_goes_on_after_the_last_event_without_loss_or_doubles(broke
     await training
     await train(ledger, job_id, epoch, range(2, 6))  # nobody listens
     listening = await begin_to_listen(broker, job_id, **{"Last-Event-ID": events_of(first)[-1]})
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     second = await listening
     assert events_of(first) + events_of(second) == await ledger_events(ledger, job_id)
     assert committed_of(first).keys() | committed_of(second).keys() == set(range(6))
@@ -234,10 +237,10 @@ async def test_event_that_was_seen_by_way_of_another_broker_is_not_told_again(
     job_id = await create_job(ledger)
     first = await begin_to_listen(broker, job_id)
     await asyncio.sleep(0.3)
-    await ledger.emit(job_id, "test.seen", "the reader has not looked yet")
+    await ledger.event_log.emit(job_id, "test.seen", "the reader has not looked yet")
     (seen,) = await inspection.newest_events(ledger, job_id, count=1)
     second = await begin_to_listen(broker, job_id, **{"Last-Event-ID": seen.id})
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
     assert events_of(await first) == expected
     assert events_of(await second) == expected[expected.index(seen.id) + 1 :]
@@ -247,7 +250,7 @@ async def test_stream_of_a_job_that_is_over_tells_it_and_ends(broker: Broker, le
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(2))
-    await ledger.move_job(job_id, JobState.FAILED, "out of memory")
+    await ledger.jobs.move(job_id, JobState.FAILED, "out of memory")
     told = await listen_to_end(broker.url, job_id)
     assert events_of(told) == await ledger_events(ledger, job_id)
     assert committed_of(told).keys() == {0, 1}
@@ -264,7 +267,7 @@ async def test_stream_tells_all_iterations_however_many_they_are(
 ) -> None:
     job_id = await create_job(ledger, schedule={"num_iterations": 6})
     await train(ledger, job_id, await start_training(ledger, job_id), range(5))
-    await ledger.move_job(job_id, JobState.FAILED)
+    await ledger.jobs.move(job_id, JobState.FAILED)
     for at_once in (2, 5):  # the last read is full, or not
         monkeypatch.setattr(live, "ITERATIONS_AT_ONCE", at_once)
         assert committed_of(await listen_to_end(broker.url, job_id)).keys() == set(range(5))
@@ -311,8 +314,8 @@ async def test_watchers_of_a_job_share_one_reader(
 
     await eventually("it looks", has_looked)
     assert looks - before <= (clock.time() - since) / live.TICK_S + 1
-    await ledger.emit(job_id, "test.hello", "hello")
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.event_log.emit(job_id, "test.hello", "hello")
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
     for told in await asyncio.gather(*listening):
         assert events_of(told) == expected
@@ -327,7 +330,7 @@ async def test_many_watchers_may_come_at_once(broker: Broker, ledger: Ledger) ->
         return broker.num_watchers == 150
 
     await eventually("all listen", all_are_here, LIMIT_S)
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
     assert all(events_of(told) == expected for told in await asyncio.gather(*listening))
 
@@ -398,7 +401,7 @@ async def test_stream_asks_for_a_key_that_may_read(ledger: Ledger, tmp_path: Pat
         async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
             for part in ("stream", "timeline"):
                 assert (await client.get(f"/v1/jobs/{job_id}/{part}")).status_code == 401
-        await ledger.move_job(job_id, JobState.CANCELLED)
+        await ledger.jobs.move(job_id, JobState.CANCELLED)
         assert (await listen_to_end(broker.url, job_id, **keys.header(Role.READ)))[0].data["id"] == job_id
         async with AsyncClient(broker.url, "onbeat_0_wrong") as stranger:
             with pytest.raises(ApiError, match="401"):
@@ -461,10 +464,10 @@ async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
             async with asyncio.timeout(LIMIT_S):
                 while not await one_is_left():
                     for _ in range(50):
-                        await ledger.emit(job_id, "test.long", "x" * 20_000)
+                        await ledger.event_log.emit(job_id, "test.long", "x" * 20_000)
                     (newest,) = await inspection.newest_events(ledger, job_id, count=1)
                     await eventually("the quick one has taken all", has_taken_all)
-            await ledger.move_job(job_id, JobState.CANCELLED)
+            await ledger.jobs.move(job_id, JobState.CANCELLED)
             await asyncio.wait_for(listening, LIMIT_S)
             assert told[-1].data == {"reason": "over"}
 
@@ -479,10 +482,10 @@ async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, mo
     (watcher,) = watch.watchers
     async with asyncio.timeout(LIMIT_S):
         while not watcher.is_dropped:
-            await ledger.emit(job_id, "test.quick", "")
+            await ledger.event_log.emit(job_id, "test.quick", "")
     num_waiting = watcher.queue.qsize()
     assert live.MAX_WAITING <= num_waiting <= live.MAX_WAITING + live.EVENTS_AT_ONCE + 10  # one tick beyond, and states
-    await ledger.emit(job_id, "test.quick", "")
+    await ledger.event_log.emit(job_id, "test.quick", "")
     newest = (await inspection.newest_events(ledger, job_id, count=1))[0].id
 
     async def has_looked() -> bool:
@@ -510,7 +513,7 @@ async def test_watcher_that_has_taken_everything_is_not_slow_however_much_comes_
     stream = streams.stream(job_id, "0")
     bodies = [await anext(stream)]
     for _ in range(live.MAX_WAITING + 50):
-        await ledger.emit(job_id, "test.quick", "")
+        await ledger.event_log.emit(job_id, "test.quick", "")
     may_look.set()
     watching = streams._watches[job_id].task
     assert watching is not None
@@ -535,7 +538,7 @@ async def test_client_streams_typed_records_until_the_job_is_over(broker: Broker
 
     collecting = asyncio.create_task(collect())
     await train(ledger, job_id, await start_training(ledger, job_id), range(3))
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     updates = await asyncio.wait_for(collecting, LIMIT_S)
     assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
     assert [u for u in updates if isinstance(u, JobRecord)][-1].state is JobState.SUCCEEDED
@@ -549,8 +552,8 @@ ODD_TEXT = "a\u2028b\x85c\u2029d\x0be\rf"  # ends of lines to str.splitlines(), 
 
 async def test_odd_ends_of_lines_are_text_to_the_client(broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    await ledger.emit(job_id, "test.odd", ODD_TEXT)
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.event_log.emit(job_id, "test.odd", ODD_TEXT)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     async with AsyncClient(broker.url) as client:
         updates = [update async for update in client.jobs.stream(job_id)]
     assert [u.message for u in updates if isinstance(u, Event) and u.kind == "test.odd"] == [ODD_TEXT]
@@ -604,10 +607,10 @@ async def test_client_goes_on_when_the_broker_comes_back(ledger: Ledger, tmp_pat
             return any(isinstance(update, Event) for update in updates)
 
         await eventually("it hears", has_begun)
-    await ledger.emit(job_id, "test.unheard", "nobody is there")
+    await ledger.event_log.emit(job_id, "test.unheard", "nobody is there")
     async with serving(ledger, tmp_path, port=port):
         await train(ledger, job_id, epoch, range(1, 3))
-        await ledger.move_job(job_id, JobState.SUCCEEDED)
+        await ledger.jobs.move(job_id, JobState.SUCCEEDED)
         await asyncio.wait_for(collecting, LIMIT_S)
     assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
 
@@ -651,17 +654,17 @@ async def test_timeline_places_groups_weights_and_training_on_one_clock(broker: 
     assert (nothing.iterations, nothing.lanes, nothing.spans) == ([], [], [])
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
-    opened_at = float((await ledger.iteration_fields(job_id, 0))["opened_at"])
+    opened_at = float((await ledger.iterations.fields(job_id, 0))["opened_at"])
     update = WeightUpdate(received_bytes=9, pull_s=0.04, apply_s=0.01, load_s=0.03, held_s=0.02)
     await asyncio.sleep(0.1)
-    await ledger.engine_ready(job_id, 0, "w1", update)
-    ready_at = next(e.time for e in await ledger.events(job_id) if e.kind == "worker.updated")
+    await ledger.versions.engine_ready(job_id, 0, "w1", update)
+    ready_at = next(e.time for e in await ledger.event_log.read(job_id) if e.kind == "worker.updated")
     await asyncio.sleep(0.5)
-    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
     group = make_group(first.task)
     group.timings.generate_s, group.timings.score_s = 0.3, 0.1
-    await ledger.submit_group(job_id, first.entry_id, group)
-    accepted_at = int((await ledger.groups(job_id, 0))["0-0"].removeprefix("accepted:").split("-")[0]) / 1000
+    await ledger.rollout.submit(job_id, first.entry_id, group)
+    accepted_at = int((await ledger.iterations.groups(job_id, 0))["0-0"].removeprefix("accepted:").split("-")[0]) / 1000
     open_one = await get_timeline(broker, job_id)  # what is accepted shows before the rest
     assert {(s.lane, s.kind, s.group_id) for s in open_one.spans if s.group_id} == {
         ("w1", "generate", "0-0"),
@@ -669,11 +672,11 @@ async def test_timeline_places_groups_weights_and_training_on_one_clock(broker: 
     }
     failed = make_group(second.task)
     failed.timings.generate_s, failed.timings.score_s = 0.0, 0.0
-    await ledger.submit_group(job_id, second.entry_id, failed)
+    await ledger.rollout.submit(job_id, second.entry_id, failed)
     begin = opened_at + 0.1
     told = [("micro_batch", begin, 0.1), ("micro_batch", begin + 0.102, 0.1), ("optimizer", begin + 0.3, 0.05)]
     await commit(ledger, job_id, epoch, 0, spans=told, reward_mean=0.5)
-    committed_at = float((await ledger.iteration_fields(job_id, 0))["committed_at"])
+    committed_at = float((await ledger.iterations.fields(job_id, 0))["committed_at"])
     timeline = await get_timeline(broker, job_id, 1)
     if timeline.iterations == [1]:  # the next one is open already
         timeline = await get_timeline(broker, job_id, 2)
@@ -712,9 +715,11 @@ async def test_timeline_of_a_job_that_tells_less(broker: Broker, ledger: Ledger)
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
-    await ledger.engine_ready(job_id, 0, "w1", WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1))
+    await ledger.versions.engine_ready(
+        job_id, 0, "w1", WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1)
+    )
     await train(ledger, job_id, epoch, range(3), rollout_s=0.25)
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     timeline = await get_timeline(broker, job_id, 2)
     assert timeline.iterations == [1, 2]
     assert {s.kind for s in timeline.spans if s.iteration > 0} == {"generate", "score"}
@@ -730,7 +735,7 @@ async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, mo
     async def never(*_: Any) -> Any:
         raise AssertionError("read again")
 
-    monkeypatch.setattr(Ledger, "rollouts", never)
+    monkeypatch.setattr(AuditLog, "rollouts", never)
     assert (await get_timeline(broker, job_id)).spans == first.spans
     assert len([s for s in first.spans if s.kind == "generate"]) == 6
 
@@ -760,18 +765,18 @@ async def test_timeline_is_put_together_and_written_beside_the_event_loop(
     assert threading.get_ident() not in threads
 
 
-class SlowLedger(Ledger):
+class SlowIterations(Iterations):
     """Another group is accepted after the groups have been listed, and before they are read."""
 
     def __init__(self, ledger: Ledger, late: list[Claim]) -> None:
-        super().__init__(ledger.redis)
-        self._late = late
+        super().__init__(Scripts(ledger.redis))
+        self._ledger, self._late = ledger, late
 
     async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
         listed = await super().groups(job_id, iteration)
         while self._late:
             claim = self._late.pop()
-            await self.submit_group(job_id, claim.entry_id, make_group(claim.task))
+            await self._ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
         return listed
 
 
@@ -780,9 +785,11 @@ async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker: Br
     await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     await asyncio.sleep(0.3)  # then the groups' spans lie within the window
-    first, second = await ledger.claim_groups(job_id, "w1", 10, 30)
-    await ledger.submit_group(job_id, first.entry_id, make_group(first.task))
-    timelines = Timelines(SlowLedger(ledger, late=[second]))
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task))
+    slow = Ledger(ledger.redis)
+    slow.iterations = SlowIterations(ledger, late=[second])
+    timelines = Timelines(slow)
     await timelines.read(job_id, 1)
     shown = (await timelines.read(job_id, 1)).spans
     assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # each once

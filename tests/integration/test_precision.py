@@ -37,11 +37,11 @@ class Pool:
         )
 
     async def store(self):
-        await self.ledger.create_job(self.job_id, json.loads(self.config.model_dump_json()), 1, 0)
+        await self.ledger.jobs.create(self.job_id, json.loads(self.config.model_dump_json()), 1, 0)
 
     async def create(self):
         await self.store()
-        self.epoch = await self.ledger.claim_job(self.job_id, "trainer-0", lease_s=30.0)
+        self.epoch = await self.ledger.trainer.claim_job(self.job_id, "trainer-0", lease_s=30.0)
         return self
 
     async def add_rollout(self, worker_id, hardware, age_s=0.0):
@@ -52,15 +52,15 @@ class Pool:
             hardware=str(hardware),
             bfloat16=hardware.bfloat16,
         )
-        await self.ledger.heartbeat(self.name, record)
+        await self.ledger.workers.heartbeat(self.name, record)
 
     async def resolve(self, trainer=NEW):
-        fields = await self.ledger.job_fields(self.job_id)
+        fields = await self.ledger.jobs.fields(self.job_id)
         settings = Settings(pool=self.name)
         return await resolve_dtype(self.ledger, self.job_id, self.epoch, fields, trainer, settings)
 
     async def messages(self, kind):
-        return [event.message for event in await self.ledger.events(self.job_id) if event.kind == kind]
+        return [event.message for event in await self.ledger.event_log.read(self.job_id) if event.kind == kind]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ async def test_auto_takes_what_all_devices_multiply(ledger, trainer, rollouts, d
     for index, hardware in enumerate(rollouts):
         await pool.add_rollout(f"rollout-{index}", hardware)
     assert (await pool.resolve(trainer)).model.dtype == dtype
-    assert (await ledger.job_fields(pool.job_id))["dtype"] == dtype
+    assert (await ledger.jobs.fields(pool.job_id))["dtype"] == dtype
     (message,) = await pool.messages("job.dtype")
     assert message.startswith(f"computes in {dtype}: ")
     slow = [f"rollout-{index}'s {each}" for index, each in enumerate(rollouts) if each.bfloat16 != "native"]
@@ -113,14 +113,14 @@ async def test_a_trainer_that_cannot_hold_the_dtype_refuses(ledger):
     pool = await Pool(ledger, "bfloat16").create()
     with pytest.raises(UnusableDtype, match=r"T4 \(compute capability 7\.5\) cannot compute in bfloat16"):
         await pool.resolve(OLD_GPU)
-    assert "dtype" not in await ledger.job_fields(pool.job_id)
+    assert "dtype" not in await ledger.jobs.fields(pool.job_id)
 
 
 async def test_a_job_fails_with_a_sentence_on_a_trainer_that_cannot_hold_it(ledger):
     pool = Pool(ledger, "bfloat16")
     await pool.store()
     assert await claim_next(Settings(pool=pool.name), ledger, OLD_GPU) is None
-    fields = await ledger.job_fields(pool.job_id)
+    fields = await ledger.jobs.fields(pool.job_id)
     assert fields["state"] == "FAILED"
     assert "submit the job with auto or float32" in fields["error"]
 
@@ -136,5 +136,5 @@ async def test_a_trainer_claims_a_job_with_its_dtype_resolved(ledger):
 async def test_a_trainer_without_the_lease_records_no_dtype(ledger):
     pool = await Pool(ledger, "auto").create()
     with pytest.raises(LeaseLost):
-        await ledger.record_dtype(pool.job_id, "0", "float32", "")
-    assert "dtype" not in await ledger.job_fields(pool.job_id)
+        await ledger.trainer.record_dtype(pool.job_id, "0", "float32", "")
+    assert "dtype" not in await ledger.jobs.fields(pool.job_id)

@@ -95,26 +95,26 @@ async def test_jobs_run_as_a_user_with_the_least_rights(port: int, password_file
             assert (await broker.post(f"/v1/jobs/{job_id}:pause")).json()["state"] == "PAUSED"
             assert (await broker.post(f"/v1/jobs/{job_id}:resume")).json()["state"] == "RUNNING"
             await wait_open(ledger, job_id, 0)
-            (claim,) = await ledger.claim_groups(job_id, "w0", 1, 30)
-            assert await ledger.renew_groups(job_id, "w0", [claim.entry_id]) == [claim.entry_id]
-            await ledger.release_groups(job_id, "w0", [claim.entry_id])
-            (claim,) = await ledger.claim_groups(job_id, "w0", 1, 30)
-            await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task, "w0"))
+            (claim,) = await ledger.rollout.claim(job_id, "w0", 1, 30)
+            assert await ledger.rollout.renew(job_id, "w0", [claim.entry_id]) == [claim.entry_id]
+            await ledger.rollout.release(job_id, "w0", [claim.entry_id])
+            (claim,) = await ledger.rollout.claim(job_id, "w0", 1, 30)
+            await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task, "w0"))
             for iteration in range(2):
                 await wait_open(ledger, job_id, iteration)
 
                 async def is_drained(iteration: int = iteration) -> bool:
                     await drain(ledger, job_id)
-                    return await ledger.iteration_state(job_id, iteration) is IterationState.DRAINED
+                    return await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
 
                 await eventually("drained", is_drained, DEADLINE_S)
-                groups = await ledger.take_groups(job_id, "trainer", 100, 1.0)
+                groups = await ledger.trainer.take(job_id, "trainer", 100, 1.0)
                 ids = [group.group_id for group in groups]
-                assert await ledger.record_micro_batch(job_id, epoch, iteration, 0, 0, ids) == ids
+                assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, ids) == ids
                 assert await commit(ledger, job_id, epoch, iteration)
-                await ledger.checkpointed(job_id, epoch, iteration, iteration + 1, "/checkpoint")
-            await ledger.renew_job(job_id, epoch, 30)
-            await ledger.move_job(job_id, JobState.SUCCEEDED, epoch=epoch)
+                await ledger.trainer.checkpointed(job_id, epoch, iteration, iteration + 1, "/checkpoint")
+            await ledger.trainer.renew_job(job_id, epoch, 30)
+            await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
             other = await create_job(ledger)
             assert (await broker.post(f"/v1/jobs/{other}:cancel")).json()["state"] == "CANCELLED"
             for path in (f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}/samples", "/readyz"):

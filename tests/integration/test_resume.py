@@ -50,18 +50,18 @@ async def test_failed_job_goes_on_where_it_was(broker: httpx.AsyncClient, ledger
     job_id = await submit(broker)
     zombie = await start_training(ledger, job_id)
     await train(ledger, job_id, zombie, 0, 1)
-    await ledger.move_job(job_id, JobState.FAILED, "the disk is full")
+    await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
     assert job_id in await ledger.lists.newest(JobState.FAILED, 0, 1000)
     record = (await broker.post(f"/v1/jobs/{job_id}:resume")).json()
     assert (record["state"], record["error"], record["next_iteration"]) == ("PENDING", None, 1)
     assert record["finished_at"] is None
     assert job_id not in await ledger.lists.newest(JobState.FAILED, 0, 1000)
     with pytest.raises(LeaseLost):
-        await ledger.renew_job(job_id, zombie, 30.0)
-    epoch = await ledger.claim_job(job_id, "trainer-b", 30.0)
+        await ledger.trainer.renew_job(job_id, zombie, 30.0)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     assert epoch is not None
     await train(ledger, job_id, epoch, 1, 3)
-    await ledger.move_job(job_id, JobState.SUCCEEDED, epoch=epoch)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     assert (await broker.get(f"/v1/jobs/{job_id}/audit")).json()["is_clean"]
     iterations = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
     assert [record["state"] for record in iterations] == ["COMMITTED"] * 3
@@ -72,9 +72,9 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     job_id = await submit(broker, evaluation=evaluation)
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, 0, 3)
-    await eventually("the last evaluation is open", lambda: ledger.evaluation_state(job_id, 3))
+    await eventually("the last evaluation is open", lambda: ledger.evaluations.state(job_id, 3))
     await drain(ledger, job_id)
-    await ledger.move_job(job_id, JobState.SUCCEEDED, epoch=epoch)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     for wanted in (1, 3):
         answer = await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": wanted})
         assert answer.status_code == 422
@@ -82,11 +82,11 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     record = (await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": 6})).json()
     assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 6, 3)
     assert (record["config"]["schedule"]["num_iterations"], record["config"]["schedule"]["earlier_ends"]) == (6, [3])
-    assert (await ledger.job_fields(job_id))["next_evaluation"] == "4"
-    epoch = await ledger.claim_job(job_id, "trainer-b", 30.0)
+    assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "4"
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     assert epoch is not None
     await train(ledger, job_id, epoch, 3, 6)
-    await ledger.move_job(job_id, JobState.SUCCEEDED, epoch=epoch)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     report = (await broker.get(f"/v1/jobs/{job_id}/audit")).json()
     assert (report["violation"], report["num_commits"]) == (None, 6)
     evaluations = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
@@ -105,42 +105,42 @@ async def test_refusal_says_what_to_do(
     broker: httpx.AsyncClient, ledger: Ledger, way: list[JobState], body: dict[str, int] | None, reason: str
 ) -> None:
     job_id = await submit(broker)
-    await ledger.claim_job(job_id, "trainer-a", 30)
+    await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     for state in way:
         if state is not JobState.RUNNING:
-            await ledger.move_job(job_id, state)
-    before = await ledger.job_fields(job_id)
+            await ledger.jobs.move(job_id, state)
+    before = await ledger.jobs.fields(job_id)
     answer = await broker.post(f"/v1/jobs/{job_id}:resume", json=body)
     assert answer.status_code == 409, answer.text
     assert reason in answer.json()["detail"]
-    assert (await ledger.job_fields(job_id))["state"] == before["state"]
+    assert (await ledger.jobs.fields(job_id))["state"] == before["state"]
 
 
 async def test_job_whose_data_has_gone_stays_as_it_is(
     broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path
 ) -> None:
     job_id = await submit(broker)
-    await ledger.move_job(job_id, JobState.CANCELLED)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     (tmp_path / "prompts.jsonl").unlink()
     answer = await broker.post(f"/v1/jobs/{job_id}:resume")
     assert answer.status_code == 422
     assert "there is no file prompts.jsonl" in answer.text
-    assert await ledger.job_state(job_id) is JobState.CANCELLED
+    assert await ledger.jobs.state(job_id) is JobState.CANCELLED
 
 
 async def test_only_one_of_two_brings_a_job_back(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    await ledger.move_job(job_id, JobState.FAILED, "no model")
-    await ledger.resume_job(job_id, JobState.FAILED)
+    await ledger.jobs.move(job_id, JobState.FAILED, "no model")
+    await ledger.jobs.resume(job_id, JobState.FAILED)
     with pytest.raises(CannotResume, match="is PENDING: it was FAILED a moment ago; look again"):
-        await ledger.resume_job(job_id, JobState.FAILED)
+        await ledger.jobs.resume(job_id, JobState.FAILED)
 
 
 async def test_outdated_look_at_a_resumed_job_is_put_right(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    await ledger.move_job(job_id, JobState.FAILED, "no model")
-    before = {job_id: await ledger.job_fields(job_id)}
-    await ledger.resume_job(job_id, JobState.FAILED)
+    await ledger.jobs.move(job_id, JobState.FAILED, "no model")
+    before = {job_id: await ledger.jobs.fields(job_id)}
+    await ledger.jobs.resume(job_id, JobState.FAILED)
     await ledger.lists.file(before)  # by a broker that is late
     await Retention(ledger, 0).step()
     assert await ledger.redis.zscore(keys.ended_jobs(JobState.FAILED), job_id) is None
@@ -155,13 +155,13 @@ async def test_time_in_between_is_no_time_of_an_iteration(ledger: Ledger) -> Non
     await ledger.redis.hset(job, mapping={"last_commit_at": now - 1000})
     for halt, go_on in ((JobState.PAUSED, JobState.RUNNING), (JobState.FAILED, None)):
         await ledger.redis.hset(job, "last_commit_at", now - 1000)
-        await ledger.move_job(job_id, halt)
+        await ledger.jobs.move(job_id, halt)
         await ledger.redis.hset(job, mapping={"halted_at": now - 900, "finished_at": now - 900})
         if go_on:
-            await ledger.move_job(job_id, go_on)
+            await ledger.jobs.move(job_id, go_on)
         else:
-            await ledger.resume_job(job_id, halt)
-        last = float((await ledger.job_fields(job_id))["last_commit_at"])
+            await ledger.jobs.resume(job_id, halt)
+        last = float((await ledger.jobs.fields(job_id))["last_commit_at"])
         assert last == pytest.approx(await ledger.now() - 100, abs=5)
 
 

@@ -50,17 +50,19 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
     job_id = await create_job(ledger, schedule={"num_iterations": num_iterations}, **sections)
     epoch = await start_training(ledger, job_id)
     for iteration in range(num_iterations):
-        await ledger.announce_version(job_id, epoch, iteration, "127.0.0.1:1", f"d{iteration}", WEIGHTS)
-        await ledger.engine_ready(job_id, iteration, "w1", UPDATE)
+        await ledger.versions.announce(job_id, epoch, iteration, "127.0.0.1:1", f"d{iteration}", WEIGHTS)
+        await ledger.versions.engine_ready(job_id, iteration, "w1", UPDATE)
         tasks = tasks_for(iteration)
         for row, task in enumerate(tasks):
             task.data_row = row
-        assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
         for claim in await claim_all(ledger, job_id):
             group = make_group(claim.task)
             group.data_row = claim.task.data_row
-            await ledger.submit_group(job_id, claim.entry_id, group)
-        granted = await ledger.record_micro_batch(job_id, epoch, iteration, 0, 0, [task.group_id for task in tasks])
+            await ledger.rollout.submit(job_id, claim.entry_id, group)
+        granted = await ledger.trainer.record_micro_batch(
+            job_id, epoch, iteration, 0, 0, [task.group_id for task in tasks]
+        )
         assert len(granted) == 2
         assert await commit(ledger, job_id, epoch, iteration)
         await ledger.traces.hold(job_id, "broker-a", 30.0)
@@ -74,14 +76,14 @@ async def evaluate(ledger: Ledger, job_id: str, evaluation: int) -> None:
     tasks = tasks_for(evaluation)
     for index, task in enumerate(tasks):
         task.group_id, task.is_evaluation = f"eval-{evaluation}-{index}", True
-    version = int((await ledger.job_fields(job_id))["policy_version"])
+    version = int((await ledger.jobs.fields(job_id))["policy_version"])
     assert await ledger.evaluations.open(job_id, evaluation, version, evaluation + 1, tasks) == ""
     claim = (await claim_all(ledger, job_id, count=1))[0]
-    await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+    await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
 
 
 async def over(ledger: Ledger, job_id: str) -> str:
-    await ledger.move_job(job_id, JobState.FAILED, "over")
+    await ledger.jobs.move(job_id, JobState.FAILED, "over")
     return job_id
 
 
@@ -96,22 +98,22 @@ async def test_deleted_job_leaves_nothing_but_the_mark_that_refuses_its_id(ledge
     known = {key.rpartition("}:")[2].partition(":")[0] for key in (*every_key.of_job, *every_key.numbered(0))}
     assert names == known | {"job"}  # else the rest of this test would show nothing
     await over(ledger, job_id)
-    await ledger.delete_job(job_id)
+    await ledger.jobs.delete(job_id)
     assert await keys_of(ledger, job_id) == {"deleted"}
     assert 0 < await ledger.redis.ttl(every_key.deleted) <= DAY_S
-    assert job_id not in await ledger.job_ids()
+    assert job_id not in await ledger.jobs.ids()
     with pytest.raises(JobNotFound):
-        await ledger.job_fields(job_id)
+        await ledger.jobs.fields(job_id)
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.PAUSED, JobState.CANCELLING])
 async def test_job_that_is_not_over_cannot_be_deleted(ledger: Ledger, state: JobState) -> None:
     job_id = await create_job(ledger)
     for step in {JobState.PENDING: [], JobState.RUNNING: [state]}.get(state, [JobState.RUNNING, state]):
-        await ledger.move_job(job_id, step)
+        await ledger.jobs.move(job_id, step)
     with pytest.raises(JobNotFinal, match=f"is {state}; only a job that is over can be deleted: cancel it first"):
-        await ledger.delete_job(job_id)
-    assert await ledger.job_state(job_id) is state
+        await ledger.jobs.delete(job_id)
+    assert await ledger.jobs.state(job_id) is state
 
 
 async def test_large_job_goes_in_small_steps(ledger: Ledger) -> None:
@@ -127,7 +129,7 @@ async def test_large_job_goes_in_small_steps(ledger: Ledger) -> None:
         return int((await ledger.redis.info("commandstats")).get("cmdstat_unlink", {"calls": 0})["calls"])
 
     before = await num_unlinks()
-    await ledger.delete_job(job_id)
+    await ledger.jobs.delete(job_id)
     assert await num_unlinks() - before > 30
     assert await keys_of(ledger, job_id) == {"deleted"}
 
@@ -154,15 +156,15 @@ async def test_deletion_that_dies_half_way_shows_no_half_job_and_is_finished(
         dying.setattr(ledger.redis, "unlink", unlink_or_die)
         dying.setattr(ledger.lists, "remove", die)  # the last step of all
         with pytest.raises(ConnectionError):
-            await ledger.delete_job(job_id)
-    assert job_id in await ledger.job_ids()
+            await ledger.jobs.delete(job_id)
+    assert job_id in await ledger.jobs.ids()
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:  # its first look finishes it
         assert (await broker.get(f"/v1/jobs/{job_id}")).status_code == 404
         assert job_id not in [job["id"] for job in (await broker.get("/v1/jobs?limit=1000")).json()["jobs"]]
 
         async def is_gone() -> bool:
-            return job_id not in await ledger.job_ids()
+            return job_id not in await ledger.jobs.ids()
 
         await eventually("the deletion is finished", is_gone, timeout_s=60)
     assert await keys_of(ledger, job_id) == {"deleted"}
@@ -171,7 +173,7 @@ async def test_deletion_that_dies_half_way_shows_no_half_job_and_is_finished(
 async def test_two_deletions_at_once_are_one(ledger: Ledger) -> None:
     job_id, _ = await run_job(ledger)
     await over(ledger, job_id)
-    await asyncio.gather(*(ledger.delete_job(job_id) for _ in range(5)))
+    await asyncio.gather(*(ledger.jobs.delete(job_id) for _ in range(5)))
     assert await keys_of(ledger, job_id) == {"deleted"}
 
 
@@ -202,29 +204,29 @@ Call = Callable[[Ledger, str], Coroutine[Any, Any, Any]]
 
 # By script. The answers differ; that none of them writes is what counts.
 LATE_CALLS: dict[str, Call] = {
-    "announce_version": lambda ledger, job: ledger.announce_version(job, "1", 1, "h:1", "d", WEIGHTS),
-    "checkpointed": lambda ledger, job: ledger.checkpointed(job, "1", 0, 1, "/c"),
-    "claim_groups": lambda ledger, job: ledger.claim_groups(job, "w1", 9, 30.0),
-    "claim_job": lambda ledger, job: ledger.claim_job(job, "trainer-a", 30.0),
-    "commit_iteration": lambda ledger, job: ledger.commit_iteration(job, "1", 0, 1, "d", {}, "u"),
-    "create_job": lambda ledger, job: ledger.create_job(job, {"name": "n", "pool": "p"}, 1, 0),
-    "delete_job": lambda ledger, job: ledger.delete_job(job),
+    "announce_version": lambda ledger, job: ledger.versions.announce(job, "1", 1, "h:1", "d", WEIGHTS),
+    "checkpointed": lambda ledger, job: ledger.trainer.checkpointed(job, "1", 0, 1, "/c"),
+    "claim_groups": lambda ledger, job: ledger.rollout.claim(job, "w1", 9, 30.0),
+    "claim_job": lambda ledger, job: ledger.trainer.claim_job(job, "trainer-a", 30.0),
+    "commit_iteration": lambda ledger, job: ledger.trainer.commit(job, "1", 0, 1, "d", {}, "u"),
+    "create_job": lambda ledger, job: ledger.jobs.create(job, {"name": "n", "pool": "p"}, 1, 0),
+    "delete_job": lambda ledger, job: ledger.jobs.delete(job),
     "drop_foreign": lambda ledger, job: ledger._drop_foreign(JobKeys(job), JobKeys(job).rollouts, "trainer", ["1-1"]),
-    "emit_event": lambda ledger, job: ledger.emit(job, "worker.left", "w1"),
+    "emit_event": lambda ledger, job: ledger.event_log.emit(job, "worker.left", "w1"),
     "end_evaluation": lambda ledger, job: ledger.evaluations.fail(job, 0, 1, "given up"),
-    "engine_ready": lambda ledger, job: ledger.engine_ready(job, 1, "w1", UPDATE),
+    "engine_ready": lambda ledger, job: ledger.versions.engine_ready(job, 1, "w1", UPDATE),
     "hold_traces": lambda ledger, job: ledger.traces.hold(job, "broker-a", 30.0),
-    "move_job": lambda ledger, job: ledger.move_job(job, JobState.FAILED),
+    "move_job": lambda ledger, job: ledger.jobs.move(job, JobState.FAILED),
     "open_evaluation": lambda ledger, job: ledger.evaluations.open(job, 0, 0, 1, tasks_for(0)),
-    "open_iteration": lambda ledger, job: ledger.open_iteration(job, 0, 0, tasks_for(0)),
-    "read_job": lambda ledger, job: ledger.read_jobs([job]),
-    "record_dtype": lambda ledger, job: ledger.record_dtype(job, "1", "float32", "by itself"),
-    "record_micro_batch": lambda ledger, job: ledger.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
-    "renew_groups": lambda ledger, job: ledger.release_groups(job, "w1", ["1-1"]),
-    "renew_job": lambda ledger, job: ledger.renew_job(job, "1", 30.0, "training"),
-    "resume_job": lambda ledger, job: ledger.resume_job(job, JobState.FAILED),
-    "submit_group": lambda ledger, job: ledger.submit_group(job, "1-1", make_group(tasks_for(0)[0])),
-    "trim_iteration": lambda ledger, job: ledger.trim_iteration(job, 0, 1),
+    "open_iteration": lambda ledger, job: ledger.iterations.open(job, 0, 0, tasks_for(0)),
+    "read_job": lambda ledger, job: ledger.jobs.read([job]),
+    "record_dtype": lambda ledger, job: ledger.trainer.record_dtype(job, "1", "float32", "by itself"),
+    "record_micro_batch": lambda ledger, job: ledger.trainer.record_micro_batch(job, "1", 0, 0, 0, ["0-0"]),
+    "renew_groups": lambda ledger, job: ledger.rollout.release(job, "w1", ["1-1"]),
+    "renew_job": lambda ledger, job: ledger.trainer.renew_job(job, "1", 30.0, "training"),
+    "resume_job": lambda ledger, job: ledger.jobs.resume(job, JobState.FAILED),
+    "submit_group": lambda ledger, job: ledger.rollout.submit(job, "1-1", make_group(tasks_for(0)[0])),
+    "trim_iteration": lambda ledger, job: ledger.iterations.trim(job, 0, 1),
 }
 
 
@@ -236,23 +238,23 @@ def test_every_script_is_tried_on_a_deleted_job() -> None:
 @pytest.mark.parametrize("script", LATE_CALLS)
 async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger: Ledger, script: str) -> None:
     job_id = await over(ledger, await create_job(ledger))
-    await ledger.delete_job(job_id)
+    await ledger.jobs.delete(job_id)
     with contextlib.suppress(LeaseLost, JobNotFound, JobDeleted, AssertionError):  # said so
         await LATE_CALLS[script](ledger, job_id)
     assert await keys_of(ledger, job_id) == {"deleted"}
-    assert job_id not in await ledger.job_ids()
+    assert job_id not in await ledger.jobs.ids()
 
 
 async def test_trainer_that_waits_for_groups_of_a_deleted_job_has_lost_it(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
-    waiting = asyncio.create_task(ledger.take_groups(job_id, "rank-0", 1, timeout_s=1.0))
+    waiting = asyncio.create_task(ledger.trainer.take(job_id, "rank-0", 1, timeout_s=1.0))
     await asyncio.sleep(0.2)
     await over(ledger, job_id)
-    await ledger.delete_job(job_id)
+    await ledger.jobs.delete(job_id)
     with contextlib.suppress(LeaseLost):  # Redis 7 ends the call at once, an older one when its time is up
         assert await waiting == []
     with pytest.raises(LeaseLost, match="was deleted"):
-        await ledger.take_groups(job_id, "rank-0", 1, timeout_s=0.01)
+        await ledger.trainer.take(job_id, "rank-0", 1, timeout_s=0.01)
 
 
 # ---- contents of old iterations --------------------------------------------------------------------------------------
@@ -270,12 +272,12 @@ async def interleaved_job(ledger: Ledger) -> tuple[str, str]:
     epoch = await start_training(ledger, job_id)
     claims = []
     for iteration in range(3):
-        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
         claims.append(await claim_all(ledger, job_id))
     for claim in [claim for pair in zip(claims[1], claims[2], strict=True) for claim in pair] + claims[0]:
-        await ledger.submit_group(job_id, claim.entry_id, make_group(claim.task))
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
     for iteration in range(2):
-        await ledger.record_micro_batch(job_id, epoch, iteration, 0, 0, [f"{iteration}-0", f"{iteration}-1"])
+        await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, 0, [f"{iteration}-0", f"{iteration}-1"])
         assert await commit(ledger, job_id, epoch, iteration)
     return job_id, epoch
 
@@ -285,13 +287,13 @@ async def test_exactly_the_entries_of_old_durable_iterations_go(ledger: Ledger) 
     retention, everything = Retention(ledger, 0), [f"{i}-{k}" for i in range(3) for k in range(2)]
     await retention.step()
     assert await kept_groups(ledger, job_id) == everything  # no checkpoint: a trainer may need all
-    await ledger.checkpointed(job_id, epoch, 0, 1, "/c/1")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 1, "/c/1")
     await retention.step()
     assert await kept_groups(ledger, job_id) == everything  # the newest durable one is kept
-    await ledger.checkpointed(job_id, epoch, 1, 2, "/c/2")
+    await ledger.trainer.checkpointed(job_id, epoch, 1, 2, "/c/2")
     await asyncio.gather(*(retention.step() for _ in range(3)))
     assert await kept_groups(ledger, job_id) == everything[2:]
-    assert [group.group_id for group in await ledger.iteration_groups(job_id, 1)] == ["1-0", "1-1"]
+    assert [group.group_id for group in await ledger.iterations.accepted_groups(job_id, 1)] == ["1-0", "1-1"]
     assert not {"micro_batches:0", "taken:0"} & await keys_of(ledger, job_id)
     assert {"micro_batches:1", "taken:1"} <= await keys_of(ledger, job_id)
     report = await run_audit(ledger, job_id)
@@ -302,23 +304,23 @@ async def test_exactly_the_entries_of_old_durable_iterations_go(ledger: Ledger) 
 @pytest.mark.parametrize(("iteration", "num_kept"), [(1, 1), (0, 2), (0, 1)])
 async def test_iteration_is_trimmed_only_in_its_turn(ledger: Ledger, iteration: int, num_kept: int) -> None:
     job_id, epoch = await interleaved_job(ledger)
-    await ledger.checkpointed(job_id, epoch, 0, 2, "/c/2")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     is_due = (iteration, num_kept) == (0, 1)
-    assert await ledger.trim_iteration(job_id, iteration, num_kept) is is_due
-    assert not await ledger.trim_iteration(job_id, iteration, num_kept)
+    assert await ledger.iterations.trim(job_id, iteration, num_kept) is is_due
+    assert not await ledger.iterations.trim(job_id, iteration, num_kept)
     assert len(await kept_groups(ledger, job_id)) == (4 if is_due else 6)
 
 
 async def test_who_asks_for_groups_that_are_gone_is_told_so(ledger: Ledger, tmp_path: Path) -> None:
     job_id, epoch = await interleaved_job(ledger)
-    await ledger.checkpointed(job_id, epoch, 0, 2, "/c/2")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()
     reason = "iteration 0 .* no longer kept .*, only those from iteration 1 on"
     with pytest.raises(GroupsTrimmed, match=reason):
-        await ledger.iteration_groups(job_id, 0)
+        await ledger.iterations.accepted_groups(job_id, 0)
     with pytest.raises(OnbeatError, match=reason):
         await read_record(ledger, job_id, 0, 1)
-    await ledger.move_job(job_id, JobState.PAUSED)  # else the broker goes on with it
+    await ledger.jobs.move(job_id, JobState.PAUSED)  # else the broker goes on with it
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:
         gone = await broker.get(f"/v1/jobs/{job_id}/samples?iteration=0")
@@ -331,17 +333,17 @@ async def test_who_asks_for_groups_that_are_gone_is_told_so(ledger: Ledger, tmp_
 
 async def test_late_group_of_a_trimmed_iteration_changes_nothing(ledger: Ledger) -> None:
     job_id, epoch = await run_job(ledger, num_iterations=2, retention={"rollout_iterations": 1})
-    await ledger.checkpointed(job_id, epoch, 0, 2, "/c/2")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()
     before = await kept_groups(ledger, job_id)
-    assert await ledger.submit_group(job_id, "1-1", make_group(tasks_for(0)[0])) == "duplicate"
+    assert await ledger.rollout.submit(job_id, "1-1", make_group(tasks_for(0)[0])) == "duplicate"
     assert await kept_groups(ledger, job_id) == before == ["1-0", "1-1"]
 
 
 async def test_default_keeps_what_lies_between_two_checkpoints(ledger: Ledger) -> None:
     for every, kept in ((1, 50), (50, 50), (80, 80)):
         job_id = await create_job(ledger, checkpoint={"every_iterations": every})
-        config = json.loads((await ledger.job_fields(job_id))["config"])
+        config = json.loads((await ledger.jobs.fields(job_id))["config"])
         assert config["retention"] == {"rollout_iterations": kept}
 
 
@@ -355,9 +357,9 @@ async def test_only_final_jobs_that_are_old_enough_are_deleted(ledger: Ledger) -
     await ledger.redis.hset(JobKeys(old).job, "finished_at", long_ago)
     await ledger.redis.hset(JobKeys(running).job, "finished_at", long_ago)
     await Retention(ledger, 0).step()
-    assert {old, young, running} <= set(await ledger.job_ids())
+    assert {old, young, running} <= set(await ledger.jobs.ids())
     await Retention(ledger, 10).step()
-    assert {old, young, running} & set(await ledger.job_ids()) == {young, running}
+    assert {old, young, running} & set(await ledger.jobs.ids()) == {young, running}
 
 
 async def test_id_that_never_became_a_job_is_forgotten_after_a_while(ledger: Ledger) -> None:
@@ -366,6 +368,6 @@ async def test_id_that_never_became_a_job_is_forgotten_after_a_while(ledger: Led
     for index in (keys.ALL_JOBS, keys.ACTIVE_JOBS):
         await ledger.redis.zadd(index, listed)
     await Retention(ledger, 0).step()
-    assert {dead, newborn} & set(await ledger.job_ids()) == {newborn}
+    assert {dead, newborn} & set(await ledger.jobs.ids()) == {newborn}
     assert dead not in await unfinished(ledger)
-    await ledger.forget_job(newborn)
+    await ledger.jobs.forget(newborn)

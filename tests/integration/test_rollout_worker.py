@@ -38,10 +38,10 @@ async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
     rig.start_worker(hardware=Hardware("Older", "AVX2, no bfloat16", "emulated"))
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
-    events = await rig.ledger.events(rig.job_id)
+    events = await rig.ledger.event_log.read(rig.job_id)
     (warning,) = [event.message for event in events if event.kind == "job.warning"]
     assert warning.startswith("w0 computes in the job's bfloat16 without instructions for it")
-    (worker,) = await rig.ledger.workers(rig.pool)
+    (worker,) = await rig.ledger.workers.records(rig.pool)
     assert (worker.hardware, worker.bfloat16) == ("Older (AVX2, no bfloat16)", "emulated")
 
 
@@ -97,10 +97,10 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
     assert chat.worker_id == "w0"
     assert (chat.data_row, plain.HasField("data_row")) == (7, False)
-    assert await rig.ledger.lengths(rig.job_id, [7, 8]) == [3, None]
+    assert await rig.ledger.iterations.lengths(rig.job_id, [7, 8]) == [3, None]
     assert 0.2 <= chat.timings.generate_s < 1.0
     assert chat.timings.score_s > 0
-    busy = await rig.ledger.busy_seconds(rig.job_id, 0)
+    busy = await rig.ledger.iterations.busy_seconds(rig.job_id, 0)
     assert 0.2 <= busy["w0"] < 0.4  # both groups at once
 
 
@@ -111,7 +111,7 @@ async def test_new_version_is_served_before_the_first_prompt_asks_for_it(rig):
     await rig.commit(0)
     await rig.until(lambda: rig.engines[0].version() == 1)
     assert rig.engines[0].requests[-1][0] == 0  # nobody has asked
-    assert set(await rig.ledger.ready_times(rig.job_id)) == {0, 1}
+    assert set(await rig.ledger.versions.ready_times(rig.job_id)) == {0, 1}
     assert rig.trainer.pulls == [0, 1]
 
 
@@ -156,17 +156,17 @@ async def test_engine_starts_on_its_version_while_newer_ones_come_and_has_the_ne
     await rig.until(lambda: engine.version() == 2)
     assert engine.loads == [2]
     assert rig.trainer.pulls == [0, 2]
-    assert set(await rig.ledger.ready_times(rig.job_id)) == {0, 2}
+    assert set(await rig.ledger.versions.ready_times(rig.job_id)) == {0, 2}
 
 
 async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
     now = await rig.ledger.now()
     for name, age_s in {"long-dead": 2 * 86_400, "just-dead": 600}.items():
-        await rig.ledger.heartbeat(rig.pool, WorkerRecord(id=name, state="idle", last_seen_at=now - age_s))
+        await rig.ledger.workers.heartbeat(rig.pool, WorkerRecord(id=name, state="idle", last_seen_at=now - age_s))
     rig.start_worker()
 
     async def is_clean():
-        return {worker.id for worker in await rig.ledger.workers(rig.pool)} == {"just-dead", "w0"}
+        return {worker.id for worker in await rig.ledger.workers.records(rig.pool)} == {"just-dead", "w0"}
 
     await rig.until(is_clean)
 
@@ -177,7 +177,7 @@ async def test_heartbeat_tells_job_state_and_version(rig):
     rig.start_worker(engine)
 
     async def record():
-        return next(iter(await rig.ledger.workers(rig.pool)), None)
+        return next(iter(await rig.ledger.workers.records(rig.pool)), None)
 
     await rig.open(0, rig.task(0, 0))
     await rig.until(lambda: engine.num_in_flight() == G)
@@ -194,7 +194,7 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker_for_the_next(r
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
-    await rig.ledger.move_job(rig.job_id, JobState.SUCCEEDED)
+    await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
     await rig.until(lambda: rig.engines[0].stopped)
 
     async def has_left() -> bool:
@@ -229,7 +229,7 @@ async def test_group_of_a_dead_worker_is_generated_on_its_own_version_after_othe
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
     await rig.open(1, rig.task(1, 0), rig.task(1, 1))
-    await rig.ledger.claim_groups(rig.job_id, "dead", 1, lease_s=1.0)
+    await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=1.0)
     rig.start_worker(lease_s=1.0)
     await rig.until(lambda: len(rig.engines[0].requests) == 1)  # 1-1: the other one is still the dead worker's
     await rig.open(2, rig.task(2, 0), version=1)
@@ -251,7 +251,7 @@ async def test_evaluation_goes_the_way_of_training_and_ends_beside_it(rig):
     assert all(group.is_evaluation and group.policy_version == 0 for group in groups)
     assert {response.reward for group in groups for response in group.responses} == {1.0}
     assert [group.group_id for group in await rig.drained(0)] == ["0-0"]
-    assert [group.group_id for group in await rig.ledger.take_groups(rig.job_id, "rank-0", 100, 0.01)] == ["0-0"]
+    assert [group.group_id for group in await rig.ledger.trainer.take(rig.job_id, "rank-0", 100, 0.01)] == ["0-0"]
 
 
 async def test_evaluation_of_a_version_that_is_gone_is_recorded_and_training_goes_on(rig):
@@ -292,13 +292,13 @@ async def test_held_out_set_is_scored_by_its_version_over_a_whole_job_and_a_deat
     await rig.replace_job(num_prompts=2, schedule={"num_iterations": 3}, evaluation=evaluation)
 
     async def all_are_out() -> bool:
-        return await rig.ledger.num_unclaimed_prompts(rig.job_id) == 5
+        return await rig.ledger.rollout.num_unclaimed_prompts(rig.job_id) == 5
 
     async def all_are_scored() -> bool:
-        return await rig.ledger.evaluation_state(rig.job_id, 3) is EvaluationState.DONE
+        return await rig.ledger.evaluations.state(rig.job_id, 3) is EvaluationState.DONE
 
     await rig.until(all_are_out)
-    await rig.ledger.claim_groups(rig.job_id, "dead", 5, lease_s=1.0)
+    await rig.ledger.rollout.claim(rig.job_id, "dead", 5, lease_s=1.0)
     for _ in range(2):
         rig.start_worker(VersionSayer(), lease_s=1.0)
     for iteration in range(3):
@@ -310,7 +310,7 @@ async def test_held_out_set_is_scored_by_its_version_over_a_whole_job_and_a_deat
         for evaluation in (0, 2, 3)
     }
     assert scores == {0: 0.0, 2: 1.0, 3: 0.0}  # the answer is 2
-    trained = await rig.ledger.take_groups(rig.job_id, "rank-0", 100, 0.01)
+    trained = await rig.ledger.trainer.take(rig.job_id, "rank-0", 100, 0.01)
     assert sorted(group.group_id for group in trained) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
 
 
@@ -417,7 +417,7 @@ async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
     assert isinstance(cause, EngineBroken)
     assert "the core is dead" in str(cause)
     assert engine.stopped
-    assert await rig.ledger.workers(rig.pool) == []
+    assert await rig.ledger.workers.records(rig.pool) == []
     rig.running.clear()
     rig.start_worker()  # the supervisor's new process
     assert len(await rig.drained(0)) == 4
@@ -453,7 +453,7 @@ async def test_engine_that_never_ends_a_load_ends_the_process_and_hands_its_grou
     cause = root_cause(running.exception())
     assert isinstance(cause, EngineBroken)
     assert "the load of policy version 1 into the engine did not end within 1 s (ONBEAT_ENGINE_LOAD_S)" in str(cause)
-    claims = await rig.ledger.claim_groups(rig.job_id, "next", 3, lease_s=30.0)
+    claims = await rig.ledger.rollout.claim(rig.job_id, "next", 3, lease_s=30.0)
     assert [claim.attempt for claim in claims] == [1, 1, 1]
 
 
@@ -494,7 +494,7 @@ async def test_worker_claims_nothing_while_the_trainer_is_behind_what_the_groups
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
     num_claims = 0
-    claim_groups = rig.ledger.claim_groups
+    claim_groups = rig.ledger.rollout.claim
 
     async def count(*args):
         nonlocal num_claims
@@ -549,7 +549,7 @@ async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
     await asyncio.sleep(0.5)
-    assert [worker.state for worker in await rig.ledger.workers(rig.pool)] == ["starting"]
+    assert [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == ["starting"]
     rig.trainer.is_up = True
     assert len(await rig.drained(0)) == 1
 
@@ -564,7 +564,7 @@ async def test_slow_group_keeps_its_lease_and_is_generated_once(rig):
 
 async def test_groups_of_a_dead_worker_are_taken_over(rig):
     await rig.open(0, *(rig.task(0, index) for index in range(4)))
-    dead = await rig.ledger.claim_groups(rig.job_id, "dead", 3, lease_s=0.5)
+    dead = await rig.ledger.rollout.claim(rig.job_id, "dead", 3, lease_s=0.5)
     assert len(dead) == 3
     rig.start_worker(lease_s=0.5)
     assert {group.worker_id for group in await rig.drained(0)} == {"w0"}
@@ -602,7 +602,7 @@ async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
     await asyncio.wait_for(rig.running[0][1], timeout=5)
     assert len(await rig.groups(0)) == 3
     assert rig.engines[0].stopped
-    assert await rig.ledger.workers(rig.pool) == []
+    assert await rig.ledger.workers.records(rig.pool) == []
 
 
 async def test_stop_without_time_to_drain_hands_the_leases_back_at_once(rig):
@@ -636,7 +636,7 @@ async def test_stop_hands_back_at_once_what_has_not_begun_and_finishes_the_rest(
     taken = []
 
     async def is_free() -> bool:
-        taken.extend(await rig.ledger.claim_groups(rig.job_id, "other", 2, lease_s=30.0))
+        taken.extend(await rig.ledger.rollout.claim(rig.job_id, "other", 2, lease_s=30.0))
         return bool(taken)
 
     await rig.until(is_free)
@@ -671,7 +671,7 @@ async def test_second_stop_does_not_wait_for_what_is_in_flight(rig):
     worker.stop()
     worker.stop()
     await asyncio.wait_for(rig.running[0][1], timeout=30)
-    claims = await rig.ledger.claim_groups(rig.job_id, "next", 3, lease_s=30.0)
+    claims = await rig.ledger.rollout.claim(rig.job_id, "next", 3, lease_s=30.0)
     assert [claim.attempt for claim in claims] == [1, 1, 1]
 
 
@@ -719,7 +719,7 @@ async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
     rig.start_worker(engine)
     await rig.open(0, rig.task(0, 0))
     await rig.until(lambda: engine.num_in_flight() == G)
-    await rig.ledger.move_job(rig.job_id, JobState.CANCELLING)
+    await rig.ledger.jobs.move(rig.job_id, JobState.CANCELLING)
     await rig.until(lambda: engine.stopped, timeout_s=3)
     assert not rig.running[0][1].done()
 
@@ -764,7 +764,7 @@ async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_c
         await rig.open(0, *tasks)
 
         async def is_generating() -> bool:
-            return any(worker.num_in_flight for worker in await rig.ledger.workers(rig.pool))
+            return any(worker.num_in_flight for worker in await rig.ledger.workers.records(rig.pool))
 
         await rig.until(is_generating, timeout_s=60)
         doomed.kill()
@@ -778,7 +778,9 @@ async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_c
         assert {span.policy_version for r in group.responses for span in r.version_spans} == {1}
         heir.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(heir.wait, 20) == 0
-        assert [worker.id for worker in await rig.ledger.workers(rig.pool)] == ["doomed"]  # it could not say farewell
+        assert [worker.id for worker in await rig.ledger.workers.records(rig.pool)] == [
+            "doomed"
+        ]  # it could not say farewell
     finally:
         for process in filter(None, (doomed, heir)):
             process.kill()
@@ -793,7 +795,7 @@ async def test_process_that_is_told_to_hurry_hands_everything_back_at_once(serve
         await rig.open(0, *(rig.task(0, index, max_response_tokens=300) for index in range(6)))
 
         async def is_doing(state: str) -> bool:
-            return state in [worker.state for worker in await rig.ledger.workers(rig.pool)]
+            return state in [worker.state for worker in await rig.ledger.workers.records(rig.pool)]
 
         await rig.until(lambda: is_doing("generating"), timeout_s=60)
         process.send_signal(signal.SIGTERM)
@@ -802,7 +804,7 @@ async def test_process_that_is_told_to_hurry_hands_everything_back_at_once(serve
             process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
         num_accepted = len(await rig.groups(0))
-        claims = await rig.ledger.claim_groups(rig.job_id, "next", 6, lease_s=3600.0)
+        claims = await rig.ledger.rollout.claim(rig.job_id, "next", 6, lease_s=3600.0)
         assert len(claims) == 6 - num_accepted > 0
         assert {claim.attempt for claim in claims} == {1}
     finally:
@@ -820,7 +822,7 @@ async def test_engine_that_goes_back_to_an_older_version_samples_the_same_tokens
         (first,) = await rig.drained(0, timeout_s=60)
         process.send_signal(signal.SIGSTOP)  # so that it does not claim 1-0
         await rig.open(1, rig.task(1, 0, **same), version=0)
-        await rig.ledger.claim_groups(rig.job_id, "dead", 1, lease_s=1.5)
+        await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=1.5)
         await rig.commit(0)
         await rig.open(2, rig.task(2, 0, **same), version=1)
         process.send_signal(signal.SIGCONT)

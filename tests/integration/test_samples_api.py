@@ -15,6 +15,7 @@ from onbeat.errors import ApiError
 from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.types import EvaluationState, JobState, Verdict
 from services.broker import alike as alike_module
 from services.broker import groups as groups_module
@@ -59,11 +60,11 @@ def no_change(group: RolloutGroup) -> None:
 
 async def submit_open(ledger: Ledger, job_id: str, change: Callable[[RolloutGroup], None] = no_change) -> None:
     """Whatever is there to be claimed, each group with the text of its prompt."""
-    for claim in await ledger.claim_groups(job_id, "w1", 100, LEASE_S):
+    for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
         group = make_group(claim.task)
         group.prompt_text = text_of(claim.task)
         change(group)
-        assert await ledger.submit_group(job_id, claim.entry_id, group) is Verdict.ACCEPTED
+        assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.ACCEPTED
 
 
 def text_of(task: PromptTask) -> str:
@@ -79,7 +80,7 @@ async def run_alone(ledger: Ledger, prompts: list[list[str]], **sections: Any) -
         tasks = tasks_for(iteration, len(texts))
         for task, text in zip(tasks, texts, strict=True):
             task.text = text
-        assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
         await submit_open(ledger, job_id)
         await commit(ledger, job_id, epoch, iteration)
     return job_id, epoch
@@ -189,8 +190,8 @@ async def test_group_that_failed_says_why(broker: httpx.AsyncClient, ledger: Led
     job_id = await create_job(ledger)
     await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
-    for claim in await ledger.claim_groups(job_id, "w1", 100, LEASE_S):
-        await ledger.submit_group(job_id, claim.entry_id, failed_group(claim.task))
+    for claim in await ledger.rollout.claim(job_id, "w1", 100, LEASE_S):
+        await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
     detail = await get(broker, f"{job_id}/groups/0-0")
     assert (detail["failure"], detail["responses"], detail["tokens"]) == ("reward_failed: it raised", [], [])
     (alone, _) = (await get(broker, f"{job_id}/groups/0-0/alike"))["groups"]  # both have no prompt
@@ -241,7 +242,7 @@ async def test_what_is_no_longer_kept_is_gone_and_not_alike(broker: httpx.AsyncC
     job_id, epoch = await run_alone(ledger, [["a", "b"]] * 3, retention={"rollout_iterations": 1})
     assert await find_alike(broker, job_id, "0-0") == ["0-0", "1-0", "2-0"]
     assert await ledger.redis.exists(JobKeys(job_id).advantages(0))
-    await ledger.checkpointed(job_id, epoch, 0, 2, "/c/2")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()
     for path in ("", "/alike"):
         assert "no longer kept" in (await get(broker, f"{job_id}/groups/0-0{path}", 410))["detail"]
@@ -257,17 +258,17 @@ async def test_iterations_that_lie_mixed_in_the_stream_go_one_by_one(ledger: Led
     epoch = await start_training(ledger, job_id)
     claims = []
     for iteration in range(2):
-        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
-        claims += await ledger.claim_groups(job_id, "w1", 2, LEASE_S)
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
+        claims += await ledger.rollout.claim(job_id, "w1", 2, LEASE_S)
     for claim in reversed(claims):
         group = make_group(claim.task)
         group.prompt_text = "a"
-        await ledger.submit_group(job_id, claim.entry_id, group)
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
     for iteration in range(2):
         await commit(ledger, job_id, epoch, iteration)
     index = Alike(ledger)
     assert [each.group_id for each in await index.find(job_id, "a")] == ["0-0", "0-1", "1-0", "1-1"]
-    await ledger.checkpointed(job_id, epoch, 0, 2, "/c/2")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()
     for each in (index, Alike(ledger)):
         assert [group.group_id for group in await each.find(job_id, "a")] == ["1-0", "1-1"]
@@ -296,15 +297,15 @@ async def test_client_reads_samples_groups_and_what_is_alike(ledger: Ledger, tmp
 async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == ""
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     place = (job_id, epoch, 0, 1, "d1", {}, "used", True)
     with pytest.raises(AssertionError, match="iteration 0 is open"):
-        await ledger.commit_iteration(*place, {"0-0": [1.0, -1.0]})
-    assert await ledger.advantages(job_id, 0) == {}
+        await ledger.trainer.commit(*place, {"0-0": [1.0, -1.0]})
+    assert await ledger.iterations.advantages(job_id, 0) == {}
     await drain(ledger, job_id)
-    assert await ledger.commit_iteration(*place, {"0-0": [0.5, None]})
-    assert not await ledger.commit_iteration(*place, {"0-0": [9.0, 9.0]})  # replayed
-    assert await ledger.advantages(job_id, 0) == {"0-0": [0.5, None]}
+    assert await ledger.trainer.commit(*place, {"0-0": [0.5, None]})
+    assert not await ledger.trainer.commit(*place, {"0-0": [9.0, 9.0]})  # replayed
+    assert await ledger.iterations.advantages(job_id, 0) == {"0-0": [0.5, None]}
 
 
 async def test_commit_may_tell_no_advantages(broker: httpx.AsyncClient, ledger: Ledger) -> None:
@@ -312,7 +313,7 @@ async def test_commit_may_tell_no_advantages(broker: httpx.AsyncClient, ledger: 
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
-    assert await ledger.commit_iteration(job_id, epoch, 0, 1, "d1", {}, "used")
+    assert await ledger.trainer.commit(job_id, epoch, 0, 1, "d1", {}, "used")
     samples = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert [sample["advantage"] for sample in samples] == [None] * 4
     assert not await ledger.redis.exists(JobKeys(job_id).advantages(0))
@@ -352,12 +353,12 @@ async def test_each_group_is_read_once_however_often_it_is_asked_for(
 ) -> None:
     read: list[str] = []
 
-    async def count(*args: Any, call: Any = Ledger.rollouts) -> Any:
+    async def count(*args: Any, call: Any = AuditLog.rollouts) -> Any:
         found = await call(*args)
         read.extend(entry for entry, _ in found)
         return found
 
-    monkeypatch.setattr(Ledger, "rollouts", count)
+    monkeypatch.setattr(AuditLog, "rollouts", count)
     job_id, _ = await run_alone(ledger, [["a", "b"]] * 20)
     answers = await asyncio.gather(*(find_alike(broker, job_id, f"{i}-0") for i in range(20)))  # all at once
     assert answers == [[f"{i}-0" for i in range(20)]] * 20
@@ -401,7 +402,7 @@ async def test_index_of_a_running_job_lets_go_of_the_oldest(ledger: Ledger, monk
     epoch = await start_training(ledger, job_id)
     for iteration in range(3):
         tasks = tasks_for(iteration)  # `prompt 0` and `prompt 1`
-        assert await ledger.open_iteration(job_id, iteration, iteration, tasks) == ""
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
         await submit_open(ledger, job_id)
         await commit(ledger, job_id, epoch, iteration)
         await index.find(job_id, "prompt 0")
@@ -415,14 +416,14 @@ async def test_who_asks_while_much_is_read_is_told_to_ask_again_and_it_goes_on(
     job_id, _ = await run_alone(ledger, [["a", "b"]] * 20)
     num_read = 0
 
-    async def slowly(*args: Any, call: Any = Ledger.rollouts) -> Any:
+    async def slowly(*args: Any, call: Any = AuditLog.rollouts) -> Any:
         nonlocal num_read
         found = await call(*args)
         num_read += len(found)
         await asyncio.sleep(0.06)
         return found
 
-    monkeypatch.setattr(Ledger, "rollouts", slowly)
+    monkeypatch.setattr(AuditLog, "rollouts", slowly)
     monkeypatch.setattr(alike_module, "READ_S", 0.15)  # two slices of 16, or fewer
     refused = await broker.get(f"/v1/jobs/{job_id}/groups/0-0/alike")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -438,13 +439,13 @@ async def test_job_that_takes_long_to_read_holds_up_no_other(ledger: Ledger, mon
     slow, quick = [(await run_alone(ledger, [["a", "b"]]))[0] for _ in range(2)]
     is_read, may_go_on = asyncio.Event(), asyncio.Event()
 
-    async def rollouts(self: Ledger, job_id: str, *args: Any, call: Any = Ledger.rollouts) -> Any:
+    async def rollouts(self: AuditLog, job_id: str, *args: Any, call: Any = AuditLog.rollouts) -> Any:
         if job_id == slow:
             is_read.set()
             await may_go_on.wait()
         return await call(self, job_id, *args)
 
-    monkeypatch.setattr(Ledger, "rollouts", rollouts)
+    monkeypatch.setattr(AuditLog, "rollouts", rollouts)
     index = Alike(ledger)
     asking = [asyncio.create_task(index.find(slow, prompt)) for prompt in "ab"]
     async with asyncio.timeout(5):
@@ -456,10 +457,10 @@ async def test_job_that_takes_long_to_read_holds_up_no_other(ledger: Ledger, mon
 
 async def test_deleted_job_is_forgotten(ledger: Ledger, broker: httpx.AsyncClient) -> None:
     job_id, _ = await run_alone(ledger, [["a", "b"]])
-    await ledger.move_job(job_id, JobState.FAILED, "over")
+    await ledger.jobs.move(job_id, JobState.FAILED, "over")
     index = Alike(ledger)
     await index.find(job_id, "a")
-    await ledger.delete_job(job_id)
+    await ledger.jobs.delete(job_id)
     with pytest.raises(Exception, match="there is no job"):
         await index.find(job_id, "a")
     assert not index._jobs
@@ -476,7 +477,7 @@ async def test_held_out_prompt_is_alike_in_every_evaluation_that_is_done(
 
         async def is_done(number: int = iteration) -> bool:
             await submit_open(ledger, job_id)
-            return await ledger.evaluation_state(job_id, number) is EvaluationState.DONE
+            return await ledger.evaluations.state(job_id, number) is EvaluationState.DONE
 
         if iteration < 2:
             await wait_open(ledger, job_id, iteration)

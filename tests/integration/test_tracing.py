@@ -93,7 +93,7 @@ async def until(what: str, is_true: Callable[[], bool]) -> None:
 
 
 async def run_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, num_groups: int = 2) -> None:
-    assert await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration, num_groups)) == ""
+    assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, num_groups)) == ""
     await drain(ledger, job_id)
     assert await commit(ledger, job_id, epoch, iteration)
 
@@ -136,21 +136,21 @@ async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
     moments: dict[str, float] = {}
     for iteration in range(2):
         update = WeightUpdate(received_bytes=9, pull_s=0.01, apply_s=0.0, load_s=0.02, held_s=0.03)
-        await ledger.engine_ready(job_id, iteration, "w1", update)
+        await ledger.versions.engine_ready(job_id, iteration, "w1", update)
         moments["ready"] = await ledger.now()
-        assert await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration, 3)) == ""
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, 3)) == ""
         await asyncio.sleep(0.25)  # longer than the groups' durations
         claims = await claim_all(ledger, job_id)
         groups = [make_group(claims[0].task), make_group(claims[1].task, "w2"), failed_group(claims[2].task)]
         for claim, group in zip(claims, groups, strict=True):
             if claim is claims[1]:
-                await ledger.release_groups(job_id, "w1", [claim.entry_id])
+                await ledger.rollout.release(job_id, "w1", [claim.entry_id])
                 (claim,) = await claim_all(ledger, job_id, "w2")
-            await ledger.submit_group(job_id, claim.entry_id, group)
+            await ledger.rollout.submit(job_id, claim.entry_id, group)
         now = moments["told"] = await ledger.now()
         ids = [f"{iteration}-{index}" for index in range(3)]
         for index, batch in enumerate((ids[:2], ids[2:])):
-            assert await ledger.record_micro_batch(job_id, epoch, iteration, 0, index, batch) == batch
+            assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, index, batch) == batch
         told = [("checkpoint", now, 0.01)] * iteration
         told += [("micro_batch", now + 0.02, 0.02), ("micro_batch", now + 0.05, 0.01), ("optimizer", now + 0.07, 0.02)]
         told += [("publish", now + 0.10, 0.01), ("publish", now + 0.12, 0.01)]
@@ -169,7 +169,7 @@ async def test_every_group_has_one_path_from_its_prompt_to_the_optimizer_step(
     assert receiver.most_often() == 1
     assert receiver.traces.keys() == {sha256_hex(f"{job_id}/{iteration}", 32) for iteration in range(2)}
     trace = receiver.traces[sha256_hex(f"{job_id}/1", 32)]
-    record = await ledger.iteration_fields(job_id, 1)
+    record = await ledger.iterations.fields(job_id, 1)
     opened_at, committed_at, told = float(record["opened_at"]), float(record["committed_at"]), moments["told"]
 
     def span(path: str) -> Received:
@@ -204,7 +204,7 @@ async def test_every_group_has_one_path_from_its_prompt_to_the_optimizer_step(
     generate, score = span("group/1-1/generate"), span("group/1-1/score")
     assert (generate.end - generate.start, score.end - score.start) == pytest.approx((0.1, 0.1), abs=1e-3)
     assert {(each.service, each.instance) for each in (generate, score)} == {("onbeat-rollout", "w2")}
-    entry = (await ledger.groups(job_id, 1))["1-1"].removeprefix("accepted:")
+    entry = (await ledger.iterations.groups(job_id, 1))["1-1"].removeprefix("accepted:")
     assert score.end == pytest.approx(int(entry.partition("-")[0]) / 1000, abs=1e-5)
     assert span("group/1-0").attributes["onbeat.response_tokens"] == 4
     steps = {each.name: each for each in trace if each.parent_id == root.id and each.service == "onbeat-trainer"}
@@ -234,8 +234,8 @@ async def test_late_joiner_is_in_the_trace_of_the_iteration_that_was_open(ledger
     epoch = await start_training(ledger, job_id)
     update = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.01)
     for iteration in range(2):
-        assert await ledger.open_iteration(job_id, iteration, 0, tasks_for(iteration)) == ""
-        await ledger.engine_ready(job_id, 0, f"w{iteration}", update)
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
+        await ledger.versions.engine_ready(job_id, 0, f"w{iteration}", update)
         await drain(ledger, job_id)
         assert await commit(ledger, job_id, epoch, iteration, is_published=False)
     async with exporting(ledger, receiver.url):
@@ -250,7 +250,7 @@ async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger: Ledger
     epoch = await start_training(ledger, job_id, lease_s=0.01)
     await run_iteration(ledger, job_id, epoch, 0)
     await asyncio.sleep(0.02)
-    new_epoch = await ledger.claim_job(job_id, "trainer-b", LIMIT_S)
+    new_epoch = await ledger.trainer.claim_job(job_id, "trainer-b", LIMIT_S)
     assert new_epoch is not None
     await run_iteration(ledger, job_id, new_epoch, 1)
     async with exporting(ledger, receiver.url):
@@ -267,7 +267,7 @@ async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger: Ledger
 async def test_large_iteration_goes_in_several_requests(ledger: Ledger, receiver: Receiver) -> None:
     job_id = await create_job(ledger, rollout={"num_prompts_per_iteration": 300})
     epoch = await start_training(ledger, job_id)
-    await ledger.open_iteration(job_id, 0, 0, tasks_for(0, 300))
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0, 300))
     for _ in range(3):
         await drain(ledger, job_id)
     assert await commit(ledger, job_id, epoch, 0)
@@ -359,7 +359,7 @@ async def test_job_that_was_over_long_ago_is_left_alone(
     ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = await run_job(ledger, 1)
-    await ledger.move_job(job_id, JobState.SUCCEEDED)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
     exporter = Exporter(ledger, receiver.url)
     monkeypatch.setattr(tracing, "CATCH_UP_S", -1.0)
     await exporter.tracer.step()
@@ -382,9 +382,9 @@ async def test_iteration_whose_groups_are_gone_is_left_out(
     epoch = await start_training(ledger, job_id)
     for iteration in range(3):
         await run_iteration(ledger, job_id, epoch, iteration)
-    await ledger.checkpointed(job_id, epoch, 0, 4, "/c")
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 4, "/c")
     for iteration in range(num_trimmed):
-        assert await ledger.trim_iteration(job_id, iteration, 0)
+        assert await ledger.iterations.trim(job_id, iteration, 0)
     async with exporting(ledger, receiver.url) as exporter:
         await until("all are counted", lambda: exporter.count("missed") + exporter.count("exported") == 3)
     assert exported(receiver, job_id) == list(range(num_trimmed, 3))
@@ -395,7 +395,7 @@ async def test_iteration_of_which_odd_things_are_told_is_left_out(ledger: Ledger
     epoch = await start_training(ledger, job_id)
     odd: dict[str, Any] = {"spans": [["micro_batch", "yesterday", 1]]}
     for iteration in range(2):
-        assert await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration)) == ""
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration)) == ""
         await drain(ledger, job_id)
         assert await commit(ledger, job_id, epoch, iteration, **(odd if iteration == 0 else {}))
     async with exporting(ledger, receiver.url) as exporter:
@@ -410,13 +410,13 @@ async def test_duration_that_cannot_be_sent_costs_one_trace(
     """As a group may have that was accepted before durations were checked; other jobs are exported, and this one."""
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    assert await ledger.open_iteration(job_id, 0, 0, tasks_for(0)) == ""
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     with monkeypatch.context() as earlier:
         earlier.setattr(ledger_module, "check_group", check_content)
         for claim in await claim_all(ledger, job_id):
             group = make_group(claim.task)
             group.timings.score_s = score_s
-            await ledger.submit_group(job_id, claim.entry_id, group)
+            await ledger.rollout.submit(job_id, claim.entry_id, group)
     assert await commit(ledger, job_id, epoch, 0)
     await run_iteration(ledger, job_id, epoch, 1)
     other = await run_job(ledger, 1)

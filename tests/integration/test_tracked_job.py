@@ -18,7 +18,7 @@ from tests.integration.broker_fixtures import commit, create_job, drain, start_t
 
 
 async def train_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int) -> None:
-    assert not await ledger.open_iteration(job_id, iteration, iteration, tasks_for(iteration))
+    assert not await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration))
     await drain(ledger, job_id)
     values = {"reward_mean": iteration / 4, "prompt_tokens": 30.0, "response_tokens": 70.0, "train/grad_norm": 1.5}
     assert await commit(ledger, job_id, epoch, iteration, **values)
@@ -37,7 +37,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 async def test_two_trainers_in_turn_leave_the_curves_of_rest(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
     job_id = await create_job(ledger, schedule={"num_iterations": 9})
     epoch = await start_training(ledger, job_id)
-    config = JobConfig.model_validate_json((await ledger.job_fields(job_id))["config"])
+    config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background = Background()
     own = background.run(connect_to(redis_url))
     link = JobLink(background, own, job_id, epoch, config, 30.0, threading.Event())

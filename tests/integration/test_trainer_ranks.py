@@ -113,7 +113,7 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
         version = max(0, iteration - config.max_staleness)
 
         async def is_published(version=version) -> bool:
-            fields = await ledger.job_fields(job_id)
+            fields = await ledger.jobs.fields(job_id)
             assert not JobState(fields["state"]).is_final, fields.get("error")
             return int(fields.get("policy_version", "-1")) == version
 
@@ -121,14 +121,14 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
         if on_version is not None:
             await on_version(job_id, version)
         tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
-        assert await ledger.open_iteration(job_id, iteration, version, tasks) == ""
-        for index, claim in enumerate(await ledger.claim_groups(job_id, "w", NUM_GROUPS, 60)):
-            await ledger.submit_group(job_id, claim.entry_id, group_of(claim.task))
+        assert await ledger.iterations.open(job_id, iteration, version, tasks) == ""
+        for index, claim in enumerate(await ledger.rollout.claim(job_id, "w", NUM_GROUPS, 60)):
+            await ledger.rollout.submit(job_id, claim.entry_id, group_of(claim.task))
             if after_group is not None:
                 await after_group(iteration, index)
 
     async def is_over() -> bool:
-        return (await ledger.job_state(job_id)).is_final
+        return (await ledger.jobs.state(job_id)).is_final
 
     await eventually("the job is over", is_over, timeout_s=90)
 
@@ -150,14 +150,14 @@ async def train(
     pool = f"ranks-{uuid.uuid4().hex[:8]}"
     config = build_job(model, pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
-    await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
+    await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
     with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts) as process:
         await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
     for iteration in range(NUM_ITERATIONS):
-        assert_advantages_are_whole(config, await ledger.advantages(job_id, iteration), iteration)
-    taken = [await ledger.recorded_micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
+        assert_advantages_are_whole(config, await ledger.iterations.advantages(job_id, iteration), iteration)
+    taken = [await ledger.iterations.micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
     return exported_weights(Path(fields["checkpoint"])), taken
 
 
@@ -224,7 +224,7 @@ class Follower:
 
     async def __call__(self, job_id, version):
         async def find_trainer():
-            return (await self._ledger.job_fields(job_id))["weights_address"]
+            return (await self._ledger.jobs.fields(job_id))["weights_address"]
 
         if self._mover is None:
             connect = functools.partial(WeightsClient, job_id=job_id)
@@ -256,11 +256,11 @@ async def test_fewer_replicas_repeat_what_the_lost_ones_took_in_the_order_of_rec
     """Two replicas die; one goes on, dies, and goes on: both times the same micro-batches in the same order."""
     config = build_job(Path("tiny"), "nobody", {"schedule": PERIODIC})
     job_id = f"job-{uuid.uuid4().hex[:12]}"
-    await ledger.create_job(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
-    epoch = await ledger.claim_job(job_id, "t", 60)
+    await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
+    epoch = await ledger.trainer.claim_job(job_id, "t", 60)
     assert epoch is not None
     for rank, index, group_id in [(1, 0, "0-2"), (0, 0, "0-0"), (1, 1, "0-4")]:
-        await ledger.record_micro_batch(job_id, epoch, 0, rank, index, [group_id])
+        await ledger.trainer.record_micro_batch(job_id, epoch, 0, rank, index, [group_id])
 
     def repeated(link):
         return [group_ids[0] for group_ids in link.recorded_micro_batches(0)]

@@ -46,9 +46,9 @@ async def test_stuck_trainer_ends_and_another_one_gets_its_job(
     ended = await asyncio.to_thread(subprocess.run, command, **options)
     assert ended.returncode == 1
     assert "in stuck_step" in ended.stderr
-    warnings = [event.message for event in await ledger.events(job_id) if event.kind == "trainer.stalled"]
+    warnings = [event.message for event in await ledger.event_log.read(job_id) if event.kind == "trainer.stalled"]
     if library == "CDLL":
         assert "while at the barrier: this process ends" in warnings[0]
         assert len(warnings) == 1
-        assert await ledger.claim_job(job_id, "at-once", 30) is None  # its lease was alive to the end
-    await eventually("another trainer gets the job", lambda: ledger.claim_job(job_id, "another", 30))
+        assert await ledger.trainer.claim_job(job_id, "at-once", 30) is None  # its lease was alive to the end
+    await eventually("another trainer gets the job", lambda: ledger.trainer.claim_job(job_id, "another", 30))

@@ -105,16 +105,16 @@ async def lists_of(ledger: Ledger, job_id: str, pool: str) -> set[str]:
 async def test_lists_follow_the_states(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool)
     assert await lists_of(ledger, job_id, pool) == {"waiting", "queue"}
-    await ledger.claim_job(job_id, "trainer-a", 30)
+    await ledger.trainer.claim_job(job_id, "trainer-a", 30)
     assert await lists_of(ledger, job_id, pool) == {"started"}
-    await ledger.move_job(job_id, JobState.PAUSED)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
     assert await lists_of(ledger, job_id, pool) == {"started"}
-    await ledger.move_job(job_id, JobState.FAILED)
+    await ledger.jobs.move(job_id, JobState.FAILED)
     assert await lists_of(ledger, job_id, pool) == {JobState.FAILED}
-    await ledger.delete_job(job_id)
+    await ledger.jobs.delete(job_id)
     assert await lists_of(ledger, job_id, pool) == set()
     cancelled = await create_job(ledger, pool=pool)
-    await ledger.move_job(cancelled, JobState.CANCELLED)
+    await ledger.jobs.move(cancelled, JobState.CANCELLED)
     assert await lists_of(ledger, cancelled, pool) == {JobState.CANCELLED}
 
 
@@ -125,10 +125,10 @@ async def test_job_that_a_dead_process_left_in_the_wrong_list_is_filed_again(
     job_id = await create_job(ledger, pool=pool)
     right = await lists_of(ledger, job_id, pool)
     if state is not JobState.PENDING:
-        await ledger.move_job(job_id, JobState.RUNNING)
+        await ledger.jobs.move(job_id, JobState.RUNNING)
         right = {"started"}
     if state is JobState.SUCCEEDED:
-        await ledger.move_job(job_id, state)
+        await ledger.jobs.move(job_id, state)
         right = {state.value}
     await ledger.lists.remove(job_id, pool)
     await ledger.redis.zadd(keys.ALL_JOBS, {job_id: await ledger.now()})
@@ -145,7 +145,7 @@ async def test_trainers_take_the_queue_in_its_order_and_step_over_what_is_not_pe
     job_ids = [await create_job(ledger, pool=pool) for _ in range(4)]
     await create_job(ledger, pool=f"{pool}-other")
     deleted = f"{job_ids[0]}-deleted"
-    await ledger.move_job(job_ids[1], JobState.CANCELLED)
+    await ledger.jobs.move(job_ids[1], JobState.CANCELLED)
     for job_id in (deleted, job_ids[1]):
         await ledger.redis.zadd(keys.waiting_in(pool), {job_id: 1.0})
     claimed = []
@@ -160,7 +160,7 @@ async def test_pending_job_that_is_not_next_fails_at_its_start_deadline_too(ledg
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
     await Retention(ledger, 0).step()
-    fields = await ledger.job_fields(job_id)
+    fields = await ledger.jobs.fields(job_id)
     assert fields["state"] == JobState.FAILED
     assert fields["error"].startswith("no trainer came for 1000 s (schedule.start_deadline_s)")
 
@@ -185,6 +185,6 @@ async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger: Ledger, tmp
         assert "3 may be (ONBEAT_MAX_PENDING_JOBS of the broker); wait for some of them" in refused.json()["detail"]
         assert (await broker.post("/v1/jobs", json=job_body(), headers=of_b)).status_code == 201
         await broker.post(f"/v1/jobs/{created[0]}:cancel", headers=of_a)
-        assert await ledger.claim_job(created[1], "trainer-a", 30)
+        assert await ledger.trainer.claim_job(created[1], "trainer-a", 30)
         for expected in (201, 201, 429):
             assert (await broker.post("/v1/jobs", json=job_body(), headers=of_a)).status_code == expected

@@ -26,11 +26,11 @@ def sample(name: str) -> float:
 
 async def update_to(rig: Rig, version: int) -> WeightUpdate:  # noqa: F811
     async def is_told() -> bool:
-        record = await rig.ledger.weights(rig.job_id, version)
+        record = await rig.ledger.versions.weights(rig.job_id, version)
         return record is not None
 
     await rig.until(is_told)
-    record = await rig.ledger.weights(rig.job_id, version)
+    record = await rig.ledger.versions.weights(rig.job_id, version)
     assert record is not None
     return record.rollouts["w0"]
 
@@ -58,7 +58,7 @@ async def test_an_older_version_that_is_loaded_for_a_dead_workers_group_was_not_
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
     await rig.open(1, rig.task(1, 0))
-    await rig.ledger.claim_groups(rig.job_id, "dead", 1, lease_s=0.5)
+    await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=0.5)
     await rig.trainer.publish(2)
     rig.start_worker(lease_s=0.5)
     await rig.drained(1)

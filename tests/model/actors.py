@@ -91,52 +91,52 @@ def first_world(bounds: Bounds) -> World:
 
 
 def claim(store: Store, _: State, worker: str) -> list[tuple[str, int]]:
-    claims = store.run(store.ledger.claim_groups(JOB, worker, 1, LEASE_S))
+    claims = store.run(store.ledger.rollout.claim(JOB, worker, 1, LEASE_S))
     return [(claim.task.group_id, claim.task.policy_version) for claim in claims]
 
 
 def submit(store: Store, state: State, worker: str, group_id: str, version: int) -> Verdict:
-    return store.run(store.ledger.submit_group(JOB, state.entries[group_id], make_group(worker, group_id, version)))
+    return store.run(store.ledger.rollout.submit(JOB, state.entries[group_id], make_group(worker, group_id, version)))
 
 
 def renew(store: Store, state: State, worker: str, group_id: str) -> bool:
-    return bool(store.run(store.ledger.renew_groups(JOB, worker, [state.entries[group_id]])))
+    return bool(store.run(store.ledger.rollout.renew(JOB, worker, [state.entries[group_id]])))
 
 
 def release(store: Store, state: State, worker: str, group_id: str) -> bool:
-    return bool(store.run(store.ledger.release_groups(JOB, worker, [state.entries[group_id]])))
+    return bool(store.run(store.ledger.rollout.release(JOB, worker, [state.entries[group_id]])))
 
 
 def open_iteration(store: Store, _: State, iteration: int, version: int) -> str:
     tasks = [PromptTask(group_id=name, iteration=iteration, text="prompt") for name in group_ids(iteration)]
-    return store.run(store.ledger.open_iteration(JOB, iteration, version, tasks))
+    return store.run(store.ledger.iterations.open(JOB, iteration, version, tasks))
 
 
 def move_job(store: Store, _: State, wanted: JobState, epoch: str = "") -> JobState:
-    return store.run(store.ledger.move_job(JOB, wanted, epoch=epoch))
+    return store.run(store.ledger.jobs.move(JOB, wanted, epoch=epoch))
 
 
 def claim_job(store: Store, _: State) -> str | None:
-    return store.run(store.ledger.claim_job(JOB, "trainer", FOREVER_S))
+    return store.run(store.ledger.trainer.claim_job(JOB, "trainer", FOREVER_S))
 
 
 def renew_job(store: Store, _: State, epoch: str, lease_s: float = FOREVER_S) -> JobState:
-    return store.run(store.ledger.renew_job(JOB, epoch, lease_s))
+    return store.run(store.ledger.trainer.renew_job(JOB, epoch, lease_s))
 
 
 def announce(store: Store, _: State, epoch: str, version: int, digest: str) -> None:
-    store.run(store.ledger.announce_version(JOB, epoch, version, "127.0.0.1:1", digest))
+    store.run(store.ledger.versions.announce(JOB, epoch, version, "127.0.0.1:1", digest))
 
 
 def take(store: Store, _: State) -> list[str]:
-    return [group.group_id for group in store.run(store.ledger.take_groups(JOB, "rank-0", 64, 0.001))]
+    return [group.group_id for group in store.run(store.ledger.trainer.take(JOB, "rank-0", 64, 0.001))]
 
 
 def record(store: Store, _: State, epoch: str, iteration: int, rank: int, index: int, wanted: tuple[str, ...]) -> Any:
     """Twice: the answer may have been lost."""
     place = (JOB, epoch, iteration, rank, index, list(wanted))
-    granted = store.run(store.ledger.record_micro_batch(*place))
-    again = store.run(store.ledger.record_micro_batch(*place))
+    granted = store.run(store.ledger.trainer.record_micro_batch(*place))
+    again = store.run(store.ledger.trainer.record_micro_batch(*place))
     assert granted == again, f"granted {granted}, and {again} when the call was repeated"
     return granted
 
@@ -144,15 +144,15 @@ def record(store: Store, _: State, epoch: str, iteration: int, rank: int, index:
 def commit(store: Store, state: State, epoch: str, iteration: int, digest: str, trained: tuple[str, ...]) -> bool:
     contents = {group.group_id: group for group in map(decode_group, state.view.contents.values())}
     used = used_digest({name: group_digest(contents[name]) for name in trained if name in contents})
-    return store.run(store.ledger.commit_iteration(JOB, epoch, iteration, iteration + 1, digest, {}, used))
+    return store.run(store.ledger.trainer.commit(JOB, epoch, iteration, iteration + 1, digest, {}, used))
 
 
 def checkpointed(store: Store, _: State, epoch: str, first: int, next_iteration: int) -> None:
-    store.run(store.ledger.checkpointed(JOB, epoch, first, next_iteration, "folder"))
+    store.run(store.ledger.trainer.checkpointed(JOB, epoch, first, next_iteration, "folder"))
 
 
 def trim(store: Store, _: State, iteration: int) -> bool:
-    return store.run(store.ledger.trim_iteration(JOB, iteration, 0))
+    return store.run(store.ledger.iterations.trim(JOB, iteration, 0))
 
 
 def expire_group(store: Store, state: State, group_id: str, holder: str) -> None:

@@ -177,7 +177,9 @@ class Store:
         self._loop = asyncio.new_event_loop()
         self._write(keys=[], args=[PREFIX + "*"])
         self.run(
-            self.ledger.create_job(JOB, {"name": "model", "pool": "model"}, bounds.num_iterations, bounds.max_staleness)
+            self.ledger.jobs.create(
+                JOB, {"name": "model", "pool": "model"}, bounds.num_iterations, bounds.max_staleness
+            )
         )
         self._look(State(View(), {}, {}, {}, {}))
 

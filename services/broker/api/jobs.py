@@ -111,7 +111,7 @@ async def create_job(
             await review_fork(broker.ledger, config)
             lengths = (config.schedule.num_iterations, config.max_staleness)
             try:
-                is_new = await broker.ledger.create_job(job_id, wanted, *lengths, submitter)
+                is_new = await broker.ledger.jobs.create(job_id, wanted, *lengths, submitter)
             except JobDeleted as error:
                 raise HTTPException(409, str(error)) from error
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
@@ -137,7 +137,7 @@ def choose_job_id(idempotency_key: str | None) -> str:
 async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecord | None:
     """Return the job that an earlier request with this key created; None for the first one."""
     try:
-        fields = await ledger.job_fields(job_id)
+        fields = await ledger.jobs.fields(job_id)
     except JobNotFound:
         return None
     if json.loads(fields["config"]) != wanted:
@@ -173,12 +173,12 @@ async def get_job(job_id: JobId, broker: Broker) -> JobRecord:
 async def delete_job(job_id: JobId, broker: Broker) -> None:
     """Remove a job that is over: its record, metrics, groups, events and audit log. Checkpoints are files on the
     trainer's disk, and stay. Repeating it changes nothing."""
-    await broker.ledger.delete_job(job_id)
+    await broker.ledger.jobs.delete(job_id)
 
 
 async def read_job(ledger: Ledger, job_id: str) -> JobRecord:
     """Return the job's record, with its place in the queue. Raises JobNotFound."""
-    record = job_record(await ledger.job_fields(job_id))
+    record = job_record(await ledger.jobs.fields(job_id))
     await place_in_queue(ledger, [record])
     return record
 
@@ -190,17 +190,17 @@ async def read_job(ledger: Ledger, job_id: str) -> JobRecord:
 async def cancel_job(job_id: JobId, broker: Broker) -> JobRecord:
     """A pending job is cancelled at once, a running one by its trainer. Repeating it changes nothing."""
     for _ in range(MAX_TRIES):  # the trainer may claim the job between our look and our move
-        state = await broker.ledger.job_state(job_id)
+        state = await broker.ledger.jobs.state(job_id)
         if state in (JobState.CANCELLING, JobState.CANCELLED):
             break
         wanted = JobState.CANCELLED if state is JobState.PENDING else JobState.CANCELLING
         try:
-            await broker.ledger.move_job(job_id, wanted)
+            await broker.ledger.jobs.move(job_id, wanted)
             break
         except IllegalTransition as conflict:
             if conflict.current == state:
                 raise
-    return job_record(await broker.ledger.job_fields(job_id))
+    return job_record(await broker.ledger.jobs.fields(job_id))
 
 
 @router.post("/jobs/{job_id}:pause", responses=documented(404, 409))
@@ -208,11 +208,11 @@ async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
     """No prompt is handed out and no iteration opened while a job is paused; what is in flight is kept. Repeating it
     changes nothing."""
     try:
-        await broker.ledger.move_job(job_id, JobState.PAUSED)
+        await broker.ledger.jobs.move(job_id, JobState.PAUSED)
     except IllegalTransition as conflict:
         if conflict.current != JobState.PAUSED:
             raise
-    return job_record(await broker.ledger.job_fields(job_id))
+    return job_record(await broker.ledger.jobs.fields(job_id))
 
 
 @router.post("/jobs/{job_id}:resume", responses=documented(400, 404, 409))
@@ -221,7 +221,7 @@ async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Re
     checkpoint and what was recorded since; one that SUCCEEDED does so when it is given more iterations. Repeating it
     changes nothing."""
     num_iterations = wanted.num_iterations if wanted is not None else None
-    fields = await broker.ledger.job_fields(job_id)
+    fields = await broker.ledger.jobs.fields(job_id)
     state = JobState(fields["state"])
     if state is JobState.PENDING and "queued_at" in fields and num_iterations in (None, int(fields["num_iterations"])):
         return await read_job(broker.ledger, job_id)  # it was resumed a moment ago
@@ -232,11 +232,11 @@ async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Re
     if state is JobState.PENDING:  # it also becomes RUNNING, but only by its trainer
         raise IllegalTransition(job_id, state, JobState.RUNNING)
     try:
-        await broker.ledger.move_job(job_id, JobState.RUNNING)
+        await broker.ledger.jobs.move(job_id, JobState.RUNNING)
     except IllegalTransition as conflict:
         if conflict.current != JobState.RUNNING:
             raise
-    return job_record(await broker.ledger.job_fields(job_id))
+    return job_record(await broker.ledger.jobs.fields(job_id))
 
 
 # ---- what happens in a job ---------------------------------------------------------------------------------------
@@ -297,11 +297,11 @@ async def list_events(
     wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0,
 ) -> EventList:
     """Events after the cursor (the id of the last one seen), oldest first; waits up to `wait_s` for the first one."""
-    await broker.ledger.job_state(job_id)  # raises JobNotFound
+    await broker.ledger.jobs.state(job_id)  # raises JobNotFound
     deadline = time.monotonic() + wait_s
-    events = await broker.ledger.events(job_id, after)
+    events = await broker.ledger.event_log.read(job_id, after)
     while not events and (left_s := deadline - time.monotonic()) > 0 and not broker.is_stopping():
-        events = await broker.ledger.events(job_id, after, timeout_s=min(POLL_SLICE_S, left_s))
+        events = await broker.ledger.event_log.read(job_id, after, timeout_s=min(POLL_SLICE_S, left_s))
     return EventList(events=events)
 
 
@@ -310,4 +310,4 @@ async def list_workers(
     broker: Broker, pool: Annotated[str, Query(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "default"
 ) -> WorkerList:
     """The last heartbeat of every rollout replica of a pool."""
-    return WorkerList(workers=await broker.ledger.workers(pool))
+    return WorkerList(workers=await broker.ledger.workers.records(pool))

@@ -24,7 +24,7 @@ async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
     status = PoolStatus(
         pool=pool,
         num_trainers=await num_alive(ledger, await trainers(ledger, pool)),
-        num_rollouts=await num_alive(ledger, await ledger.workers(pool)),
+        num_rollouts=await num_alive(ledger, await ledger.workers.records(pool)),
     )
     started = await existing_jobs(ledger, await ledger.lists.started())
     ours = {job_id: fields["state"] for job_id, fields in started.items() if fields.get("pool") == pool}

@@ -76,7 +76,7 @@ async def list_samples(
 @router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))
 async def list_evaluation_samples(job_id: JobId, broker: Broker, evaluation: Annotated[int, Path(ge=0)]) -> SampleList:
     """A few responses of an evaluation that is done; none of any other."""
-    await broker.ledger.job_state(job_id)  # raises JobNotFound
+    await broker.ledger.jobs.state(job_id)  # raises JobNotFound
     return SampleList(samples=await read_evaluation_samples(broker.ledger, job_id, evaluation))
 
 

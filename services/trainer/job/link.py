@@ -137,8 +137,8 @@ class JobLink:
     async def _renew(self) -> JobState:
         """Rank 0 keeps the lease; the other ranks only look whether it is still theirs."""
         if self._rank == 0:
-            return await self._ledger.renew_job(self.job_id, self._epoch, self._lease_s, self.doing)
-        fields = await self._ledger.job_fields(self.job_id)
+            return await self._ledger.trainer.renew_job(self.job_id, self._epoch, self._lease_s, self.doing)
+        fields = await self._ledger.jobs.fields(self.job_id)
         if fields["epoch"] != self._epoch:
             raise LeaseLost(f"job {self.job_id} has another trainer now")
         return JobState(fields["state"])
@@ -146,7 +146,7 @@ class JobLink:
     async def _warn_of_stall(self) -> None:
         if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
             logger.error("job %s: %s", self.job_id, warning)
-            await self._ledger.emit(self.job_id, "trainer.stalled", warning)
+            await self._ledger.event_log.emit(self.job_id, "trainer.stalled", warning)
 
     def check(self) -> JobState:
         """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
@@ -190,50 +190,50 @@ class JobLink:
         assert self._server is not None
         version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
         self._background.run(self._server.announce())
-        self._run(self._ledger.announce_version(self.job_id, self._epoch, version, self._address, digest, published))
+        self._run(self._ledger.versions.announce(self.job_id, self._epoch, version, self._address, digest, published))
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
     def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         """Return up to `count` accepted groups in completion order, or an empty list when none came in time."""
-        return self._run(self._ledger.take_groups(self.job_id, self._consumer, count, timeout_s))
+        return self._run(self._ledger.trainer.take(self.job_id, self._consumer, count, timeout_s))
 
     def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
         """Return all accepted groups from an iteration on, in completion order, including those taken before."""
 
         async def collect() -> list[RolloutGroup]:
-            num_opened = int((await self._ledger.job_fields(self.job_id))["num_opened"])
+            num_opened = int((await self._ledger.jobs.fields(self.job_id))["num_opened"])
             groups = []
             for iteration in range(first_iteration, num_opened):
-                groups += await self._ledger.iteration_groups(self.job_id, iteration)
+                groups += await self._ledger.iterations.accepted_groups(self.job_id, iteration)
             return groups
 
         return self._run(collect())
 
     def iteration_version(self, iteration: int) -> int:
         """Return the one policy version of an open iteration."""
-        version = self._run(self._ledger.iteration_version(self.job_id, iteration))
+        version = self._run(self._ledger.iterations.policy_version(self.job_id, iteration))
         assert version is not None, f"iteration {iteration} is not open"
         return version
 
     def is_drained(self, iteration: int) -> bool:
         """Return whether every group of the iteration is accepted."""
-        return self._run(self._ledger.iteration_state(self.job_id, iteration)) is not IterationState.OPEN
+        return self._run(self._ledger.iterations.state(self.job_id, iteration)) is not IterationState.OPEN
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
         """Return the micro-batches of this replica and of replicas that have gone, in the order of recording."""
-        recorded = self._run(self._ledger.recorded_micro_batches(self.job_id, iteration))
+        recorded = self._run(self._ledger.iterations.micro_batches(self.job_id, iteration))
         self._num_recorded = {iteration: sum(rank == self._rank for rank, _ in recorded)}
         return [group_ids for rank, group_ids in recorded if rank % self._num_replicas == self._rank]
 
     def taken_groups(self, iteration: int) -> set[str]:
-        return self._run(self._ledger.taken_groups(self.job_id, iteration))
+        return self._run(self._ledger.iterations.taken_groups(self.job_id, iteration))
 
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         """Write down, before it is trained, what this replica trains next; returns those that were still free."""
         index = self._num_recorded.get(iteration, 0)
         granted = self._run(
-            self._ledger.record_micro_batch(self.job_id, self._epoch, iteration, self._rank, index, group_ids)
+            self._ledger.trainer.record_micro_batch(self.job_id, self._epoch, iteration, self._rank, index, group_ids)
         )
         self._num_recorded[iteration] = index + bool(granted)
         return granted
@@ -246,7 +246,7 @@ class JobLink:
         report: dict[str, Any] = commit.metrics | {"spans": to_record(commit.spans, self._clock_offset_s())}
         version = commit.snapshot.policy_version
         is_new = self._run(
-            self._ledger.commit_iteration(
+            self._ledger.trainer.commit(
                 self.job_id,
                 self._epoch,
                 commit.iteration,
@@ -269,7 +269,7 @@ class JobLink:
         return redis_time - (asked_at + time.monotonic()) / 2
 
     def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
-        self._run(self._ledger.checkpointed(self.job_id, self._epoch, first, next_iteration, path))
+        self._run(self._ledger.trainer.checkpointed(self.job_id, self._epoch, first, next_iteration, path))
 
     def wait_for_evaluation(self) -> None:
         """Keep serving the last version until it is evaluated. Give up, with an event, after a deadline."""
@@ -288,11 +288,11 @@ class JobLink:
             time.sleep(0.25)
 
     def _is_evaluated(self, evaluation: int) -> bool:
-        state = self._run(self._ledger.evaluation_state(self.job_id, evaluation))
+        state = self._run(self._ledger.evaluations.state(self.job_id, evaluation))
         return state is not None and state.is_over
 
     def emit(self, kind: str, message: str) -> None:
-        self._run(self._ledger.emit(self.job_id, kind, message))
+        self._run(self._ledger.event_log.emit(self.job_id, kind, message))
 
     def ask(self, question: Callable[[Ledger], Coroutine[Any, Any, T]]) -> T:
         """Ask the ledger from a thread that does not train: no sign of progress. Raises RedisError, TimeoutError."""
@@ -307,7 +307,7 @@ class JobLink:
             self._background.run(self._server.stop())
         if self._lost is None and self._rank == 0:
             try:
-                self._background.run(self._ledger.renew_job(self.job_id, self._epoch, 0.0), timeout_s=5)
+                self._background.run(self._ledger.trainer.renew_job(self.job_id, self._epoch, 0.0), timeout_s=5)
             except (LeaseLost, RedisError, TimeoutError):
                 logger.warning("the lease of job %s was not handed back; it runs out by itself", self.job_id)
 

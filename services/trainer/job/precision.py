@@ -47,10 +47,10 @@ async def resolve_dtype(
         reason = f"{slow[0]} has no bfloat16 instructions" if slow else f"{hardware} multiplies it natively"
     else:
         dtype, reason = wanted, "as the job asks for"
-    recorded = await ledger.record_dtype(job_id, epoch, dtype, f"computes in {dtype}: {reason}")
+    recorded = await ledger.trainer.record_dtype(job_id, epoch, dtype, f"computes in {dtype}: {reason}")
     if wanted == "bfloat16" and slow:
         warning = f"model.dtype = bfloat16, but {slow[0]} has no instructions for it: {EMULATED}; use auto or float32"
-        await ledger.emit(job_id, "job.warning", warning)
+        await ledger.event_log.emit(job_id, "job.warning", warning)
     return config.with_dtype(recorded)
 
 

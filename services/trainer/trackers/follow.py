@@ -63,7 +63,7 @@ class LinkedJob:
     def warn(self, message: str) -> None:
         logger.warning("job %s: %s", self._link.job_id, message)
         try:
-            self._link.ask(lambda ledger: ledger.emit(self._link.job_id, "tracker.failed", message))
+            self._link.ask(lambda ledger: ledger.event_log.emit(self._link.job_id, "tracker.failed", message))
         except (RedisError, TimeoutError) as error:
             logger.warning("job %s: the event could not be stored: %s", self._link.job_id, error)
 

@@ -7,21 +7,19 @@ nothing in the streams that a trainer reads.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
+from onbeat.streams.ledger.scripts import Part
 from onbeat.types import EvaluationState, Sample
 
 Scores = dict[str, float]
 
 
-class Evaluations:
-    """The evaluations of all jobs of one Redis. `run` runs a script; `Ledger` provides it."""
-
-    def __init__(self, redis: Any, run: Callable[..., Awaitable[Any]]) -> None:
-        self._redis, self._run = redis, run
+class Evaluations(Part):
+    """The evaluations of all jobs of one Redis."""
 
     async def open(self, job_id: str, evaluation: int, version: int, following: int, tasks: list[PromptTask]) -> str:
         """Dispatch the prompts, pinned to `version`, which must be the published one; `following` is due next.
@@ -56,19 +54,19 @@ class Evaluations:
 
     async def state(self, job_id: str, evaluation: int) -> EvaluationState | None:
         """Return the evaluation's state; None when it was not opened yet."""
-        state = await self._redis.hget(JobKeys(job_id).evaluation(evaluation), "state")
+        state = await self.redis.hget(JobKeys(job_id).evaluation(evaluation), "state")
         return EvaluationState(state.decode()) if state else None
 
     async def fields(self, job_id: str, evaluation: int) -> dict[str, str]:
         """Return the evaluation hash as text; empty when it was never opened."""
-        fields = await self._redis.hgetall(JobKeys(job_id).evaluation(evaluation))
+        fields = await self.redis.hgetall(JobKeys(job_id).evaluation(evaluation))
         return {name.decode(): value.decode() for name, value in fields.items()}
 
     async def open_ones(self, job_id: str) -> list[int]:
         """Return the evaluations that have not ended, ascending."""
-        return sorted(int(number) for number in await self._redis.smembers(JobKeys(job_id).open_evaluations))
+        return sorted(int(number) for number in await self.redis.smembers(JobKeys(job_id).open_evaluations))
 
     async def groups(self, job_id: str, evaluation: int) -> list[RolloutGroup]:
         """Return the groups generated so far; empty after the end."""
-        entries = await self._redis.xrange(JobKeys(job_id).evaluation_results(evaluation))
+        entries = await self.redis.xrange(JobKeys(job_id).evaluation_results(evaluation))
         return [decode_group(fields[b"group"]) for _, fields in entries]

@@ -2,11 +2,11 @@
 twice."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger.scripts import Part
 from onbeat.types import JobState
 
 
@@ -19,15 +19,12 @@ class TracedJob:
     finished_at: float | None  # Unix seconds
 
 
-class Traces:
-    """The trace exports of all jobs of one Redis. `run` runs a script; `Ledger` provides it."""
-
-    def __init__(self, redis: Any, run: Callable[..., Awaitable[Any]]) -> None:
-        self._redis, self._run = redis, run
+class Traces(Part):
+    """The trace exports of all jobs of one Redis."""
 
     async def jobs(self, job_ids: Sequence[str]) -> list[TracedJob]:
         """Return the progress of those jobs that exist, in one round trip."""
-        pipeline = self._redis.pipeline(transaction=False)
+        pipeline = self.redis.pipeline(transaction=False)
         for job_id in job_ids:
             pipeline.hmget(JobKeys(job_id).job, "state", "next_iteration", "finished_at", "first_iteration")
             pipeline.hget(JobKeys(job_id).traces, "next_iteration")

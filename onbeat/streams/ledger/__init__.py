@@ -1,0 +1,35 @@
+"""The ledger: all state that outlives a process, one typed method for each script, and the plain reads.
+
+Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half-way cannot break a rule.
+"""
+
+from redis.asyncio import Redis
+
+from onbeat.streams.ledger.audit_log import AuditLog
+from onbeat.streams.ledger.evaluations import Evaluations
+from onbeat.streams.ledger.event_log import EventLog
+from onbeat.streams.ledger.iterations import Iterations
+from onbeat.streams.ledger.job_lists import JobLists
+from onbeat.streams.ledger.jobs import Extension, Jobs
+from onbeat.streams.ledger.rollout_side import Claim, RolloutSide
+from onbeat.streams.ledger.scripts import Scripts
+from onbeat.streams.ledger.traces import Traces
+from onbeat.streams.ledger.trainer_side import TrainerSide
+from onbeat.streams.ledger.versions import Versions
+from onbeat.streams.ledger.workers import Workers
+
+__all__ = ["Claim", "Extension", "Ledger"]
+
+
+class Ledger:
+    """The ledger of all jobs of one Redis, by who calls it."""
+
+    def __init__(self, redis: Redis) -> None:
+        scripts = Scripts(redis)
+        self.redis, self.now = scripts.redis, scripts.now
+        self.lists = JobLists(scripts.redis)
+        self.jobs = Jobs(scripts, self.lists)
+        self.iterations, self.evaluations = Iterations(scripts), Evaluations(scripts)
+        self.rollout, self.trainer = RolloutSide(scripts), TrainerSide(scripts, self.jobs)
+        self.versions, self.workers = Versions(scripts), Workers(scripts)
+        self.event_log, self.audit_log, self.traces = EventLog(scripts), AuditLog(scripts), Traces(scripts)

@@ -1,0 +1,43 @@
+"""The events of a job, for people."""
+
+import json
+from typing import Any
+
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger.scripts import Part
+from onbeat.types import (
+    Event,
+)
+
+UNREADABLE_EVENT = "event.unreadable"
+
+
+class EventLog(Part):
+    """The events of all jobs."""
+
+    async def emit(self, job_id: str, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
+        await self._run("emit_event", JobKeys(job_id), [], kind, message, json.dumps(data or {}))
+
+    async def read(
+        self, job_id: str, after: str = "0", timeout_s: float | None = None, count: int = 500
+    ) -> list[Event]:
+        """Return events after the cursor, oldest first; wait up to `timeout_s` for the first one."""
+        block = None if timeout_s is None else max(1, int(timeout_s * 1000))
+        answer = await self.redis.xread({JobKeys(job_id).events: after}, count=count, block=block)
+        return [to_event(entry, fields) for entry, fields in answer[0][1]] if answer else []
+
+
+def to_event(entry: bytes, fields: dict[bytes, bytes]) -> Event:
+    """Return the event, or one that says that it cannot be read: readers go on after it, and people see it."""
+    event_id = entry.decode()
+    try:
+        return Event(
+            id=event_id,
+            time=float(fields[b"time"]),
+            kind=fields[b"kind"].decode(),
+            message=fields[b"message"].decode(),
+            data=json.loads(fields[b"data"]) or {},
+        )
+    except (ValueError, KeyError, RecursionError):
+        message = "an entry of this stream is no event: another version of Onbeat or somebody else wrote it"
+        return Event(id=event_id, time=int(event_id.split("-")[0]) / 1000, kind=UNREADABLE_EVENT, message=message)

@@ -1,0 +1,114 @@
+"""The iterations of the ledger, and the groups that were accepted for them."""
+
+import json
+from collections.abc import Sequence
+from typing import cast
+
+from onbeat.errors import (
+    GroupsTrimmed,
+)
+from onbeat.streams.codec import (
+    PromptTask,
+    RolloutGroup,
+    decode_group,
+    pin_task,
+)
+from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
+from onbeat.streams.ledger.scripts import Part
+from onbeat.types import (
+    IterationState,
+)
+
+
+class Iterations(Part):
+    """The iterations of all jobs."""
+
+    async def open(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
+        """Dispatch an iteration's fixed set of groups, all pinned to `version`, which must be the published one.
+
+        Return '' or the reason why it was not opened: `max_staleness` bounds how far `version` may be behind.
+        """
+        job = JobKeys(job_id)
+        pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]
+        more_keys = [job.iteration(iteration), job.groups(iteration), job.prompts]
+        reason = await self._run("open_iteration", job, more_keys, iteration, version, ROLLOUT_GROUP, *pairs)
+        return cast(str, reason.decode())
+
+    async def fields(self, job_id: str, iteration: int) -> dict[str, str]:
+        """Return the iteration hash as text; empty when it was never opened."""
+        fields = await self.redis.hgetall(JobKeys(job_id).iteration(iteration))
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    async def state(self, job_id: str, iteration: int) -> IterationState | None:
+        state = await self.redis.hget(JobKeys(job_id).iteration(iteration), "state")
+        return IterationState(state.decode()) if state else None
+
+    async def policy_version(self, job_id: str, iteration: int) -> int | None:
+        """Return the policy version that generates the iteration; None when it was never opened."""
+        version = await self.redis.hget(JobKeys(job_id).iteration(iteration), "policy_version")
+        return int(version) if version else None
+
+    async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
+        """Return group id -> `waiting:ENTRY` | `accepted:ENTRY`."""
+        states = await self.redis.hgetall(JobKeys(job_id).groups(iteration))
+        return {group_id.decode(): state.decode() for group_id, state in states.items()}
+
+    async def accepted_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
+        """Return all accepted groups of an iteration in the order of the stream; for people and for replay.
+
+        Raise GroupsTrimmed when they are no longer kept.
+        """
+        job = JobKeys(job_id)
+        states = [state.decode() for state in await self.redis.hvals(job.groups(iteration))]
+        entries = sorted(
+            (state.removeprefix("accepted:") for state in states if state.startswith("accepted:")),
+            key=lambda entry: tuple(map(int, entry.split("-"))),
+        )
+        if not entries:
+            return []
+        found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])
+        wanted = set(entries)
+        groups = [decode_group(fields[b"group"]) for entry, fields in found if entry.decode() in wanted]
+        if len(groups) < len(entries):
+            first_kept = int(await self.redis.hget(job.job, "num_trimmed") or 0)
+            if iteration < first_kept:
+                raise GroupsTrimmed(job_id, iteration, first_kept)
+        return groups
+
+    async def micro_batches(self, job_id: str, iteration: int) -> list[tuple[int, list[str]]]:
+        """Return (trainer replica, group ids) of each micro-batch of an iteration, in the order of recording."""
+        recorded = await self.redis.hgetall(JobKeys(job_id).micro_batches(iteration))
+        batches = []
+        for place, content in recorded.items():
+            number, _, ids = content.decode().partition("|")
+            batches.append((int(number), int(place.split(b":")[0]), ids.split(",")))
+        return [(rank, ids) for _, rank, ids in sorted(batches)]
+
+    async def taken_groups(self, job_id: str, iteration: int) -> set[str]:
+        """Return the groups of an iteration that a trainer replica has taken."""
+        return {group_id.decode() for group_id in await self.redis.smembers(JobKeys(job_id).taken(iteration))}
+
+    async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
+        """Return group id -> each response's advantage as trained; empty before the commit, or if none are recorded."""
+        told = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
+        return {group_id.decode(): json.loads(own) for group_id, own in told.items()}
+
+    async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
+        """Return worker id -> seconds with at least one response in flight in that iteration."""
+        busy = await self.redis.hgetall(JobKeys(job_id).busy(iteration))
+        return {worker.decode(): float(seconds) for worker, seconds in busy.items()}
+
+    async def lengths(self, job_id: str, rows: Sequence[int]) -> list[int | None]:
+        """Return the mean tokens per response for each row of the data, when it was last generated; None if unknown."""
+        found = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []
+        return [None if length is None else int(length) for length in found]
+
+    async def trim(self, job_id: str, iteration: int, num_kept: int) -> bool:
+        """Drop the groups of the oldest iteration that still has them, if `num_kept` newer ones are durable.
+
+        Return False when another iteration is to be dropped first, or nothing yet.
+        """
+        job = JobKeys(job_id)
+        for_replay = [job.micro_batches(iteration), job.taken(iteration)]
+        more_keys = [job.rollouts, job.groups(iteration), *for_replay, job.advantages(iteration)]
+        return bool(await self._run("trim_iteration", job, more_keys, iteration, num_kept))

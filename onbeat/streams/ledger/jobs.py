@@ -1,0 +1,190 @@
+"""The jobs of the ledger: created, moved along JOB_MOVES, listed, deleted."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat.errors import (
+    CannotResume,
+    IllegalTransition,
+    JobDeleted,
+    JobNotFinal,
+    JobNotFound,
+    LeaseLost,
+)
+from onbeat.streams import keys
+from onbeat.streams.codec import (
+    payload_digest,
+)
+from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
+from onbeat.streams.ledger.job_lists import JobLists
+from onbeat.streams.ledger.scripts import Part, Scripts
+from onbeat.types import (
+    JOB_MOVES,
+    JobState,
+)
+
+UNLINKED_AT_ONCE = 100  # iterations
+DELETED_ID_S = 86_400
+
+
+@dataclass(frozen=True)
+class Extension:
+    """More iterations for a job that has done those that it had."""
+
+    config: dict[str, Any]
+    num_iterations: int
+    next_evaluation: int | None  # None: the job has no evaluations
+
+
+class Jobs(Part):
+    """The records of all jobs."""
+
+    def __init__(self, scripts: Scripts, lists: JobLists) -> None:
+        super().__init__(scripts)
+        self._lists = lists
+
+    async def create(
+        self, job_id: str, config: dict[str, Any], num_iterations: int, max_staleness: int, submitter: str = ""
+    ) -> bool:
+        """Store a PENDING job; return False if the id exists. It is listed before it is created: a crash hides no job.
+
+        max_staleness: how many versions older than its number an iteration's policy may be; 0 in the strict modes.
+        submitter: id of the API key of the request.
+
+        Raise JobDeleted for the id of a job that was deleted within a day: a late repetition does not bring it back.
+        """
+        job = JobKeys(job_id)
+        time_s = await self._scripts.now()  # whole seconds would sort the jobs of one second by name
+        await self.redis.zadd(keys.ALL_JOBS, {job_id: time_s}, nx=True)
+        text = json.dumps(config)
+        digest = payload_digest(text.encode())
+        fields = ["name", config["name"], "pool", config["pool"], "config", text, "submitter", submitter]
+        fields += ["num_iterations", str(num_iterations), "max_staleness", str(max_staleness)]
+        if (fork := config.get("fork")) is not None:  # iterations before its first one belong to another job
+            numbers = ("first_iteration", "num_opened", "next_iteration", "next_evaluation", "num_trimmed")
+            fields += [word for name in numbers for word in (name, str(fork["iteration"]))]
+        more_keys = [job.prompts, job.rollouts, job.deleted]
+        args = (job_id, digest, ROLLOUT_GROUP, TRAINER_GROUP, *fields)
+        outcome = (await self._run("create_job", job, more_keys, *args)).decode()
+        if outcome == "deleted":
+            await self._lists.remove(job_id)
+            raise JobDeleted(job_id)
+        await self.file(job_id)
+        return bool(outcome == "created")
+
+    async def file(self, job_id: str) -> None:
+        """Put a job into the list that matches its state, or off the lists of open jobs if it does not exist."""
+        names = ("state", "pool", "submitter", "created_at", "finished_at")
+        values = await self.redis.hmget(JobKeys(job_id).job, *names)
+        found = {name: value.decode(errors="replace") for name, value in zip(names, values, strict=True) if value}
+        if "state" in found:
+            await self._lists.file({job_id: found})
+        else:
+            await self.redis.zrem(keys.ACTIVE_JOBS, job_id)
+            await self.redis.zrem(keys.WAITING_JOBS, job_id)
+
+    async def fields(self, job_id: str) -> dict[str, str]:
+        """Return the job hash as text. Raise JobNotFound."""
+        fields = await self.redis.hgetall(JobKeys(job_id).job)
+        if b"state" not in fields:
+            raise JobNotFound(job_id)
+        return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
+
+    async def read(self, job_ids: Sequence[str]) -> list[bytes | None]:
+        """Return the hashes of many jobs, each as JSON (see read_job.lua), in few round trips."""
+        if not job_ids:
+            return []
+        script, pipeline = self._scripts.script("read_job"), self.redis.pipeline(transaction=False)
+        for job_id in job_ids:
+            await script(keys=[JobKeys(job_id).job], client=pipeline)
+        return list(await pipeline.execute())
+
+    async def state(self, job_id: str) -> JobState:
+        """Return the job's state. Raise JobNotFound."""
+        state = await self.redis.hget(JobKeys(job_id).job, "state")
+        if state is None:
+            raise JobNotFound(job_id)
+        return JobState(state.decode())
+
+    async def ids(self) -> list[str]:
+        """Return all job ids, the oldest first. This takes long where there are many: see `lists` for parts."""
+        return [job_id.decode() for job_id in await self.redis.zrange(keys.ALL_JOBS, 0, -1)]
+
+    async def listed_at(self, job_id: str) -> float | None:
+        """Return the Unix time since when the job is listed, just before it was created; None when it is not listed."""
+        time_s = await self.redis.zscore(keys.ALL_JOBS, job_id)
+        return None if time_s is None else float(time_s)
+
+    async def move(self, job_id: str, wanted: JobState, error: str = "", epoch: str = "") -> JobState:
+        """Move along an edge of JOB_MOVES; return the state before. Raise IllegalTransition or JobNotFound.
+
+        `epoch`: move only as the job's trainer. Raise LeaseLost when another one owns it.
+        """
+        allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves]
+        is_final = "1" if wanted.is_final else "0"
+        moved, before = await self._run("move_job", JobKeys(job_id), [], wanted, error, is_final, epoch, *allowed)
+        if before == b"fenced":
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        if not before:
+            raise JobNotFound(job_id)
+        if not moved:
+            raise IllegalTransition(job_id, before.decode(), wanted)
+        if wanted.is_final or before == b"PENDING":
+            await self.file(job_id)
+        return JobState(before.decode())
+
+    async def resume(self, job_id: str, seen: JobState, extension: Extension | None = None) -> None:
+        """Make a job that was seen to be over PENDING again. Raises CannotResume or JobNotFound."""
+        assert seen.is_final, f"{job_id} is {seen}, it is not over"
+        more: list[Any] = []
+        if extension is not None:
+            text, due = json.dumps(extension.config), extension.next_evaluation
+            more = [text, payload_digest(text.encode()), extension.num_iterations, "" if due is None else due]
+        outcome = (await self._run("resume_job", JobKeys(job_id), [], seen, *more)).decode()
+        if not outcome:
+            raise JobNotFound(job_id)
+        if outcome != "resumed":
+            raise CannotResume(job_id, outcome, f"it was {seen} a moment ago; look again")
+        await self.file(job_id)
+
+    async def delete(self, job_id: str) -> None:
+        """Remove a final job and all of its keys. Raise JobNotFound or JobNotFinal.
+
+        The job does not exist from the first step on. Repeating the call finishes a deletion that died half-way.
+        """
+        job = JobKeys(job_id)
+        await self.file(job_id)  # the process that ended the job may have died before it filed it
+        final = [state for state in JobState if state.is_final]
+        outcome = (await self._run("delete_job", job, [job.deleted], *final)).decode()
+        if not outcome:
+            raise JobNotFound(job_id)
+        if outcome != "deleting":
+            raise JobNotFinal(job_id, outcome)
+        num_opened = await self.redis.hget(job.deleted, "num_opened")  # None: the steps below were done before
+        await self.redis.unlink(*job.of_job)
+        numbers = range(int(num_opened) + 1) if num_opened else range(0)
+        for first in range(0, len(numbers), UNLINKED_AT_ONCE):
+            batch = numbers[first : first + UNLINKED_AT_ONCE]
+            await self.redis.unlink(*(key for number in batch for key in job.numbered(number)))
+        await self._finish_deletion(job_id)
+
+    async def _finish_deletion(self, job_id: str) -> None:
+        """Delete the record; a mark of it refuses the id for DELETED_ID_S."""
+        deleted = JobKeys(job_id).deleted
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.delete(deleted)
+        pipeline.hset(deleted, "deleted_at", await self._scripts.now())
+        pipeline.expire(deleted, DELETED_ID_S)
+        await pipeline.execute()
+        await self._lists.remove(job_id)
+
+    async def is_deleted(self, job_id: str) -> bool:
+        """Return whether the job is being deleted, or was deleted within a day."""
+        return bool(await self.redis.exists(JobKeys(job_id).deleted))
+
+    async def forget(self, job_id: str) -> None:
+        """Take an id without a job off all lists: its creator died before creating it."""
+        if not await self.redis.exists(JobKeys(job_id).job):
+            await self._lists.remove(job_id)

@@ -1,0 +1,129 @@
+"""The calls of a rollout: claim prompts, keep their leases, submit groups."""
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import cast
+
+from onbeat.errors import (
+    StreamLost,
+)
+from onbeat.streams.codec import (
+    PromptTask,
+    RolloutGroup,
+    check_group,
+    check_token_lengths,
+    decode_task,
+    encode_group,
+    payload_digest,
+    span_versions,
+)
+from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
+from onbeat.streams.ledger.batching import BatchedScript
+from onbeat.streams.ledger.scripts import Part, Scripts, drop_foreign, group_states, place_of
+from onbeat.types import (
+    Verdict,
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claimed prompt. It is this worker's until the lease expires unrenewed."""
+
+    entry_id: str
+    attempt: int  # 1 for the first claim; claims that were handed back through no fault of the group do not count
+    task: PromptTask
+
+
+class RolloutSide(Part):
+    """The ledger as rollouts use it."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        super().__init__(scripts)
+        self._submission = BatchedScript(self.redis, scripts.script("submit_group"))
+
+    async def claim(self, job_id: str, worker: str, count: int, lease_s: float) -> list[Claim]:
+        """Claim up to `count` prompts, those of dead workers first. This never blocks."""
+        job = JobKeys(job_id)
+        flat = await self._run("claim_groups", job, [job.prompts], worker, count, int(lease_s * 1000), ROLLOUT_GROUP)
+        claims, foreign = [], []
+        for entry, attempt, payload in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            try:
+                claims.append(Claim(entry.decode(), int(attempt), decode_task(payload)))
+            except ValueError:
+                foreign.append(entry)
+        listed = await group_states(self.redis, [place_of(job, claim.task) for claim in claims])
+        foreign += [
+            claim.entry_id
+            for claim, state in zip(claims, listed, strict=True)
+            if state != f"waiting:{claim.entry_id}".encode()
+        ]
+        await drop_foreign(self._scripts, job, job.prompts, ROLLOUT_GROUP, foreign)
+        return [claim for claim in claims if claim.entry_id not in foreign]
+
+    async def wait_for_prompts(self, job_id: str, last_seen: str, timeout_s: float) -> str:
+        """Block until the prompts stream grows past `last_seen` or time is up; return the new cursor."""
+        answer = await self.redis.xread({JobKeys(job_id).prompts: last_seen}, block=max(1, int(timeout_s * 1000)))
+        return cast(str, answer[0][1][-1][0].decode()) if answer else last_seen
+
+    async def num_unclaimed_prompts(self, job_id: str) -> int:
+        """Return how many prompts no rollout has claimed yet, including those of evaluations."""
+        prompts = JobKeys(job_id).prompts
+        pending = await self.redis.xpending(prompts, ROLLOUT_GROUP)
+        return int(await self.redis.xlen(prompts)) - int(pending["pending"])
+
+    async def check_streams(self, job_id: str) -> None:
+        """Raise StreamLost when one of the job's two streams does not exist."""
+        job = JobKeys(job_id)
+        pipeline = self.redis.pipeline(transaction=False)
+        for stream in (job.prompts, job.rollouts):
+            pipeline.exists(stream)
+        for name, is_there in zip(("prompts", "rollouts"), await pipeline.execute(), strict=True):
+            if not is_there:
+                raise StreamLost(job_id, name)
+
+    async def renew(self, job_id: str, worker: str, entry_ids: list[str]) -> list[str]:
+        """Renew leases while generating; return the entries that are still this worker's."""
+        return await self._settle_leases(job_id, worker, "renew", entry_ids)
+
+    async def release(self, job_id: str, worker: str, entry_ids: list[str], *, is_attempt: bool = False) -> list[str]:
+        """Hand leases back: another worker can claim them at once. `is_attempt`: the claim counts, the group failed."""
+        return await self._settle_leases(job_id, worker, "fail" if is_attempt else "release", entry_ids)
+
+    async def _settle_leases(self, job_id: str, worker: str, outcome: str, entry_ids: list[str]) -> list[str]:
+        if not entry_ids:
+            return []
+        job = JobKeys(job_id)
+        mine = await self._run("renew_groups", job, [job.prompts], worker, ROLLOUT_GROUP, outcome, *entry_ids)
+        return [entry.decode() for entry in mine]
+
+    async def submit(self, job_id: str, entry_id: str, group: RolloutGroup) -> Verdict:
+        """Submit a finished (or failed) group. Raise ValueError when the group breaks its own promises."""
+        check_group(group)
+        check_token_lengths(group)
+        job = JobKeys(job_id)
+        number = group.iteration
+        kind, keys_of_unit = (
+            ("evaluation", (job.evaluation(number), job.evaluation_groups(number), job.evaluation_results(number)))
+            if group.is_evaluation
+            else ("iteration", (job.iteration(number), job.groups(number), job.rollouts))
+        )
+        unit, ledger, results = keys_of_unit
+        more_keys = [unit, ledger, job.busy(number), job.prompts, results, job.lengths]
+        versions = ",".join(map(str, span_versions(group)))
+        payload = encode_group(group)
+        args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
+        told = (versions, failure_text(group), group.timings.worker_busy_s, kind)
+        more_args = (*told, payload_digest(payload), *length_of(group))
+        verdict = await self._submission([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
+        return Verdict(verdict.decode())
+
+
+def failure_text(group: RolloutGroup) -> str:
+    return f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else ""
+
+
+def length_of(group: RolloutGroup) -> tuple[int | str, int]:
+    """Return the row of the data and the mean tokens per response; '' and 0 where not needed or not known."""
+    if not group.HasField("data_row") or not group.responses:
+        return "", 0
+    return group.data_row, round(fmean(len(response.token_ids) for response in group.responses))

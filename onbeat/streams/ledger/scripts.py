@@ -1,0 +1,69 @@
+"""The scripts of the ledger. They are atomic in Redis: a process that dies half-way or wakes up late breaks no rule."""
+
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import Redis
+
+from onbeat.streams.codec import (
+    PromptTask,
+    RolloutGroup,
+)
+from onbeat.streams.keys import JobKeys
+
+
+def load_script(name: str) -> str:
+    folder = resources.files("onbeat.streams") / "scripts"
+    return (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+
+
+class Scripts:
+    """The scripts by name, registered when they are first run."""
+
+    def __init__(self, redis: Redis) -> None:
+        self.redis: Any = redis  # redis-py types answers as unions over both protocols
+        self._registered: dict[str, Any] = {}
+
+    async def run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
+        return await self.script(name)(keys=[job.job, job.events, *more_keys, job.audit], args=list(args))
+
+    def script(self, name: str) -> Any:
+        if name not in self._registered:
+            self._registered[name] = self.redis.register_script(load_script(name))
+        return self._registered[name]
+
+    async def now(self) -> float:
+        """Return Unix seconds by the Redis clock, the source of all times in the ledger."""
+        seconds, microseconds = await self.redis.time()
+        return float(seconds) + float(microseconds) / 1e6
+
+
+class Part:
+    """A part of the ledger: the calls of one kind of caller, or about one kind of thing."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self.redis, self._scripts = scripts.redis, scripts
+
+    async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
+        return await self._scripts.run(name, job, more_keys, *args)
+
+
+def place_of(job: JobKeys, unit: PromptTask | RolloutGroup) -> tuple[str, str]:
+    """Return the key of the group's ledger and its name there."""
+    groups = job.evaluation_groups if unit.is_evaluation else job.groups
+    return groups(unit.iteration), unit.group_id
+
+
+async def group_states(redis: Any, places: list[tuple[str, str]]) -> list[bytes | None]:
+    """Return the state of each group in its ledger."""
+    pipeline = redis.pipeline(transaction=False)
+    for key, group_id in places:
+        pipeline.hget(key, group_id)
+    return list(await pipeline.execute()) if places else []
+
+
+async def drop_foreign(scripts: Scripts, job: JobKeys, stream: str, group: str, entries: list[Any]) -> None:
+    """Remove entries that another program wrote to one of our streams; count them and record an event."""
+    if entries:
+        await scripts.run("drop_foreign", job, [stream], group, *entries)

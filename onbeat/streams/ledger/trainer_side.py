@@ -1,0 +1,132 @@
+"""The calls of a trainer: own a job, take groups, commit iterations. An epoch fences off an earlier owner."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from redis.exceptions import ResponseError
+
+from onbeat.errors import (
+    LeaseLost,
+    StreamLost,
+)
+from onbeat.streams.codec import (
+    RolloutGroup,
+    decode_group,
+)
+from onbeat.streams.keys import TRAINER_GROUP, JobKeys
+from onbeat.streams.ledger.jobs import Jobs
+from onbeat.streams.ledger.scripts import Part, Scripts, drop_foreign, group_states, place_of
+from onbeat.streams.ledger.versions import diverged
+from onbeat.types import (
+    JobState,
+)
+
+
+class TrainerSide(Part):
+    """The ledger as trainers use it."""
+
+    def __init__(self, scripts: Scripts, jobs: Jobs) -> None:
+        super().__init__(scripts)
+        self._jobs = jobs
+
+    async def claim_job(self, job_id: str, owner: str, lease_s: float) -> str | None:
+        """Become the job's trainer; return the epoch that fences off earlier owners, or None if it is not free."""
+        epoch = await self._run("claim_job", JobKeys(job_id), [], owner, lease_s)
+        if epoch:
+            await self._jobs.file(job_id)
+        return epoch.decode() if epoch else None
+
+    async def renew_job(self, job_id: str, epoch: str, lease_s: float, doing: str = "") -> JobState:
+        """Renew the lease and return the job's state. Raise LeaseLost. `doing`: what its trainer does, for people."""
+        state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s, doing)
+        if state is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        return JobState(state.decode())
+
+    async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
+        """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
+        recorded = await self._run("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)
+        if recorded is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        return str(recorded.decode())
+
+    async def take(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
+        """Return the next accepted groups in completion order; empty when none came in time."""
+        job = JobKeys(job_id)
+        block_ms = max(1, int(timeout_s * 1000))
+        stream = {job.rollouts: ">"}
+        try:
+            answer = await self.redis.xreadgroup(TRAINER_GROUP, consumer, stream, count=count, block=block_ms)
+        except ResponseError as error:
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):  # UNBLOCKED: the stream is deleted while we wait
+                raise
+            if await self.redis.exists(job.job):
+                raise StreamLost(job_id, "rollouts") from error
+            raise LeaseLost(f"job {job_id} was deleted") from error
+        groups, foreign = {}, []
+        for entry, fields in answer[0][1] if answer else []:
+            try:
+                groups[entry] = decode_group(fields[b"group"])
+            except (ValueError, KeyError):
+                foreign.append(entry)
+        states = await group_states(self.redis, [place_of(job, group) for group in groups.values()])
+        foreign += [entry for entry, state in zip(groups, states, strict=True) if state != b"accepted:" + entry]
+        await drop_foreign(self._scripts, job, job.rollouts, TRAINER_GROUP, foreign)
+        return [group for entry, group in groups.items() if entry not in foreign]
+
+    async def record_micro_batch(
+        self, job_id: str, epoch: str, iteration: int, rank: int, index: int, group_ids: list[str]
+    ) -> list[str]:
+        """Take groups for trainer replica `rank`: those that no replica has taken become its micro-batch `index`.
+
+        Return the granted groups, in the given order; a repeated (rank, index) returns the same ones again. If none is
+        granted, nothing is written, and the index is still free. Raise LeaseLost.
+        """
+        job = JobKeys(job_id)
+        more_keys = [job.micro_batches(iteration), job.taken(iteration)]
+        granted = await self._run("record_micro_batch", job, more_keys, epoch, f"{rank}:{index}", *group_ids)
+        if granted is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        return granted.decode().split(",") if granted else []
+
+    async def commit(
+        self,
+        job_id: str,
+        epoch: str,
+        iteration: int,
+        version: int,
+        digest: str,
+        metrics: dict[str, float],
+        used: str,
+        is_published: bool = True,
+        advantages: Mapping[str, Sequence[float | None]] | None = None,
+    ) -> bool:
+        """Close a drained iteration and publish `version`. Return False if it was committed before. Raise LeaseLost.
+
+        `used`: the `used_digest` of the groups that the step was made of.
+
+        Not `is_published`: rollouts stay on the version that they have; allowed while the next iteration can be opened
+        on that one.
+
+        `advantages`: group id -> the advantage of each response, for people; kept as long as the groups are.
+        """
+        job = JobKeys(job_id)
+        args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
+        told = [word for group_id, own in (advantages or {}).items() for word in (group_id, json.dumps(own))]
+        more_keys = [job.iteration(iteration), job.advantages(iteration)]
+        outcome = (await self._run("commit_iteration", job, more_keys, *args, *told)).decode()
+        if outcome == "fenced":
+            raise LeaseLost(f"job {job_id} has another trainer now")
+        if outcome == "diverged":
+            raise diverged(f"replaying iteration {iteration}")
+        assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
+        assert outcome in ("committed", "already"), f"iteration {iteration} is {outcome}"
+        return bool(outcome == "committed")
+
+    async def checkpointed(self, job_id: str, epoch: str, first: int, next_iteration: int, path: str) -> None:
+        """Record iterations `first` to `next_iteration - 1` as durable: acknowledge their groups. Raise LeaseLost."""
+        job = JobKeys(job_id)
+        ledgers = [job.groups(iteration) for iteration in range(first, next_iteration)]
+        args = (epoch, next_iteration, path, TRAINER_GROUP)
+        if not await self._run("checkpointed", job, [job.rollouts, *ledgers], *args):
+            raise LeaseLost(f"job {job_id} has another trainer now")
