@@ -210,6 +210,22 @@ class AuditReport(Record):
     head: str  # the newest link: a kept copy shows later whether the log up to here is still the same
 
 
+class EpisodeTurn(Record):
+    """One call of the policy in an episode: what was new to it, and what it said."""
+
+    continues: int | None = None  # the turn that came before it in its history; None: the prompt alone
+    is_fork: bool = False  # its history was rewritten: it shares only the beginning of that turn, or of the prompt
+    messages: list[dict[str, Any]] = []  # the new ones (at first: behind the prompt), from the environment; not trained
+    text: str  # sampled, and trained
+    num_observed_tokens: int  # in its prompt, behind what it shares with the turns before
+    num_tokens: int  # sampled; those of an episode follow one another in the response
+    finish_reason: str
+    call_id: str = ""
+    reward: float | None = None  # that the environment gave to this call; not trained
+    waited_s: float = 0.0  # in the environment, since the call before
+    generate_s: float = 0.0
+
+
 class Sample(Record):
     """One response for humans to read. `iteration` is the number of the evaluation for one of those."""
 
@@ -224,6 +240,7 @@ class Sample(Record):
     advantage: float | None = None  # as the trainer used it; None: not trained (yet), or not reported
     num_tokens: int
     finish_reason: str
+    turns: list[EpisodeTurn] = []  # of an episode; empty: one response to the prompt
 
 
 class Token(Record):

@@ -102,9 +102,22 @@ def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> N
         return
     table = Table("prompt", "response", "reward", title=title, title_justify="left", expand=True)
     for sample in samples:
-        table.add_row(Text(clip(sample.prompt)), Text(clip(sample.response)), f"{sample.reward:g}")
+        table.add_row(Text(clip(sample.prompt)), Text(clip(text_of(sample))), f"{sample.reward:g}")
     console.print()
     console.print(table)
+
+
+def text_of(sample: Sample) -> str:
+    """Return the response; of an episode its conversation behind the prompt, a line for each message."""
+    if not sample.turns:
+        return sample.response
+    lines = []
+    for turn in sample.turns:
+        if turn.is_fork:
+            lines.append("-- the history was rewritten --")
+        lines += [f"{message.get('role', '?')}: {message.get('content') or ''}" for message in turn.messages]
+        lines.append(f"policy: {turn.text.strip()}")
+    return "\n".join(lines)
 
 
 def clip(text: str, max_characters: int = 400) -> str:

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from types import MappingProxyType
+from typing import Any
 
 from onbeat.config import is_nested_deeper
-from onbeat.streams.codec import RolloutGroup
+from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
-from onbeat.types import JobRecord, JobState, Sample, WeightsRecord
+from onbeat.types import EpisodeTurn, JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
@@ -144,7 +145,41 @@ def group_samples(
             advantage=advantages[index] if index < len(advantages) else None,
             num_tokens=len(response.token_ids),
             finish_reason=response.finish_reason,
+            turns=list(turns_of(response, len(group.prompt_token_ids))),
         )
+
+
+def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
+    """Yield the turns of an episode. `num_prompt`: tokens of the group's prompt."""
+    path_lengths: list[int] = []  # to the end of each turn
+    start = 0  # of its text
+    for turn in response.turns:
+        continues = turn.parent if turn.HasField("parent") else None
+        before = num_prompt if continues is None else path_lengths[continues]
+        path_lengths.append(turn.num_shared + len(turn.observed_token_ids) + turn.num_sampled)
+        yield EpisodeTurn(
+            continues=continues,
+            is_fork=turn.num_shared < before or (continues is None and len(path_lengths) > 1),
+            messages=messages_of(turn),
+            text=response.text[start : start + turn.num_characters],
+            num_observed_tokens=len(turn.observed_token_ids),
+            num_tokens=turn.num_sampled,
+            finish_reason=turn.finish_reason,
+            call_id=turn.call_id,
+            reward=turn.reward if turn.HasField("reward") and math.isfinite(turn.reward) else None,
+            waited_s=turn.waited_s,
+            generate_s=turn.generate_s,
+        )
+        start += turn.num_characters
+
+
+def messages_of(turn: Turn) -> list[dict[str, Any]]:
+    """Return the messages that were new in this call; none where they cannot be read."""
+    try:
+        messages = json.loads(turn.messages_json or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
 
 
 def interleave(groups: list[Iterator[Sample]]) -> Iterator[Sample]:

@@ -32,6 +32,7 @@ class Gallery:
 async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     ids = {
         "learned": await seed_job(ledger, "learned", num_iterations=30),
+        "episodes": await seed_job(ledger, "episodes", num_iterations=2, content=Content(is_episode=True)),
         "slower": await seed_job(ledger, "slower", num_iterations=20),
         "wordy": await seed_job(ledger, "wordy" + "name" * 23, num_iterations=3, content=LONG),
         "failed": await seed_job(ledger, "failed", num_done=2, state=JobState.FAILED),
@@ -60,6 +61,7 @@ PLACES = {
     "group": "#/jobs/{learned}/samples?group=29-0",
     "groups side by side": "#/jobs/{learned}/samples?group=29-0&beside=28-0,0-0",
     "long group": "#/jobs/{wordy}/samples?group=2-0",
+    "episodes": "#/jobs/{episodes}/samples?group=1-0",
     "timeline": "#/jobs/{learned}/timeline",
     "comparison": "#/compare?jobs={learned},{slower}",
     "workers": "#/workers",

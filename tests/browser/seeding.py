@@ -3,6 +3,7 @@
 Curves bend as those of a job that learns; prompts come again in every iteration.
 """
 
+import json
 import math
 import random
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onbeat.config import JobConfig
-from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, VersionSpan
+from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
 from tests.integration.broker_fixtures import LEASE_S, job_body
@@ -28,6 +29,7 @@ class Content:
     prompts: tuple[str, ...] = ("What is 7 + 2?", "What is 5 - 9?", "What is 3 + 3?", "What is 8 - 1?")
     words: tuple[str, ...] = WORDS
     num_samples: int = 4
+    is_episode: bool = False  # each response has three turns; the third rewrites its history
 
 
 async def seed_job(
@@ -115,7 +117,29 @@ def response_of(task: PromptTask, content: Content, dice: random.Random) -> Resp
         reward=float(is_right),
         reward_parts={"right": float(is_right), "form": 0.5},
         text="".join(words),
+        turns=turns_of(words) if content.is_episode else [],
     )
+
+
+def turns_of(words: list[str]) -> list[Turn]:
+    """Return the turns of an episode: three words, three words, and the rest with the end of the sequence."""
+    asked = [{"role": "tool", "content": "7 + 2 = 9"}]
+    parts = [words[:3], words[3:6], words[6:]]
+    shared = [(None, 12, 0), (0, 12 + 3, 5), (1, 14, 4)]  # parent, tokens shared, tokens observed
+    return [
+        Turn(
+            parent=parent,
+            num_shared=num_shared,
+            observed_token_ids=range(num_observed),
+            num_sampled=len(part) + (part is parts[-1]),
+            num_characters=sum(map(len, part)),
+            finish_reason="stop",
+            messages_json=json.dumps(asked if parent is not None else []),
+            waited_s=1.5 if parent is not None else 0.0,
+            generate_s=0.2,
+        )
+        for part, (parent, num_shared, num_observed) in zip(parts, shared, strict=True)
+    ]
 
 
 def learned(iteration: int) -> float:

@@ -68,3 +68,16 @@ async def test_same_prompt_of_other_iterations_is_shown_side_by_side(visit: Visi
         column = page.get_by_role("heading", name=f"Iteration {iteration}, group {iteration}-0")
         await expect(column).to_be_visible()
     await expect(page.get_by_test_id("response")).to_have_count(8)
+
+
+async def test_episode_is_shown_turn_by_turn(visit: Visitor, gallery: Gallery) -> None:
+    page = await visit(gallery.url, gallery.place("episodes"))
+    first = page.get_by_test_id("response").first
+    turns = first.get_by_test_id("turn")
+    await expect(turns).to_have_count(3)
+    await expect(turns.nth(0)).to_contain_text("seven·plus·two")
+    await expect(turns.nth(1)).to_contain_text("5 tokens observed, not trained")
+    await expect(turns.nth(1).locator(".message")).to_have_text("tool 7 + 2 = 9")
+    await expect(turns.nth(2)).to_contain_text("history rewritten: shares only the beginning of turn 2")
+    await turns.nth(1).locator("[data-index='0']").hover()
+    await expect(page.get_by_test_id("token-readout")).to_contain_text("turn 2, token 1 of 3: “·is”")

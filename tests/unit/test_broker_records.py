@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from onbeat.config import JobConfig
 from onbeat.logging import configure
-from onbeat.streams.codec import Response, RolloutGroup
+from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.records import IterationSources, following_evaluation, iteration_record, metric_series
 from services.broker.api.fields import explain_error
 from services.broker.evaluations import due_evaluation, score
-from services.broker.records import group_order
+from services.broker.records import group_order, turns_of
 
 COMMITTED = {
     "iteration": "3",
@@ -242,3 +242,23 @@ def test_text_log_and_unknown_format(capsys: pytest.CaptureFixture[str]) -> None
     assert "WARNING a.b: hello" in capsys.readouterr().err
     with pytest.raises(ValueError, match="text or json"):
         configure("xml")
+
+
+def test_turns_show_what_each_call_saw_and_said() -> None:
+    asked = json.dumps([{"role": "tool", "content": "9"}, "no message"])
+    response = Response(
+        text="add it now",
+        turns=[
+            Turn(num_shared=4, num_sampled=3, num_characters=6, finish_reason="stop"),
+            Turn(
+                parent=0, num_shared=7, observed_token_ids=[1, 2], num_sampled=1, num_characters=1, messages_json=asked
+            ),
+            Turn(parent=1, num_shared=6, num_sampled=2, num_characters=3, messages_json="[{", reward=float("nan")),
+        ],
+    )
+    turns = list(turns_of(response, num_prompt=4))
+    assert [turn.text for turn in turns] == ["add it", " ", "now"]
+    assert [turn.continues for turn in turns] == [None, 0, 1]
+    assert [turn.is_fork for turn in turns] == [False, False, True]  # 6 of the 10 tokens to the end of turn 1
+    assert turns[1].messages == [{"role": "tool", "content": "9"}]
+    assert (turns[2].messages, turns[2].reward) == ([], None)  # what cannot be read is left out

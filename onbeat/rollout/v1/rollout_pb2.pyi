@@ -396,7 +396,7 @@ class Turn(_message.Message):
     num_characters: _builtins.int
     """its part of the response's text"""
     messages_json: _builtins.str
-    """for people: the messages that are new in this call, as the environment sent them"""
+    """for people: the messages that are new in this call (in the first: behind the prompt)"""
     call_id: _builtins.str
     """the id of the answer that the environment got"""
     reward: _builtins.float

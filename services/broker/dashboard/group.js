@@ -95,15 +95,66 @@ class GroupPage extends Component {
       <div class="tokens plain" tabindex="0" role="region" aria-label="Text of ${name}">${response.response || "(empty)"}</div>
     `;
     const onPoint = (words) => this.point(`Response ${index + 1}, ${words}`);
+    const spoken = { tokens, name, areMarked, isPlain, onPoint };
     return html`
       <article class="response" data-testid="response">
         <h4>Response ${index + 1}</h4>
         <${Rewards} sample=${response} scale=${this.scale} />
         ${tokens.length > 0 && html`<p class="muted">mean probability ${percent(meanProbability(tokens))}</p>`}
-        ${isPlain || !tokens.length ? plain : html`<${Tokens} tokens=${tokens} name=${name} areMarked=${areMarked} onPoint=${onPoint} />`}
+        ${response.turns.length ? turnsOf(response, spoken) : isPlain || !tokens.length ? plain : html`<${Tokens} ...${spoken} />`}
       </article>
     `;
   }
+}
+
+// ---- an episode, turn by turn ------------------------------------------------------------------------------------
+
+/** What came from the environment is plain; what the policy said is shown token by token: only that is trained. */
+function turnsOf({ turns }, { tokens, name, areMarked, isPlain, onPoint }) {
+  let start = 0;
+  return html`
+    <ol class="turns" data-testid="turns">
+      ${turns.map((turn, index) => {
+        const own = tokens.slice(start, start + turn.num_tokens);
+        start += turn.num_tokens;
+        const title = `turn ${index + 1} of ${name}`;
+        return html`
+          <li class="turn" data-testid="turn">
+            <p class="muted">${factsOfTurn(turn, index).join(" · ")}</p>
+            ${turn.messages.map(messageOf)}
+            ${
+              isPlain || !own.length
+                ? html`<div class="tokens plain" tabindex="0" role="region" aria-label="Text of ${title}">${turn.text || "(empty)"}</div>`
+                : html`<${Tokens} tokens=${own} name=${title} areMarked=${areMarked} onPoint=${(words) => onPoint(`turn ${index + 1}, ${words}`)} />`
+            }
+          </li>
+        `;
+      })}
+    </ol>
+  `;
+}
+
+function factsOfTurn(turn, index) {
+  const from = turn.continues === null ? "the prompt" : `turn ${turn.continues + 1}`;
+  return [
+    `Turn ${index + 1}`,
+    ...(turn.is_fork ? [`history rewritten: shares only the beginning of ${from}`] : []),
+    ...(turn.num_observed_tokens ? [`${number(turn.num_observed_tokens)} tokens observed, not trained`] : []),
+    ...(turn.reward === null ? [] : [`reward ${number(turn.reward, 3)}`]),
+    `environment ${duration(turn.waited_s)}`,
+    `generated in ${duration(turn.generate_s)}`,
+    ...(turn.finish_reason === "length" ? ["truncated"] : []),
+  ];
+}
+
+function messageOf({ role = "?", content, tool_calls: calls }) {
+  const text = typeof content === "string" ? content : content ? JSON.stringify(content) : "";
+  return html`
+    <div class="message">
+      <b>${String(role)}</b> ${text}
+      ${(Array.isArray(calls) ? calls : []).map((call) => html`<code>${call?.function?.name}(${call?.function?.arguments})</code>`)}
+    </div>
+  `;
 }
 
 // ---- the same prompt in other iterations -------------------------------------------------------------------------
