@@ -67,7 +67,7 @@ class AsyncJobs:
         return await self.create(config)
 
     async def list(self, state: JobState | str | None = None, limit: int | None = None) -> Records[JobRecord]:
-        """Return jobs, newest first, at most `limit` (1 to 1000; default: 200)."""
+        """Return jobs, newest first, at most `limit` (1 to 500; default: 200)."""
         return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
 
     async def get(self, job_id: str) -> JobRecord:

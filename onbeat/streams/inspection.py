@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic_core import from_json
+
 from onbeat.errors import JobNotFound
 from onbeat.streams import keys
 from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
@@ -122,7 +124,7 @@ async def existing_jobs(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dic
     found = {}
     for job_id, text in zip(job_ids, await ledger.jobs.read(job_ids), strict=True):
         if text is not None:
-            words = json.loads(text.decode(errors="replace"))
+            words = from_json(text.decode(errors="replace"))
             found[job_id] = dict(zip(words[::2], words[1::2], strict=True))
     return {job_id: fields for job_id, fields in found.items() if "state" in fields}
 

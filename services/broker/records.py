@@ -11,7 +11,8 @@ from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from onbeat.config import is_nested_deeper
+from pydantic_core import from_json
+
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
@@ -19,7 +20,6 @@ from onbeat.types import EpisodeTurn, JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
-MAX_STORED_DEPTH = 200  # for a job of an earlier release; a list of jobs with 255 levels could not be written
 JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
 JOB_PROGRESS_FIELDS = ("first_iteration", "num_opened", "next_iteration", "policy_version", "dtype", "checkpoint")
 
@@ -29,12 +29,9 @@ def job_record(fields: Fields) -> JobRecord:
     names = (*JOB_FIELDS, *JOB_PROGRESS_FIELDS, "num_training_devices")
     known = {name: fields[name] for name in names if name in fields}
     try:
-        text = fields["config"]
-        config = json.loads(text)
-        if text.count("[") + text.count("{") > MAX_STORED_DEPTH and is_nested_deeper(config, MAX_STORED_DEPTH):
-            raise ValueError(f"its configuration is nested more than {MAX_STORED_DEPTH} levels deep")
+        config = from_json(fields["config"])  # it refuses depths and half characters that could not be written again
         return JobRecord.model_validate(known | {"config": config})
-    except (ValueError, KeyError, RecursionError) as error:
+    except (ValueError, KeyError) as error:
         return unreadable_record(fields, error)
 
 

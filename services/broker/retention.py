@@ -21,7 +21,7 @@ from services.broker.watcher import fail_if_nobody_comes
 logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0
-JOBS_AT_ONCE, PAUSE_S = 20, 1.0
+JOBS_AT_ONCE, PAUSE_S = 20, 2.0
 NEVER_CREATED_S = 3600.0  # an id that is listed for this long without a job is forgotten
 DAY_S = 86_400.0
 

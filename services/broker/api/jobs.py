@@ -43,6 +43,7 @@ POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker 
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
 JOBS_AT_ONCE = 100  # jobs of a list, read in one round trip
+MAX_JOBS = 500  # of a list; other requests wait while a list is read and written
 
 # FastAPI describes the JSON body by itself.
 AS_TOML = {"requestBody": {"content": {TOML: {"schema": {"$ref": "#/components/schemas/JobConfig"}}}}}
@@ -149,9 +150,9 @@ async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecor
 
 @router.get("/jobs", response_model=JobList)
 async def list_jobs(
-    broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+    broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=MAX_JOBS)] = 200
 ) -> Response:
-    """Newest first; of a final state those that ended last."""
+    """Newest first; of a final state those that ended last. `limit`: 1 to 500."""
     jobs: list[JobRecord] = []
     first = 0
     while len(jobs) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
