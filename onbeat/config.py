@@ -303,6 +303,9 @@ class JobConfig(Section):
         "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="which trainers and rollouts serve it"
     )
     seed: Int = Field(0, ge=0, lt=2**32, description="of the data's order and of sampling")
+    solved_at: Float = Field(
+        1.0, description="a response with this reward or more counts as solved, in pass_at_k and in shares of groups"
+    )
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
     data: DataConfig

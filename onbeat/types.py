@@ -192,9 +192,10 @@ class EvaluationRecord(Record):
     message: str = ""  # the score in words, or the reason why it FAILED
     reward_mean: float | None = None
     reward_std: float | None = None
-    pass_at_k: float | None = None  # share of prompts with a reward above 0 among k > 1 responses
+    pass_at_k: float | None = None  # share of prompts of whose k > 1 responses one has a reward of solved_at or more
     response_tokens_mean: float | None = None
     truncated_frac: float | None = None  # responses cut at max_response_tokens
+    metrics: dict[str, float] = Field(default={}, repr=False)  # everything else, such as `reward/PART_mean`
 
 
 class AuditReport(Record):

@@ -147,7 +147,9 @@ def evaluation_record(fields: Fields) -> EvaluationRecord:
     known: dict[str, Any] = {
         name: fields[name] for name in (*EVALUATION_FIELDS, *EVALUATION_END_FIELDS) if name in fields
     }
-    return EvaluationRecord.model_validate(known | json.loads(fields.get("scores", "{}")))
+    scores = json.loads(fields.get("scores", "{}"))
+    known |= {name: scores.pop(name) for name in SCORES if name in scores}
+    return EvaluationRecord.model_validate(known | {"metrics": scores})
 
 
 async def read_evaluations(ledger: Ledger, job_id: str, after: int = -1) -> list[EvaluationRecord]:
@@ -180,8 +182,9 @@ def evaluation_series(records: Iterable[EvaluationRecord]) -> dict[str, list[tup
     """Return `eval/name` -> (evaluation, value) pairs."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        for name in SCORES:
-            if (value := getattr(record, name)) is not None:
+        scores = {name: getattr(record, name) for name in SCORES} | record.metrics
+        for name, value in scores.items():
+            if value is not None:
                 series.setdefault(f"eval/{name}", []).append((record.evaluation, value))
     return series
 

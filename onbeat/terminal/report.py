@@ -43,6 +43,7 @@ EVALUATION_FIELDS = (
     "pass_at_k",
     "response_tokens_mean",
     "truncated_frac",
+    "metrics",
 )
 
 

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from onbeat.config import JobConfig
+from onbeat.response_stats import ResponseStats, more_parts, parts_of
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import following_evaluation
+from onbeat.streams.ledger.evaluations import Scores
+from onbeat.streams.records import following_evaluation, read_evaluations
 from onbeat.types import EvaluationState
 from services.broker.datasets import DatasetError, PromptItem
 from services.broker.datasets.process import DatasetProcess
@@ -61,7 +63,7 @@ class Evaluator:
             await self._open(config, evaluation, int(fields["policy_version"]), self._reading)
         for open_one in await self._ledger.evaluations.open_ones(self._job_id):
             if await self._ledger.evaluations.state(self._job_id, open_one) is EvaluationState.DRAINED:
-                await self._finish(open_one)
+                await self._finish(config, open_one)
 
     async def _open(
         self, config: JobConfig, evaluation: int, version: int, reading: asyncio.Task[list[PromptItem]]
@@ -77,9 +79,10 @@ class Evaluator:
         reason = await self._ledger.evaluations.open(self._job_id, evaluation, version, following, tasks)
         logger.info("job %s: evaluation %d: %s", self._job_id, evaluation, reason or f"open on version {version}")
 
-    async def _finish(self, evaluation: int) -> None:
+    async def _finish(self, config: JobConfig, evaluation: int) -> None:
         groups = await self._ledger.evaluations.groups(self._job_id, evaluation)
-        scores = score(groups)
+        earlier = await read_evaluations(self._ledger, self._job_id)
+        scores = score(groups, config.solved_at, parts_of(name for record in earlier for name in record.metrics))
         reward = f"reward {scores['reward_mean']:.3f}" if scores else "no group could be scored"
         samples = sample_groups(groups, NUM_SAMPLES)
         if await self._ledger.evaluations.finish(self._job_id, evaluation, reward, scores, samples):
@@ -96,10 +99,15 @@ class Evaluator:
         return bool(open_ones)
 
 
-def score(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return means over all responses; `pass_at_k` over prompts with several. Empty when every group failed."""
-    scored = [group.responses for group in groups if group.responses]
-    responses = [response for of_group in scored for response in of_group]
+def score(groups: Sequence[RolloutGroup], solved_at: float = 1.0, known_parts: Sequence[str] = ()) -> Scores:
+    """Return means over all responses; `pass_at_k` over prompts with several. Empty when every group failed.
+
+    `known_parts`: of the reward, in earlier evaluations.
+    """
+    stats = ResponseStats(solved_at)
+    for group in groups:
+        stats.add(group.responses)
+    responses = [response for group in groups for response in group.responses]
     if not responses:
         return {}
     rewards = [response.reward for response in responses]
@@ -109,6 +117,6 @@ def score(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "response_tokens_mean": fmean(len(response.token_ids) for response in responses),
         "truncated_frac": fmean(response.finish_reason == "length" for response in responses),
     }
-    if len(responses) > len(scored):
-        scores["pass_at_k"] = fmean(any(response.reward > 0 for response in of_group) for of_group in scored)
-    return scores
+    if len(responses) > stats.num_groups:
+        scores["pass_at_k"] = 1.0 - stats.num_solved_none / stats.num_groups
+    return scores | stats.shape() | stats.part_scores(more_parts(known_parts, stats.parts))

@@ -24,6 +24,7 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.objectives.base import Loss
+from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, check_logprobs, span_versions
 from onbeat.types import JobState
 from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
@@ -78,7 +79,7 @@ class TrainLoop:
         return self._num_updates_done == 0 or self._publisher.state.next_iteration > self._iteration
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
-        stats = IterationStats(current_version)
+        stats = IterationStats(current_version, responses=ResponseStats(self._config.solved_at))
         self._iteration, self._current_version = iteration, current_version
         self._behaviour_version, self._num_updates_done = None, 0
         updates: list[Iterable[list[RolloutGroup]]] = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from onbeat.config import BoundedSchedule, JobConfig
 from onbeat.errors import JobFailed
+from onbeat.response_stats import more_parts
 from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
@@ -90,6 +91,7 @@ class Publisher:
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
+        self.state = replace(self.state, reward_parts=more_parts(self.state.reward_parts, stats.responses.parts))
         if is_published := self._is_worth_publishing(stats):
             self.state = replace(self.state, published_version=version)
             with stats.span("publish"):
@@ -98,7 +100,7 @@ class Publisher:
             commit = Commit(
                 iteration=iteration,
                 snapshot=snapshot,
-                metrics=stats.report(self._world.size),
+                metrics=stats.report(self._world.size, self.state.reward_parts),
                 used=used_digest(stats.digests),
                 is_published=is_published,
                 spans=self._last_checkpoint + stats.spans,

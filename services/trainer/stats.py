@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ import torch
 
 from onbeat.objectives.base import Loss
 from onbeat.objectives.base.kl import kl_estimate
+from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, group_digest
 from services.trainer.batch import MicroBatch
 from services.trainer.gac import GacAction, GacDecision
@@ -50,6 +51,7 @@ class IterationStats:
     tally: Tally = field(default_factory=Tally)  # since the last `start_update`
     spans: list[Span] = field(default_factory=list)  # this replica's only
     advantages: Advantages = field(default_factory=dict)
+    responses: ResponseStats = field(default_factory=ResponseStats)
 
     @contextmanager
     def busy(self, name: str) -> Iterator[None]:
@@ -95,6 +97,7 @@ class IterationStats:
         self._add("prompt_tokens", len(rewards) * len(group.prompt_token_ids))
         self._add("num_responses", len(rewards))
         self.tally.num_responses += len(rewards)
+        self.responses.add(group.responses)
         for response in group.responses:
             self._add("response_tokens", len(response.token_ids))
             self._add("truncated", response.finish_reason == "length")
@@ -151,6 +154,7 @@ class IterationStats:
         The fixed order gives the same bits everywhere: each replica makes decisions from the total by itself.
         """
         self.sums, self.maxima, self.first_failure, self.digests, self.advantages = {}, {}, "", {}, {}
+        self.responses = ResponseStats(self.responses.solved_at)
         for message in messages:
             replica = json.loads(message)
             for name, value in replica["sums"].items():
@@ -162,11 +166,12 @@ class IterationStats:
             assert not twice, f"groups {', '.join(sorted(twice))} are used by two replicas"
             self.digests |= replica["digests"]
             self.advantages |= replica["advantages"]
+            self.responses.merge(ResponseStats.from_json(replica["responses"]))
 
     def to_bytes(self) -> bytes:
-        return json.dumps(
-            {name: getattr(self, name) for name in ("sums", "maxima", "first_failure", "digests", "advantages")}
-        ).encode()
+        names = ("sums", "maxima", "first_failure", "digests", "advantages")
+        told = {name: getattr(self, name) for name in names} | {"responses": self.responses.to_json()}
+        return json.dumps(told).encode()
 
     @property
     def divergence(self) -> float:
@@ -177,7 +182,8 @@ class IterationStats:
         """Return the advantages; {} if there are more than MAX_TOLD responses, as they are for people to look at."""
         return self.advantages if sum(map(len, self.advantages.values())) <= MAX_TOLD else {}
 
-    def report(self, num_replicas: int = 1) -> dict[str, float]:
+    def report(self, num_replicas: int = 1, parts: Sequence[str] = ()) -> dict[str, float]:
+        """Return the metrics. `parts`: those of the reward that the job has curves of."""
         sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}
         responses, tokens = max(1.0, sums.get("num_responses", 0.0)), max(1.0, sums["train/trained_tokens"])
         reward_mean = sums.pop("reward", 0.0) / responses
@@ -189,6 +195,8 @@ class IterationStats:
             "rollout/response_tokens_mean": sums.get("response_tokens", 0.0) / responses,
             "rollout/truncated_frac": sums.pop("truncated", 0.0) / responses,
         }
+        report |= {f"rollout/{name}": value for name, value in self.responses.shape().items()}
+        report |= self.responses.part_scores(parts)
         for name, total in sums.items():
             if name.startswith("token/"):
                 report[name.replace("token/", "train/")] = total / tokens

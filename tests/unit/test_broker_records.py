@@ -11,7 +11,14 @@ from pydantic import ValidationError
 from onbeat.config import JobConfig
 from onbeat.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup, Turn
-from onbeat.streams.records import IterationSources, following_evaluation, iteration_record, metric_series
+from onbeat.streams.records import (
+    IterationSources,
+    evaluation_record,
+    evaluation_series,
+    following_evaluation,
+    iteration_record,
+    metric_series,
+)
 from services.broker.api.fields import explain_error
 from services.broker.evaluations import due_evaluation, score
 from services.broker.records import group_order, turns_of
@@ -111,9 +118,30 @@ def test_score_by_hand() -> None:
         "response_tokens_mean": 3.0,
         "truncated_frac": 0.75,
         "pass_at_k": 0.5,  # one of two prompts; the failed one is not scored
+        "response_tokens_min": 3,
+        "response_tokens_p95": 3,
+        "response_tokens_max": 3,
+        "solved_all_frac": 0.0,
+        "solved_none_frac": 0.5,
     }
     assert "pass_at_k" not in score(groups_of((1.0,), (0.0,)))
     assert score(groups_of((), ())) == {}
+
+
+def test_a_small_reward_solves_nothing() -> None:
+    for_brevity = groups_of((0.1, 0.1), (1.1, 0.1))
+    assert score(for_brevity)["pass_at_k"] == 0.5
+    assert score(for_brevity, solved_at=0.1)["pass_at_k"] == 1.0
+
+
+def test_scores_of_parts_are_series() -> None:
+    groups = groups_of((1.0, 0.0))
+    groups[0].responses[0].reward_parts["short"] = 1.0
+    fields = {"evaluation": "4", "state": "DONE", "scores": json.dumps(score(groups))}
+    series = evaluation_series([evaluation_record(fields)])
+    assert series["eval/reward/short_mean"] == [(4, 1.0)]
+    assert series["eval/response_tokens_max"] == [(4, 3)]
+    assert series["eval/reward_mean"] == [(4, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.grpo import GrpoObjective
+from onbeat.response_stats import MAX_PARTS
 from onbeat.streams.codec import GroupFailure, RolloutGroup
 from services.trainer.job.link import Stopped
 from tests.unit.trainer_fixtures import (
@@ -141,6 +142,24 @@ def test_report_counts_worked_by_hand(tmp_path):
     assert (metrics["num_responses"], metrics["prompt_tokens"], metrics["response_tokens"]) == (12, 48, 36)
     assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 12)
     assert metrics["staleness_max"] == 0
+    lengths = [metrics[f"rollout/response_tokens_{name}"] for name in ("min", "mean", "p95", "max")]
+    assert lengths == [2, 3, 4, 4]
+    assert (metrics["rollout/solved_all_frac"], metrics["rollout/solved_none_frac"]) == (0.0, 0.0)
+
+
+def test_parts_of_the_reward_keep_their_curves_after_a_resume(tmp_path):
+    checkpoint = {"every_iterations": 1}
+    whole = job_config(schedule={"num_iterations": 2}, checkpoint=checkpoint)
+    half = job_config(schedule={"num_iterations": 1}, checkpoint=checkpoint)
+    groups = recorded_iterations(2)
+    for group in groups:
+        for index, response in enumerate(group.responses):
+            response.reward_parts.update({"short": index} | {f"x{group.iteration}-{n}": 1.0 for n in range(20)})
+    first = train(half, groups[:4], tmp_path)[1].commits[0][2]
+    second = train(whole, groups[4:], tmp_path, resume_from=1)[1].commits[0][2]
+    names = {name for name in first if name.startswith("reward/")}
+    assert len(names) == 2 * MAX_PARTS
+    assert {name for name in second if name.startswith("reward/")} == {"reward/short_mean", "reward/short_std"} < names
 
 
 def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):

@@ -54,6 +54,7 @@ class TrainState:
     num_steps: int
     model_path: str
     first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `engine_probe`
+    reward_parts: list[str] = field(default_factory=list)  # that the job has curves of, as they were found
 
     @classmethod
     def fresh(cls, job_id: str, model_path: str) -> "TrainState":
@@ -61,7 +62,8 @@ class TrainState:
 
     def forked(self, job_id: str) -> "TrainState":
         """Return the state of a job whose rollouts have yet to get this version and to be compared on it."""
-        return replace(self, job_id=job_id, published_version=self.policy_version, first_mismatch=None)
+        own = replace(self, job_id=job_id, published_version=self.policy_version)
+        return replace(own, first_mismatch=None, reward_parts=[])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""Statistics of scored responses, the same ones for training (by the trainer) and for held-out sets (by the broker).
+
+All of it are counts and sums, so that replicas of the trainer add theirs up in any order of groups.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from onbeat.streams.codec import MAX_REWARD, Response
+
+MAX_PARTS = 16  # parts of the reward that a job has curves of
+MAX_FOUND = 256  # parts that are counted in one iteration or evaluation, in case that a reward invents names
+MAX_PART_NAME = 40  # characters
+SLACK = 1e-6  # sums of weighted parts are not exact
+
+Sums = list[float]  # number of values, their sum, the sum of their squares
+
+
+def is_solved(reward: float, solved_at: float) -> bool:
+    return reward >= solved_at - SLACK
+
+
+def part_name(name: str) -> str:
+    """Return the name that a part has in metrics, which trackers and files take.
+
+    >>> part_name("short enough?")
+    'short_enough_'
+    """
+    return re.sub(r"[^\w.-]", "_", name)[:MAX_PART_NAME]
+
+
+def more_parts(known: Sequence[str], found: Iterable[str]) -> list[str]:
+    """Return the parts that a job has curves of: those it has, and what is found besides while there is a place left.
+
+    A reward may invent names all the time, and a job with ever more curves could not be read.
+    """
+    return [*known, *sorted(set(found) - set(known))][:MAX_PARTS]
+
+
+def parts_of(names: Iterable[str]) -> list[str]:
+    """Return the parts of which there are metrics.
+
+    >>> parts_of(["reward/short_mean", "reward/short_std", "response_tokens_max"])
+    ['short']
+    """
+    found = (re.fullmatch(r"reward/(.+)_mean", name) for name in names)
+    return list(dict.fromkeys(match[1] for match in found if match))
+
+
+@dataclass
+class ResponseStats:
+    """The statistics of groups that were scored. `solved_at`: the reward from which on a response counts as solved."""
+
+    solved_at: float = 1.0
+    num_groups: int = 0
+    num_solved_all: int = 0
+    num_solved_none: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # number of tokens -> responses
+    parts: dict[str, Sums] = field(default_factory=dict)
+
+    def add(self, responses: Sequence[Response]) -> None:
+        """Add a group; one that failed has no responses and counts for nothing."""
+        if not responses:
+            return
+        num_solved = sum(is_solved(response.reward, self.solved_at) for response in responses)
+        self.num_groups += 1
+        self.num_solved_all += num_solved == len(responses)
+        self.num_solved_none += num_solved == 0
+        for response in responses:
+            self.lengths[len(response.token_ids)] += 1
+            for name, value in response.reward_parts.items():
+                if abs(value) <= MAX_REWARD:
+                    self._add_part(part_name(name), [1, value, value * value])
+
+    def _add_part(self, name: str, sums: Sums) -> None:
+        if name in self.parts or len(self.parts) < MAX_FOUND:
+            self.parts[name] = [a + b for a, b in zip(self.parts.get(name, [0, 0, 0]), sums, strict=True)]
+
+    def merge(self, other: Self) -> None:
+        self.num_groups += other.num_groups
+        self.num_solved_all += other.num_solved_all
+        self.num_solved_none += other.num_solved_none
+        self.lengths.update(other.lengths)
+        for name, sums in other.parts.items():
+            self._add_part(name, sums)
+
+    def to_json(self) -> dict[str, Any]:
+        counts = [self.num_groups, self.num_solved_all, self.num_solved_none]
+        return {"counts": counts, "lengths": list(self.lengths.items()), "parts": self.parts}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Self:
+        stats = cls(lengths=Counter(dict(told["lengths"])), parts=told["parts"])
+        stats.num_groups, stats.num_solved_all, stats.num_solved_none = told["counts"]
+        return stats
+
+    def shape(self) -> dict[str, float]:
+        """Return what is known of lengths and solved groups; empty without responses."""
+        if not self.num_groups:
+            return {}
+        return {
+            "response_tokens_min": min(self.lengths),
+            "response_tokens_p95": percentile(self.lengths, 0.95),
+            "response_tokens_max": max(self.lengths),
+            "solved_all_frac": self.num_solved_all / self.num_groups,
+            "solved_none_frac": self.num_solved_none / self.num_groups,
+        }
+
+    def part_scores(self, names: Iterable[str]) -> dict[str, float]:
+        """Return `reward/NAME_mean` and `reward/NAME_std` of these parts, over the responses that have them."""
+        scores = {}
+        for name in names:
+            if name in self.parts:
+                number, total, squares = self.parts[name]
+                mean = total / number
+                scores[f"reward/{name}_mean"] = mean
+                scores[f"reward/{name}_std"] = math.sqrt(max(0.0, squares / number - mean * mean))
+        return scores
+
+
+def percentile(counts: Counter[int], share: float) -> int:
+    """Return the smallest value that at least this share of the values does not exceed.
+
+    >>> percentile(Counter([1, 2, 3, 4]), 0.5)
+    2
+    """
+    wanted, seen = share * counts.total() - 1e-9, 0
+    for value, number in sorted(counts.items()):
+        seen += number
+        if seen >= wanted:
+            return value
+    raise ValueError("a percentile of no values")

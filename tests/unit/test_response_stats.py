@@ -1,0 +1,91 @@
+"""What is reported of scored responses: worked by hand, added up over replicas, and never without bounds."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from onbeat.response_stats import MAX_PARTS, ResponseStats, more_parts, part_name, parts_of, percentile
+from onbeat.streams.codec import Response
+
+
+def respond(reward: float, num_tokens: int = 3, **parts: float) -> Response:
+    return Response(token_ids=range(num_tokens), reward=reward, reward_parts=parts)
+
+
+def stats_of(*groups: list[Response], solved_at: float = 1.0) -> ResponseStats:
+    stats = ResponseStats(solved_at)
+    for group in groups:
+        stats.add(group)
+    return stats
+
+
+GROUPS = [
+    [respond(1.0, 1, right=1.0, short=0.0), respond(1.0, 2, right=1.0, short=1.0)],
+    [respond(0.1, 3, right=0.0, short=1.0), respond(0.0, 20)],
+    [respond(1.0, 4), respond(0.1, 5)],
+    [],  # it failed
+]
+
+
+def test_shape_and_parts_worked_by_hand() -> None:
+    stats = stats_of(*GROUPS)
+    assert stats.shape() == {
+        "response_tokens_min": 1,
+        "response_tokens_p95": 20,
+        "response_tokens_max": 20,
+        "solved_all_frac": pytest.approx(1 / 3),
+        "solved_none_frac": pytest.approx(1 / 3),
+    }
+    assert stats.part_scores(["right", "short", "gone"]) == {  # over the three responses that have them
+        "reward/right_mean": pytest.approx(2 / 3),
+        "reward/right_std": pytest.approx((2 / 9) ** 0.5),
+        "reward/short_mean": pytest.approx(2 / 3),
+        "reward/short_std": pytest.approx((2 / 9) ** 0.5),
+    }
+    assert (ResponseStats().shape(), ResponseStats().part_scores(["right"])) == ({}, {})
+
+
+def test_solved_is_what_reaches_the_threshold() -> None:
+    assert stats_of(*GROUPS, solved_at=0.05).num_solved_none == 0
+    assert stats_of(*GROUPS, solved_at=2.0).num_solved_none == 3
+    assert stats_of([respond(0.7 + 0.2 + 0.1)]).num_solved_all == 1  # 0.9999999999999999
+
+
+def test_replicas_add_up_to_the_whole() -> None:
+    whole, total = stats_of(*GROUPS), ResponseStats()
+    for groups in (GROUPS[:1], GROUPS[1:]):
+        total.merge(ResponseStats.from_json(json.loads(json.dumps(stats_of(*groups).to_json()))))
+    assert total == whole
+
+
+def test_percentile_is_the_smallest_value_that_suffices() -> None:
+    values = Counter(range(1, 101))
+    assert [percentile(values, share) for share in (0.01, 0.5, 0.95, 1.0)] == [1, 50, 95, 100]
+
+
+def test_a_reward_that_invents_names_has_few_curves() -> None:
+    known: list[str] = []
+    for iteration in range(50):
+        stats = stats_of([respond(0.0, **{f"part-{iteration}-{i}": 1.0 for i in range(1000)})])
+        known = more_parts(known, stats.parts)
+    assert len(known) == MAX_PARTS
+    assert all(name.startswith("part-0-") for name in known)
+
+
+def test_a_known_part_keeps_its_place() -> None:
+    assert more_parts(["z"], ["a", "z"]) == ["z", "a"]
+
+
+def test_names_of_parts_are_fit_for_trackers() -> None:
+    assert [part_name(name) for name in ("right", "a b/c", "短い", "x" * 99)] == ["right", "a_b_c", "短い", "x" * 40]
+
+
+def test_parts_without_a_finite_value_count_for_nothing() -> None:
+    stats = stats_of([respond(1.0, odd=float("nan")), respond(1.0, odd=float("inf")), respond(1.0, odd=2.0)])
+    assert stats.part_scores(["odd"]) == {"reward/odd_mean": 2.0, "reward/odd_std": 0.0}
+
+
+def test_parts_are_found_in_names_of_metrics() -> None:
+    names = stats_of(*GROUPS).part_scores(["right", "short"])
+    assert parts_of([*names, "response_tokens_mean"]) == ["right", "short"]
