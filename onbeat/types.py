@@ -325,6 +325,7 @@ class Finding(Record):
     since_s: float | None = None
     next: str = ""  # what happens after the wait
     deadline_s: float | None = None  # until it happens
+    key: str = ""  # of the job's configuration, to change for better learning
 
 
 class IterationUpdate(Record):

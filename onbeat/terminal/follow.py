@@ -90,7 +90,8 @@ class Printer:
             if self._is_new("evaluation", scored.evaluation):
                 self.say(evaluation_line(scored))
         finding = self._progress.waits_for
-        if finding is not None and self._is_new(finding.who, finding.waits_for):  # its seconds change all the time
+        # The seconds in the sentence change all the time.
+        if finding is not None and self._is_new(finding.who, finding.waits_for, finding.key):
             self.say(f"doctor: {finding.sentence}")
 
     def _is_new(self, *key: Hashable) -> bool:

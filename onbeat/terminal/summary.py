@@ -13,7 +13,7 @@ from onbeat.terminal.formatting import duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.job_view import state_style
 from onbeat.terminal.report import make_report
-from onbeat.types import Sample
+from onbeat.types import Finding, Sample
 
 NUM_EXAMPLES = 3
 
@@ -27,6 +27,8 @@ async def print_summary(client: AsyncClient, progress: JobProgress, console: Con
         table.add_row(label, Text(printable(text)))
     if text := await audit_text(client, job.id):
         table.add_row("audit", Text(printable(text)))
+    for finding in await about_learning(client, job.id):
+        table.add_row("learning", Text(printable(finding.sentence), style="red" if finding.is_problem else ""))
     console.print()
     console.print(table)
     if not committed:
@@ -80,6 +82,14 @@ async def audit_text(client: AsyncClient, job_id: str) -> str:
     if not audit.is_clean:
         return f"VIOLATION: {audit.violation}"
     return f"clean: {audit.num_groups} groups, each used once, on one policy version per iteration"
+
+
+async def about_learning(client: AsyncClient, job_id: str) -> list[Finding]:
+    """Return the doctor's findings that name a key to change; none when the broker gives none."""
+    try:
+        return [finding for finding in (await client.jobs.explain(job_id)).findings if finding.key]
+    except OnbeatError:
+        return []
 
 
 def weights_text(totals: dict[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""The explanation of a job's situation: what waits for what, since when, and what happens next. It only reads."""
+"""The explanation of a job's situation: what waits for what, since when, and what happens next. It only reads.
+
+How the job learns is in services/broker/learning.py.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,6 +13,7 @@ from pydantic import ValidationError
 from onbeat.streams.inspection import Lease
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
+from services.broker.learning import explain_learning
 from services.broker.situation import Fields, Situation, Unit, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
@@ -32,9 +36,19 @@ def count(number: int, noun: str) -> str:
 
 
 async def explain_job(ledger: Ledger, job_id: str) -> list[Finding]:
-    """Explain a job, problems first. Raises JobNotFound."""
+    """Explain a job, problems first: who waits for whom, and how it learns. Raises JobNotFound."""
     fields = await ledger.jobs.fields(job_id)
-    state = JobState(fields["state"])
+    about_work = await explain_work(ledger, fields)
+    about_learning = await explain_learning(ledger, fields)
+    if JobState(fields["state"]).is_final:
+        return [*about_work, *about_learning]
+    is_late = [finding for finding in about_work if finding.is_problem]
+    return sorted([*is_late, *about_learning, *about_work[len(is_late) :]], key=lambda finding: not finding.is_problem)
+
+
+async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
+    """Explain who waits for whom in a job, problems first."""
+    job_id, state = fields["id"], JobState(fields["state"])
     if state.is_final:
         return [explain_end(fields, state, await ledger.now())]
     try:

@@ -16,7 +16,7 @@ from services.broker.evaluations import Evaluator
 from services.broker.explain import (
     CANCEL_GRACE_S,
     JOB_FAILS,
-    explain_job,
+    explain_work,
     num_lost_trainers,
     queued_at,
     trainers_away_s,
@@ -174,7 +174,8 @@ async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float
 
 async def fail_with_findings(ledger: Ledger, job_id: str, reason: str) -> None:
     """Fail the job with `reason; what the doctor finds`. The deadline that has just passed is no finding."""
-    findings = [finding for finding in await explain_job(ledger, job_id) if finding.next != JOB_FAILS]
+    about_work = await explain_work(ledger, await ledger.jobs.fields(job_id))
+    findings = [finding for finding in about_work if finding.next != JOB_FAILS]
     sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
     await try_move(ledger, job_id, JobState.FAILED, "; ".join([reason, *sentences]))
 

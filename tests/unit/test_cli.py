@@ -73,6 +73,21 @@ def test_watch_in_a_pipe_prints_a_line_per_iteration_and_no_control_codes(
 
 
 @pytest.mark.usefixtures("url")
+def test_summary_says_why_nothing_was_learned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeJobs
+) -> None:
+    monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
+    fake.findings = [
+        {"sentence": "job-1 learns nothing", "is_problem": True, "key": "reward"},
+        {"sentence": "trainer-0 holds job-1"},
+    ]
+    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=2")
+    onbeat(monkeypatch, "jobs", "watch", "job-1")
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [line[1].rstrip() for line in lines if line[:1] == ["learning"]] == ["job-1 learns nothing"]
+
+
+@pytest.mark.usefixtures("url")
 def test_watch_fails_unless_the_job_succeeded(monkeypatch: pytest.MonkeyPatch, fake: FakeJobs) -> None:
     onbeat(monkeypatch, "jobs", "create", str(QUICKSTART))
     fake.jobs["job-1"]["ended"] = "FAILED"

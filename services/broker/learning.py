@@ -1,0 +1,275 @@
+"""Findings about learning, from a job's recorded metrics: does it learn, and which key should change if it does not.
+
+The doctor, the dashboard and the summary of `onbeat run` have them from here. All are about the last iterations; about
+the first few nothing is said, as anything may be odd there.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+from pydantic import ValidationError
+
+from onbeat.config import JobConfig
+from onbeat.response_stats import parts_of
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields, first_iteration, read_evaluations, read_iterations
+from onbeat.types import EvaluationRecord, EvaluationState, Finding, IterationRecord, IterationState
+
+NUM_RECENT = 8  # iterations and evaluations that are looked at
+MIN_ITERATIONS = 5
+MIN_EVALUATIONS = 4
+MOSTLY = 0.75  # share of groups of equal rewards that is worth a word
+TRUNCATED = 0.5  # share of responses
+COLLAPSED, NO_ENTROPY = 0.05, 0.05  # share of the first entropy, and nats per token
+MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; ordinary ones are 1e-6, and 0.01 to 0.13
+SIGMAS = 2.0  # standard errors that a difference must exceed to count
+NUM_SAMPLES = "rollout.num_samples_per_prompt"
+STEADY = 1e-6  # a part that varies less, relative to its size, does not vary
+
+
+@dataclass(frozen=True)
+class Course:
+    """The course of a job's training. All iterations are committed, all evaluations scored, both in order."""
+
+    job_id: str
+    config: JobConfig
+    num_committed: int
+    first: Sequence[IterationRecord]
+    recent: Sequence[IterationRecord]
+    evaluations: Sequence[EvaluationRecord]  # the last ones
+    around_best: Sequence[IterationRecord]  # iterations from the best of these evaluations on
+
+    @property
+    def best(self) -> EvaluationRecord | None:
+        return best_of(self.evaluations)
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the reward is higher than it was at first."""
+        return rises(rewards_of(self.first), rewards_of(self.recent))
+
+    @property
+    def equal_share(self) -> float:
+        """The share of groups whose responses all got the same reward."""
+        num_groups = sum(record.num_groups - record.num_failed_groups for record in self.recent)
+        return sum(record.metrics.get("rollout/uniform_groups", 0.0) for record in self.recent) / max(1, num_groups)
+
+    def mean(self, name: str, records: Sequence[IterationRecord] | None = None) -> float | None:
+        """Return the mean of a metric over these records (default: the last ones); None where it is unknown."""
+        values = [
+            record.metrics[name] for record in (self.recent if records is None else records) if name in record.metrics
+        ]
+        return fmean(values) if values else None
+
+    def find(self, sentence: str, key: str, *, is_problem: bool) -> Finding:
+        return Finding(sentence=sentence, job_id=self.job_id, who=self.job_id, key=key, is_problem=is_problem)
+
+    @property
+    def lately(self) -> str:
+        return f"in the last {len(self.recent)} iterations"
+
+
+async def explain_learning(ledger: Ledger, fields: Fields) -> list[Finding]:
+    """Explain how a job learns, problems first; nothing of a job that is too young or of another version of Onbeat."""
+    try:
+        config = JobConfig.of_job(fields)
+    except ValidationError:
+        return []
+    start, done = first_iteration(fields), int(fields["next_iteration"])
+    if done - start < MIN_ITERATIONS:
+        return []
+    job_id = fields["id"]
+
+    async def committed(begin: int) -> list[IterationRecord]:
+        records = await read_iterations(ledger, job_id, max(start, begin) - 1, NUM_RECENT)
+        return [record for record in records if record.state is IterationState.COMMITTED]
+
+    evaluations: list[EvaluationRecord] = []
+    if config.evaluation is not None:
+        since = int(fields.get("next_evaluation", "0")) - (NUM_RECENT + 1) * config.evaluation.every_iterations
+        records = await read_evaluations(ledger, job_id, since)
+        evaluations = [record for record in records if record.state is EvaluationState.DONE][-NUM_RECENT:]
+    best = best_of(evaluations)
+    course = Course(
+        job_id=job_id,
+        config=config,
+        num_committed=done - start,
+        first=await committed(start),
+        recent=await committed(done - NUM_RECENT),
+        evaluations=evaluations,
+        around_best=await committed(best.evaluation) if best is not None else [],
+    )
+    return findings_of(course)
+
+
+def findings_of(course: Course) -> list[Finding]:
+    """Return the findings, problems first; at least one, on how the reward went, where nothing is wrong."""
+    if len(course.recent) < MIN_ITERATIONS:
+        return []
+    found = [finding for look in LOOKS if (finding := look(course)) is not None]
+    if not any(finding.is_problem for finding in found):
+        found.insert(0, sum_up(course))
+    return sorted(found, key=lambda finding: not finding.is_problem)
+
+
+# ---- one thing each ----------------------------------------------------------------------------------------------
+
+
+def sum_up(c: Course) -> Finding:
+    before, now = fmean(rewards_of(c.first)[:5] or [0.0]), fmean(rewards_of(c.recent)[-5:] or [0.0])
+    sentence = (
+        f"{c.job_id} has a mean reward of {now:.3f}, and had {before:.3f} at first, {c.num_committed} iterations ago"
+    )
+    if (truncated := c.mean("rollout/truncated_frac")) is not None:
+        sentence += f"; {c.lately} {truncated:.0%} of the responses were truncated"
+        sentence += f", and {1 - c.equal_share:.0%} of the groups had something to teach"
+    return c.find(sentence, "", is_problem=False)
+
+
+def look_at_truncation(c: Course) -> Finding | None:
+    truncated, limit = c.mean("rollout/truncated_frac") or 0.0, c.config.rollout.max_response_tokens
+    if truncated <= TRUNCATED:
+        return None
+    sentence = f"{truncated:.0%} of the responses of {c.job_id} were truncated {c.lately}: raise "
+    sentence += f"rollout.max_response_tokens above {limit}, or ask for short answers in data.system_prompt"
+    return c.find(sentence, "rollout.max_response_tokens", is_problem=not c.has_risen)
+
+
+def look_at_signal(c: Course) -> Finding | None:
+    """Look at groups of equal rewards, which have no gradient: is the task too hard, too easy, or solved by now?"""
+    share, more = c.equal_share, f"raise {NUM_SAMPLES} above {c.config.rollout.num_samples_per_prompt}"
+    if share < MOSTLY or (share < 1 and c.has_risen):
+        return None
+    if share < 1:
+        sentence = f"{share:.0%} of the groups of {c.job_id} had equal rewards {c.lately} and taught nothing: {more}, "
+        return c.find(f"{sentence}or take prompts of another difficulty (data)", NUM_SAMPLES, is_problem=False)
+    if c.mean("rollout/solved_all_frac") == 1:
+        return explain_solved(c)
+    mean, wanted = fmean(rewards_of(c.recent) or [0.0]), f"solved_at = {c.config.solved_at:g}"
+    sentence = (
+        f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, {mean:g} on average"
+    )
+    if c.mean("rollout/solved_none_frac") in (None, 1):
+        sentence += (
+            f", and none reached {wanted}: read samples, then let the reward pay for parts of an answer (reward), "
+        )
+        return c.find(f"{sentence}{more}, or take easier prompts (data)", "reward", is_problem=not c.has_risen)
+    return c.find(f"{sentence}: {more}, or raise rollout.temperature", NUM_SAMPLES, is_problem=not c.has_risen)
+
+
+def explain_solved(c: Course) -> Finding:
+    sentence = f"{c.lately} every response reached solved_at = {c.config.solved_at:g}"
+    if c.has_risen:
+        sentence = f"{c.job_id} has solved its task, {sentence}: it may end (schedule.num_iterations), or needs harder "
+        return c.find(f"{sentence}prompts (data)", "schedule.num_iterations", is_problem=False)
+    sentence = f"{c.job_id} learns nothing, as its task is too easy: {sentence}; take harder prompts (data)"
+    return c.find(sentence, "data", is_problem=True)
+
+
+def look_at_held_out(c: Course) -> Finding | None:
+    """Look for a held-out reward that falls, twice in a row, while that of training rises."""
+    best, newest = c.best, c.evaluations[-2:]
+    if best is None or best in newest or not all(is_below(each, best) for each in newest):
+        return None
+    if not rises(rewards_of(c.around_best), rewards_of(c.recent)):
+        return None
+    was, now = (f"{each.reward_mean:.3f} after {each.evaluation}" for each in (best, newest[-1]))
+    sentence = (
+        f"the held-out reward of {c.job_id} fell from {was} iterations to {now}, while that of training rose: it "
+    )
+    sentence += "learns its prompts by heart, or what the reward overlooks. Let it end at that best point "
+    sentence += f"(schedule.num_iterations = {best.evaluation}), raise objective.kl.coef, or take more prompts (data)"
+    return c.find(sentence, "schedule.num_iterations", is_problem=True)
+
+
+def look_at_entropy(c: Course) -> Finding | None:
+    """Look for a policy that has stopped exploring before it has solved its task."""
+    before, now = c.mean("train/entropy", c.first), c.mean("train/entropy")
+    if before is None or now is None or now > min(COLLAPSED * before, NO_ENTROPY):
+        return None
+    half = len(c.recent) // 2
+    is_solved = (c.mean("rollout/solved_all_frac") or 0.0) >= 0.5
+    if is_solved or rises(rewards_of(c.recent[:half]), rewards_of(c.recent[half:])):
+        return None
+    sentence = (
+        f"the entropy of {c.job_id} has collapsed, from {before:.3g} to {now:.2g} nats per token, and its reward "
+    )
+    sentence += f"does not rise: lower optimizer.learning_rate below {c.config.optimizer.learning_rate:g}, or raise "
+    return c.find(f"{sentence}objective.kl.coef", "optimizer.learning_rate", is_problem=True)
+
+
+def look_at_mismatch(c: Course) -> Finding | None:
+    known = [record.mismatch_mean for record in c.recent if record.mismatch_mean is not None]
+    dtype = c.config.model.dtype
+    bound = MISMATCH.get(dtype, max(MISMATCH.values()))
+    if not known or fmean(known) <= bound:
+        return None
+    sentence = f"engine and trainer of {c.job_id} differ by {fmean(known):.2g} nats per token {c.lately}, more than "
+    sentence += f"{bound:g}: "
+    if dtype == "bfloat16":
+        return c.find(f'{sentence}set model.dtype = "float32", or objective.importance', "model.dtype", is_problem=True)
+    return c.find(f"{sentence}set objective.importance, or try another engine", "objective.importance", is_problem=True)
+
+
+def look_at_parts(c: Course) -> Finding | None:
+    steady = [name for name in parts_of(c.recent[-1].metrics) if not varies(c.recent, name)]
+    if not steady:
+        return None
+    what = (
+        f"part {steady[0]} of the reward was" if len(steady) == 1 else f"parts {', '.join(steady)} of the reward were"
+    )
+    sentence = (
+        f"{c.lately} of {c.job_id}, {what} the same for every response, and told none from another: read samples, "
+    )
+    return c.find(f"{sentence}then correct it or leave it out (reward)", "reward", is_problem=False)
+
+
+def varies(records: Iterable[IterationRecord], part: str) -> bool:
+    """Return whether a part of the reward differs within an iteration or from one to the next."""
+    means = [record.metrics.get(f"reward/{part}_mean", math.nan) for record in records]
+    spreads = [record.metrics.get(f"reward/{part}_std", math.nan) for record in records]
+    bound = STEADY * max(1.0, *map(abs, means))
+    return not (max(spreads) <= bound and max(means) - min(means) <= bound)
+
+
+LOOKS: tuple[Callable[[Course], Finding | None], ...] = (
+    look_at_truncation,
+    look_at_signal,
+    look_at_held_out,
+    look_at_entropy,
+    look_at_mismatch,
+    look_at_parts,
+)
+
+
+# ---- what counts as a difference ---------------------------------------------------------------------------------
+
+
+def rewards_of(records: Iterable[IterationRecord]) -> list[float]:
+    return [record.reward_mean for record in records if record.reward_mean is not None]
+
+
+def rises(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return whether the mean rises by more than chance explains."""
+    if len(before) < 2 or len(after) < 2:
+        return False
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    return fmean(after) - fmean(before) > SIGMAS * error
+
+
+def best_of(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+    """Return the evaluation with the highest reward; None of too few."""
+    if len(evaluations) < MIN_EVALUATIONS:
+        return None
+    return max(evaluations, key=lambda record: -math.inf if record.reward_mean is None else record.reward_mean)
+
+
+def is_below(one: EvaluationRecord, best: EvaluationRecord) -> bool:
+    """Return whether a held-out reward is lower than the best by more than chance explains. Prompts count, not their
+    responses, which are alike."""
+    if one.reward_mean is None or best.reward_mean is None:
+        return False
+    spread = math.hypot(one.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(max(1, one.num_groups))
+    return best.reward_mean - one.reward_mean > SIGMAS * spread
