@@ -216,6 +216,31 @@ async def test_series_take_points_in_any_order_and_the_newest_of_an_iteration(mo
     assert shown == ["kl", "throughput", "time"]  # a chart without values is not there
 
 
+async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> None:
+    script = """(m) => {
+        const series = new m.Series();
+        const names = ["reward/right_mean", "reward/right_std", "reward/short_mean", "train/odd"];
+        names.push("eval/reward_mean", "eval/pass_at_k", "eval/reward/right_mean");
+        series.load(Object.fromEntries(names.map((name) => [name, [[0, 1]]])));
+        const linesOf = (chart) => series.lines(chart).map(({ name }) => name);
+        const charts = () => Object.fromEntries(m.CHARTS.map((chart) => [chart.id, linesOf(chart)]));
+        const single = charts();
+        series.add(0, { "eval/hard/reward_mean": 1, "eval/easy/reward_mean": 1, "eval/easy/reward/right_mean": 1 });
+        return [single, charts(), series.others()];
+    }"""
+    single, sets, others = await call(modules, "series.js", script)
+    assert (single["parts"], single["held-out"], single["held-out-parts"]) == (["right", "short"], ["mean"], ["right"])
+    assert single["solved"] == ["held out, at k"]
+    assert (sets["held-out"], sets["held-out-parts"]) == (["easy", "hard"], ["easy/right", "right"])
+    assert others == ["reward/right_std", "train/odd"]
+
+
+async def test_values_that_hardly_move_are_told_apart(modules: Page) -> None:
+    script = "(m, a) => a.map((ys) => m.digitsFor(ys.map((y, x) => [x, y])))"
+    values = [[10.79, 10.81], [0.2, 0.9], [1, 1], [], [-5e-7, 3e-7], [1000.0001, 1000.0002]]
+    assert await call(modules, "charts.js", script, values) == [5, 3, 3, 3, 3, 8]
+
+
 async def test_events_are_ordered_by_time_and_number(modules: Page) -> None:
     ids = ["1700000000000-10", "1700000000000-9", "999-0", "1700000000001-0"]
     assert await call(modules, "events.js", "(m, a) => a.sort(m.order)", ids) == [ids[2], ids[1], ids[0], ids[3]]

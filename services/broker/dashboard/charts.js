@@ -134,7 +134,9 @@ export class Chart extends Component {
   }
 
   format(value) {
-    return this.props.isPercent ? percent(value, value < 0.1 ? 1 : 0) : number(value, 3);
+    const { isPercent, lines } = this.props;
+    if (lines !== this.measured) [this.measured, this.digits] = [lines, digitsFor(lines.flatMap(({ points }) => points))];
+    return isPercent ? percent(value, value < 0.1 ? 1 : 0) : number(value, this.digits);
   }
 
   render({ title, unit = "", description = "", lines, level = 3, height = 168, testId, isWide }, { at, isOpen }) {
@@ -239,6 +241,14 @@ export function trailingMean(points, window) {
     sum += y - (index >= window ? points[index - window][1] : 0);
     return [x, sum / Math.min(index + 1, window)];
   });
+}
+
+/** Significant digits that tell the values of a curve apart: 3, and more for one that hardly moves. 10.81 and 10.79: 5. */
+export function digitsFor(points) {
+  const ys = points.map(([, y]) => y);
+  const [low, high] = ys.reduce(([least, most], y) => [Math.min(least, y), Math.max(most, y)], [Infinity, -Infinity]);
+  const ratio = Math.max(Math.abs(low), Math.abs(high)) / (high - low);
+  return Number.isFinite(ratio) ? Math.min(8, Math.max(3, Math.ceil(Math.log10(ratio)) + 2)) : 3;
 }
 
 // ---- what uPlot is given -------------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ class Comparison extends Component {
   // ---- what is shown ----
 
   render(_, { notes, added }) {
-    const shown = CHARTS.filter((chart) => this.runs.some(({ series }) => series.lines(chart).length));
+    const isShown = (chart, line, series) => series.of(line.series).length && series.lines(chart).length;
+    const shown = CHARTS.filter((chart) => chart.lines[0] && this.runs.some(({ series }) => isShown(chart, chart.lines[0], series)));
     const charts = [
       ...shown.map((chart, index) => this.chart(headOf(chart, index), chart.lines[0].series)),
       ...added.map((name) => this.chart({ title: name }, name)),

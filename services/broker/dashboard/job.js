@@ -13,7 +13,7 @@ import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
 const WORKERS_MS = 5000;
-const SCORES = ["reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac"];
+const NO_SCORES = ["evaluation", "policy_version"]; // what the event of an evaluation has besides
 const MOST_EVENT_PAGES = 20; // of 500
 const CONNECTIONS = {
   connecting: "connecting…",
@@ -152,7 +152,9 @@ class JobPage extends Component {
   takeEvent(event) {
     this.events.add([event]);
     if (event.kind !== "evaluation.done") return;
-    const scores = SCORES.filter((name) => name in event.data).map((name) => [`eval/${name}`, event.data[name]]);
+    const scores = Object.entries(event.data)
+      .filter(([name, value]) => Number.isFinite(value) && !NO_SCORES.includes(name))
+      .map(([name, value]) => [`eval/${name}`, value]);
     this.series.add(event.data.evaluation, Object.fromEntries(scores));
     this.drawCurvesSoon();
   }

@@ -3,8 +3,9 @@
 const TOKENS_PER_S = "iteration/tokens_per_s"; // the broker tells its parts
 
 /**
- * A line is {name, series, spread}: `spread` is the series of what lies above and below. A chart is shown when one of
- * its lines has values; `unlessZero`: and when one of them is not 0.
+ * A line is {name, series, spread}: `spread` is the series of what lies above and below. `pattern`: each series that it
+ * matches is a line, too, named by its first group; `isInstead`: a line that is drawn only where nothing matches. A chart
+ * is shown when one of its lines has values; `unlessZero`: and when one of them is not 0.
  */
 export const CHARTS = [
   {
@@ -15,11 +16,36 @@ export const CHARTS = [
   },
   {
     id: "held-out",
-    title: "Held-out score",
-    description: "Of prompts that are never trained on. At k: a prompt counts when any of its responses has a reward.",
+    title: "Held-out reward",
+    description: "Of prompts that are never trained on, with one standard deviation around it.",
+    lines: [{ name: "mean", series: "eval/reward_mean", spread: "eval/reward_std", isInstead: true }],
+    pattern: /^eval\/([^/]+)\/reward_mean$/,
+  },
+  {
+    id: "parts",
+    title: "Parts of the reward",
+    description: "Mean of each, over the responses that have it.",
+    lines: [],
+    pattern: /^reward\/(.+)_mean$/,
+  },
+  {
+    id: "held-out-parts",
+    title: "Parts of the held-out reward",
+    description: "Mean of each, over the responses that have it.",
+    lines: [],
+    pattern: /^eval\/((?:[^/]+\/)?reward\/.+)_mean$/,
+  },
+  {
+    id: "solved",
+    title: "Solved prompts",
+    isPercent: true,
+    domain: [0, 1],
+    description:
+      "A response is solved from the reward solved_at on. Held out, pass at k: prompts of which any response is. In training: groups of which all responses are, and of which none is; neither teaches where rewards are equal.",
     lines: [
-      { name: "mean reward", series: "eval/reward_mean", spread: "eval/reward_std" },
-      { name: "pass at k", series: "eval/pass_at_k" },
+      { name: "held out, at k", series: "eval/pass_at_k" },
+      { name: "trained, all", series: "rollout/solved_all_frac" },
+      { name: "trained, none", series: "rollout/solved_none_frac" },
     ],
   },
   {
@@ -65,8 +91,14 @@ export const CHARTS = [
     id: "length",
     title: "Response length",
     unit: "tokens",
-    description: "Mean of all responses.",
-    lines: [{ name: "mean", series: "rollout/response_tokens_mean" }],
+    domain: [0, 0],
+    description: "Of all responses. 95 of 100 are no longer than p95.",
+    lines: [
+      { name: "mean", series: "rollout/response_tokens_mean" },
+      { name: "shortest", series: "rollout/response_tokens_min" },
+      { name: "p95", series: "rollout/response_tokens_p95" },
+      { name: "longest", series: "rollout/response_tokens_max" },
+    ],
   },
   {
     id: "truncated",
@@ -189,9 +221,17 @@ export class Series {
 
   /** What a chart of CHARTS draws; empty when it is not to be shown. */
   lines(chart) {
-    const lines = chart.lines.map((line) => this.line(line)).filter(({ points }) => points.length);
+    const lines = this.linesOf(chart).map((line) => this.line(line)).filter(({ points }) => points.length);
     const isFlat = chart.unlessZero && lines.every(({ points }) => points.every(([, y]) => y === 0));
     return isFlat ? [] : lines;
+  }
+
+  /** The lines of a chart, with those that its pattern finds. */
+  linesOf({ lines, pattern }) {
+    if (!pattern) return lines;
+    const found = [...this.points.keys()].filter((name) => pattern.test(name)).sort();
+    const matching = found.map((series) => ({ name: series.match(pattern)[1].replace("reward/", ""), series }));
+    return [...lines.filter(({ isInstead }) => !isInstead || !matching.length), ...matching];
   }
 
   line({ name, series, spread }) {
@@ -203,7 +243,8 @@ export class Series {
 
   /** Names that are in no chart. */
   others() {
-    const shown = new Set(CHARTS.flatMap(({ lines }) => lines.flatMap(({ series, spread }) => [series, spread])));
+    const lines = CHARTS.flatMap((chart) => [...chart.lines, ...this.linesOf(chart)]);
+    const shown = new Set(lines.flatMap(({ series, spread }) => [series, spread]));
     return [...this.points.keys()].filter((name) => !shown.has(name)).sort();
   }
 }
