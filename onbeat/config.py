@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from onbeat.objectives import IS_ACCEPTED, AnyObjective
 from onbeat.objectives.grpo import GrpoObjective
+from onbeat.rewards import OneOrSeveralRewards, RewardConfig, rewards_in
 from onbeat.section import Float, Fraction, Int, PositiveFloat, PositiveInt, Section
 
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries that read and write JSON end at about 250
@@ -58,23 +59,6 @@ class FileData(Section):
 
 
 DataConfig = Annotated[ReasoningGymData | FileData, Field(discriminator="type")]
-
-
-class RewardConfig(Section):
-    name: str = Field(description="an installed entry point of the group `onbeat.rewards`, or http")
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="keyword arguments of the reward; http: `service` names the service, which gets the others",
-    )
-    timeout_s: Float = Field(
-        10.0, gt=0, le=3600, description="hard limit for scoring one response; http: for each response of a group"
-    )
-    memory_limit_mb: Int = Field(
-        2048, ge=64, le=1_048_576, description="hard limit of a scoring process; http: has none"
-    )
-    max_attempts: PositiveInt = Field(
-        2, le=100, description="tries of one response (http: of one group) in one rollout"
-    )
 
 
 class EnvironmentConfig(Section):
@@ -309,7 +293,7 @@ class JobConfig(Section):
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
     data: DataConfig
-    reward: RewardConfig | None = Field(None, description="scores responses; needed unless an environment does")
+    reward: OneOrSeveralRewards | None = Field(None, description="scores responses; needed unless an environment does")
     environment: EnvironmentConfig | None = Field(
         None, description="responses are episodes of several turns; default: one response to the prompt"
     )
@@ -359,6 +343,11 @@ class JobConfig(Section):
         ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
         more = {"num_iterations": num_iterations, "earlier_ends": ends}
         return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
+
+    @property
+    def rewards(self) -> list[RewardConfig]:
+        """The rewards whose weighted sum a response gets; of a single one the part is None. None with an environment."""
+        return rewards_in(self.reward) if self.reward is not None else []
 
     @property
     def longest_response(self) -> int:

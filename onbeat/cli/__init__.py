@@ -76,10 +76,11 @@ def describe_value_error(error: ValueError) -> str:
     from pydantic import ValidationError
 
     from onbeat.config import JobConfig
+    from onbeat.rewards import LIST, TABLE
 
     if not isinstance(error, ValidationError):
         return str(error)
-    tags = set(union_tags(JobConfig.model_json_schema()))
+    tags = {*union_tags(JobConfig.model_json_schema()), TABLE, LIST}
     lines = [f"{error.title} is not valid:"]
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]  # a union's tag is in it where the file has none

@@ -2,14 +2,17 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 from pydantic import BaseModel
 
-from onbeat.config import FileData, JobConfig, ReasoningGymData, RewardConfig
+from onbeat.config import FileData, JobConfig, ReasoningGymData
 from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
+from onbeat.rewards import RewardConfig
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetProcess
@@ -26,6 +29,19 @@ REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
 
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
+
+
+Data = ReasoningGymData | FileData
+OneOrSeveral = RewardConfig | list[RewardConfig]
+
+
+@dataclass(frozen=True)
+class RewardUse:
+    """A reward, the field of the job that it is in, and the data that it scores, by their fields."""
+
+    field: str
+    reward: RewardConfig
+    data: Sequence[tuple[str, Data]]
 
 
 class FieldError(BaseModel):
@@ -51,10 +67,9 @@ class Admission:
     async def review(self, config: JobConfig) -> None:
         """Raise JobRefused with everything that is wrong; the data is only opened when all else is right."""
         errors = review_numbers(config) + review_free_values(config) + review_environment(config)
-        if config.reward is not None:
-            errors += review_reward(config, config.reward)
+        for use in reward_uses(config):
+            errors += review_reward(use) + await self._review_pattern(use)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
-        errors += await self._review_pattern(config)
         if errors:
             raise JobRefused(errors)
         try:
@@ -64,20 +79,19 @@ class Admission:
         except DatasetError as error:
             raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
 
-    async def _review_pattern(self, config: JobConfig) -> list[FieldError]:
-        reward = config.reward
-        option = PATTERN_OPTIONS.get(reward.name) if reward is not None else None
-        if reward is None or option is None or (option not in reward.options and option != "pattern"):
+    async def _review_pattern(self, use: RewardUse) -> list[FieldError]:
+        option, options = PATTERN_OPTIONS.get(use.reward.name), use.reward.options
+        if option is None or (option not in options and option != "pattern"):
             return []
-        pattern, problem = reward.options.get(option), "is not a string"
+        pattern, problem = options.get(option), "is not a string"
         if isinstance(pattern, str):
             problem = await self._patterns.check_pattern(pattern)
         if not problem:
             return []
         text = repr(pattern)
         shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-        message = f"reward {reward.name} needs a regular expression here; {shown} {problem}"
-        return [FieldError(field=f"reward.options.{option}", message=message)]
+        message = f"reward {use.reward.name} needs a regular expression here; {shown} {problem}"
+        return [FieldError(field=f"{use.field}.options.{option}", message=message)]
 
 
 def review_numbers(config: JobConfig) -> list[FieldError]:
@@ -99,8 +113,9 @@ def review_numbers(config: JobConfig) -> list[FieldError]:
 
 def review_free_values(config: JobConfig) -> list[FieldError]:
     """Check that the options, which are free-form, are at least JSON that every service can read."""
-    sections = {"reward": config.reward, "environment": config.environment}
-    options: dict[str, Any] = {f"{name}.options": each.options for name, each in sections.items() if each is not None}
+    options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
+    if config.environment is not None:
+        options["environment.options"] = config.environment.options
     options |= {
         f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
     }
@@ -115,10 +130,21 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
     return errors
 
 
-def data_sections(config: JobConfig) -> list[tuple[str, ReasoningGymData | FileData]]:
+def data_sections(config: JobConfig) -> list[tuple[str, Data]]:
     """Return all data of the job by its field."""
     held_out = [("evaluation.data", config.evaluation.data)] if config.evaluation is not None else []
     return [("data", config.data), *held_out]
+
+
+def reward_uses(config: JobConfig) -> list[RewardUse]:
+    """Return each reward of the job by its field, with the data that it scores."""
+    return uses_in("reward", config.reward, data_sections(config)) if config.reward is not None else []
+
+
+def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, Data]]) -> list[RewardUse]:
+    if isinstance(section, RewardConfig):
+        return [RewardUse(field, section, data)]
+    return [RewardUse(f"{field}.{index}", reward, data) for index, reward in enumerate(section)]
 
 
 def review_environment(config: JobConfig) -> list[FieldError]:
@@ -129,42 +155,44 @@ def review_environment(config: JobConfig) -> list[FieldError]:
     return [FieldError(field="environment.name", message=message)]
 
 
-def review_reward(config: JobConfig, reward: RewardConfig) -> list[FieldError]:
-    name, installed = reward.name, entry_points(group=REWARD_GROUP).names
+def review_reward(use: RewardUse) -> list[FieldError]:
+    name, installed = use.reward.name, entry_points(group=REWARD_GROUP).names
     if name == HTTP_REWARD:
-        return review_service(reward)
+        return review_service(use)
     if name not in installed:
         message = f"no reward {name!r} is installed; {nearest(name, {*installed, HTTP_REWARD})}"
-        return [FieldError(field="reward.name", message=message)]
-    for field, data in data_sections(config):
+        return [FieldError(field=f"{use.field}.name", message=message)]
+    for field, data in use.data:
         if name == "reasoning_gym" and isinstance(data, FileData):
             message = f"scores only data of type reasoning_gym, {field} is a file; use exact, regex or math with files"
-            return [FieldError(field="reward.name", message=message)]
+            return [FieldError(field=f"{use.field}.name", message=message)]
         if name in REWARDS_THAT_COMPARE and isinstance(data, FileData) and data.answer_field is None:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [FieldError(field=f"{field}.answer_field", message=message)]
-    return review_options(reward)
+    return review_options(use)
 
 
-def review_options(reward: RewardConfig) -> list[FieldError]:
+def review_options(use: RewardUse) -> list[FieldError]:
     """Check the options of a reward that comes with Onbeat; the broker cannot know the options of others."""
-    name = reward.name
-    known = REWARD_OPTIONS.get(name, reward.options)
+    name = use.reward.name
+    known = REWARD_OPTIONS.get(name, use.reward.options)
     remedy = f"it has: {', '.join(known)}" if known else "it has none"
     return [
-        FieldError(field="reward.options", message=f"reward {name} has no option {option[:MAX_SHOWN]!r}; {remedy}")
-        for option in reward.options
+        FieldError(
+            field=f"{use.field}.options", message=f"reward {name} has no option {option[:MAX_SHOWN]!r}; {remedy}"
+        )
+        for option in use.reward.options
         if option not in known
     ]
 
 
-def review_service(reward: RewardConfig) -> list[FieldError]:
+def review_service(use: RewardUse) -> list[FieldError]:
     """Check the form of the name only: the services are named in the settings of the rollouts."""
-    service = reward.options.get("service")
+    service = use.reward.options.get("service")
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
         return []
     message = (
         f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {service!r}; "
         "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
     )
-    return [FieldError(field="reward.options.service", message=message)]
+    return [FieldError(field=f"{use.field}.options.service", message=message)]

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from statistics import fmean
 
-from onbeat.config import EvaluationConfig, JobConfig
+from onbeat.config import EnvironmentConfig, EvaluationConfig, JobConfig
+from onbeat.rewards import RewardConfig
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
@@ -72,7 +74,7 @@ def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[Promp
 
 def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
     """Build the part of a task that training and evaluation have in common."""
-    rollout, reward, environment = config.rollout, config.reward, config.environment
+    rollout = config.rollout
     task = PromptTask(
         messages=[Message(role=message.role, content=message.content) for message in item.messages],
         text=item.text,
@@ -80,26 +82,35 @@ def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
         deadline_s=rollout.group_deadline_s,
         reward_context_json=json.dumps(item.context),
     )
-    if reward is not None:
-        task.reward.CopyFrom(
-            Reward(
-                name=reward.name,
-                options_json=json.dumps(reward.options),
-                timeout_s=reward.timeout_s,
-                memory_limit_mb=reward.memory_limit_mb,
-            )
-        )
-    if environment is not None:
-        task.environment.CopyFrom(
-            Environment(
-                name=environment.name,
-                options_json=json.dumps(environment.options),
-                max_turns=environment.max_turns,
-                timeout_s=environment.timeout_s,
-                memory_limit_mb=environment.memory_limit_mb,
-            )
-        )
+    add_rewards(task, config.rewards)
+    if config.environment is not None:
+        task.environment.CopyFrom(to_message(config.environment))
     return task
+
+
+def to_message(environment: EnvironmentConfig) -> Environment:
+    return Environment(
+        name=environment.name,
+        options_json=json.dumps(environment.options),
+        max_turns=environment.max_turns,
+        timeout_s=environment.timeout_s,
+        memory_limit_mb=environment.memory_limit_mb,
+    )
+
+
+def add_rewards(task: PromptTask, rewards: Sequence[RewardConfig]) -> None:
+    for reward in rewards:
+        message = Reward(
+            name=reward.name,
+            options_json=json.dumps(reward.options),
+            timeout_s=reward.timeout_s,
+            memory_limit_mb=reward.memory_limit_mb,
+        )
+        if reward.part is None:
+            task.reward.CopyFrom(message)
+        else:
+            message.weight, message.part, message.max_attempts = reward.weight, reward.part, reward.max_attempts
+            task.rewards.append(message)
 
 
 def task_seed(*place: int | str) -> int:

@@ -24,6 +24,7 @@ from services.rollout.prompts import GroupFailed, PromptEncoder, prompt_text
 from services.rollout.puller import VersionGone
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
 from services.rollout.rewards.scorer import Scorer
+from services.rollout.rewards.weighing import weigh
 
 LONGEST_S = 3600.0  # the deadline of a task that names none: no wait is endless
 
@@ -73,15 +74,18 @@ class GroupProducer:
         )
         try:
             self._check_attempts(flight)
-            request = self._reward_request(task)
-            self._rewards.source(request.name, request.options)  # before anything is generated in vain
+            requests = self._reward_requests(task)
+            for request in requests:
+                self._rewards.source(request.name, request.options)  # before anything is generated in vain
             prompt_token_ids = self._encoder.encode(task)
             group.prompt_token_ids.extend(prompt_token_ids)
             deadline = asyncio.get_running_loop().time() + deadline_s
             async with asyncio.timeout_at(deadline) as timeout:
                 responses = await self._generate(flight, prompt_token_ids, group.timings)
-                request = replace(request, responses=[response.text for response in responses])
-                scores = await self._score(request, deadline, group.timings)
+                texts = [response.text for response in responses]
+                scores = await self._score(
+                    [replace(each, responses=texts) for each in requests], deadline, group.timings
+                )
             lengths = await self._token_lengths(responses)
             group.responses.extend(map(to_response, responses, scores, lengths))
             refuse_broken(group)
@@ -143,17 +147,22 @@ class GroupProducer:
         meters.GENERATE_S.observe(timings.generate_s)
         return responses
 
-    def _reward_request(self, task: PromptTask) -> RewardRequest:
-        """Build the request, with no responses yet."""
-        return RewardRequest(
-            name=task.reward.name,
-            options=json.loads(task.reward.options_json or "{}"),
-            context=json.loads(task.reward_context_json or "{}"),
-            responses=[],
-            timeout_s=task.reward.timeout_s,
-            memory_limit_mb=task.reward.memory_limit_mb,
-            max_attempts=self._reward_attempts,
-        )
+    def _reward_requests(self, task: PromptTask) -> list[RewardRequest]:
+        """Build a request to each reward, with no responses yet."""
+        return [
+            RewardRequest(
+                name=reward.name,
+                options=json.loads(reward.options_json or "{}"),
+                context=json.loads(task.reward_context_json or "{}"),
+                responses=[],
+                timeout_s=reward.timeout_s,
+                memory_limit_mb=reward.memory_limit_mb,
+                max_attempts=reward.max_attempts or self._reward_attempts,
+                weight=reward.weight if reward.part else 1.0,
+                part=reward.part,
+            )
+            for reward in task.rewards or [task.reward]
+        ]
 
     async def _token_lengths(self, responses: list[GeneratedResponse]) -> list[list[int]]:
         """Return the lengths of each response's tokens; other tasks get a turn between responses."""
@@ -163,16 +172,19 @@ class GroupProducer:
             await asyncio.sleep(0)
         return lengths
 
-    async def _score(self, request: RewardRequest, deadline: float, timings: Timings) -> list[Score]:
-        started = time.monotonic()
+    async def _score(self, requests: list[RewardRequest], deadline: float, timings: Timings) -> list[Score]:
+        """Ask each reward in turn; return the weighted sums."""
+        started, scores = time.monotonic(), []
         try:
-            scores = await self._rewards.score(request, deadline)
+            for request in requests:
+                scores.append(await self._rewards.score(request, deadline))
+            weighed = weigh(requests, scores)
         except RewardRefused as error:
             raise GroupFailed("reward_failed", f"reward {request.name}: {error}") from error
         finally:
             timings.score_s = time.monotonic() - started
         meters.SCORE_S.observe(timings.score_s)
-        return scores
+        return weighed
 
 
 def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[int]) -> Response:

@@ -177,7 +177,7 @@ class Session:
         cleanup.push_async_callback(gate.close)
         rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
         cleanup.push_async_callback(rewards.close)
-        scored_by = self._config.reward or self._config.environment
+        scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
         assert scored_by is not None, "a job has a reward or an environment"
         attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
         producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts)

@@ -264,8 +264,17 @@ async def test_settings_of_the_service_are_hidden_from_rewards(scorer):
     assert (await score(scorer, request("secrets")))[0].reward == 0.0
 
 
+async def test_rewards_with_other_limits_keep_their_processes(scorer):
+    pids = []
+    for timeout_s in (50, 60, 50, 60):
+        (found,) = await score(scorer, request("a", timeout_s=timeout_s))
+        pids.append(found.parts["pid"])
+    assert pids[:2] == pids[2:]
+    assert pids[0] != pids[1]
+
+
 async def test_cancelled_scoring_leaves_no_process(scorer):
-    await score(scorer, request("a"))
+    await score(scorer, request("a", timeout_s=60))
     pid = idle_pid(scorer)
     scoring = asyncio.create_task(score(scorer, request("hang", timeout_s=60)))
     await asyncio.sleep(0.2)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from onbeat.hardware.processor import Hardware
-from onbeat.streams.codec import Message
+from onbeat.streams.codec import Message, Reward
 from onbeat.streams.keys import JobKeys
 from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.broker.conductor import Conductor
@@ -328,6 +328,22 @@ async def test_prompt_that_does_not_fit_is_recorded_with_its_numbers(rig):
     assert len(good.responses) == G
     assert (await rig.iteration(0))["num_failed_groups"] == "1"
     assert len(rig.engines[0].requests) == 1
+
+
+async def test_several_rewards_give_their_weighted_sum(rig):
+    limits = {"timeout_s": 5.0, "memory_limit_mb": 512}
+    anything, nothing = (json.dumps({"pattern": pattern}) for pattern in (".", "never"))
+    rewards = [
+        Reward(name="exact", weight=0.9, part="exact", max_attempts=1, **limits),
+        Reward(name="regex", options_json=anything, weight=0.1, part="form", **limits),
+        Reward(name="regex", options_json=nothing, weight=-1.0, part="never", **limits),
+    ]
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0, reward=None, rewards=rewards))
+    (group,) = await rig.drained(0)
+    for response in group.responses:
+        assert response.reward == 1.0
+        assert dict(response.reward_parts) == {"exact": 1.0, "form": 1.0, "never": 0.0}
 
 
 async def test_reward_that_cannot_score_is_a_recorded_failure_not_a_zero(rig):

@@ -39,6 +39,7 @@ class PromptTask(_message.Message):
     IS_EVALUATION_FIELD_NUMBER: _builtins.int
     DATA_ROW_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """unique in the job: "<iteration>-<index>", or "eval-<evaluation>-<index>" """
     iteration: _builtins.int
@@ -65,10 +66,16 @@ class PromptTask(_message.Message):
         """chat prompt; empty when `text` is set"""
 
     @_builtins.property
-    def reward(self) -> Global___Reward: ...
+    def reward(self) -> Global___Reward:
+        """absent when there are several"""
+
     @_builtins.property
     def environment(self) -> Global___Environment:
         """present: responses are episodes in it, and it gives the reward"""
+
+    @_builtins.property
+    def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
+        """several: a response gets their weighted sum, and each as a part"""
 
     def __init__(
         self,
@@ -88,10 +95,11 @@ class PromptTask(_message.Message):
         is_evaluation: _builtins.bool = ...,
         data_row: _builtins.int | None = ...,
         environment: Global___Environment | None = ...,
+        rewards: _abc.Iterable[Global___Reward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "environment", b"environment", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_row", b"_data_row", "data_row", b"data_row", "deadline_s", b"deadline_s", "environment", b"environment", "group_id", b"group_id", "is_evaluation", b"is_evaluation", "iteration", b"iteration", "max_response_tokens", b"max_response_tokens", "messages", b"messages", "num_samples", b"num_samples", "policy_version", b"policy_version", "reward", b"reward", "reward_context_json", b"reward_context_json", "rewards", b"rewards", "seed", b"seed", "temperature", b"temperature", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_row: _TypeAlias = _typing.Literal["data_row"]  # noqa: Y015
     _WhichOneofArgType__data_row: _TypeAlias = _typing.Literal["_data_row", b"_data_row"]  # noqa: Y015
@@ -131,12 +139,21 @@ class Reward(_message.Message):
     OPTIONS_JSON_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_MB_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     options_json: _builtins.str
     timeout_s: _builtins.float
     """hard limit for one response"""
     memory_limit_mb: _builtins.int
     """hard limit for the process that scores"""
+    weight: _builtins.float
+    """Of several:"""
+    part: _builtins.str
+    """name of its part"""
+    max_attempts: _builtins.int
+    """tries of one response, or of one group of an http reward"""
     def __init__(
         self,
         *,
@@ -144,10 +161,13 @@ class Reward(_message.Message):
         options_json: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
         memory_limit_mb: _builtins.int = ...,
+        weight: _builtins.float = ...,
+        part: _builtins.str = ...,
+        max_attempts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_attempts", b"max_attempts", "memory_limit_mb", b"memory_limit_mb", "name", b"name", "options_json", b"options_json", "part", b"part", "timeout_s", b"timeout_s", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from onbeat.config import JobConfig
 from onbeat.objectives import INSTALLED
+from onbeat.rewards import LIST, TABLE
 
 PREFIXED = re.compile(r"Value error, ([a-z_]+(?:\.[a-z_]+)*): (.+)", re.DOTALL)
 PLAIN_KEY = re.compile(r"\w{1,80}")
@@ -48,7 +49,7 @@ def dotted(path: Iterable[str]) -> str:
 
 
 def without_tags(location: list[Any], body: Any) -> list[str]:
-    """Remove the tags of unions (`type`, `mode`), which Pydantic puts into the location and users did not write.
+    """Remove the tags of unions (`type`, `mode`, forms), which Pydantic puts into the location and users did not write.
 
     >>> without_tags(["data", "jsonl", "path"], {"data": {"type": "jsonl"}})
     ['data', 'path']
@@ -56,6 +57,8 @@ def without_tags(location: list[Any], body: Any) -> list[str]:
     path: list[str] = []
     here = body
     for step in location:
+        if step in (TABLE, LIST):
+            continue
         is_mapping = isinstance(here, dict)
         if is_mapping and step not in here and step in tags_at(path):
             continue

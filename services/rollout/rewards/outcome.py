@@ -17,7 +17,7 @@ UNREACHABLE = "unreachable"  # the kind of a call that did not reach its service
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """The responses of one group and how to score them."""
+    """The responses of one group and how one reward scores them."""
 
     name: str
     options: dict[str, Any]
@@ -26,6 +26,8 @@ class RewardRequest:
     timeout_s: float  # hard limit for one response
     memory_limit_mb: int  # hard limit of the process, address space
     max_attempts: int  # tries per response
+    weight: float = 1.0  # in the sum of several rewards
+    part: str = ""  # name of its part there; '' of the only reward
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,18 @@ process with it.
 import asyncio
 from collections.abc import Sequence
 
+from onbeat.rewards import MAX_REWARDS
 from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
 from services.rollout.rewards.process import RewardProcess
 
 
 class RewardPool:
-    """A pool of at most `num_processes` at a time; further requests wait their turn."""
+    """A pool of at most `num_processes` at a time; further requests wait their turn. Idle ones are kept for each of the
+    limits that a job's rewards have."""
 
     def __init__(self, num_processes: int) -> None:
-        self._turns = asyncio.Semaphore(num_processes)
+        self._turns, self._max_idle = asyncio.Semaphore(num_processes), MAX_REWARDS * num_processes
         self._idle: list[RewardProcess] = []
 
     async def score(
@@ -38,11 +40,15 @@ class RewardPool:
                     await process.kill()
 
     async def _take(self, limits: Limits) -> RewardProcess:
-        while self._idle:
-            process = self._idle.pop()
-            if process.is_alive and process.limits == limits:
-                return process
+        for process in [each for each in self._idle if not each.is_alive]:
+            self._idle.remove(process)
             await process.kill()
+        for process in reversed(self._idle):
+            if process.limits == limits:
+                self._idle.remove(process)
+                return process
+        while len(self._idle) >= self._max_idle:
+            await self._idle.pop(0).kill()
         return await RewardProcess.start(limits)
 
     async def close(self) -> None:

@@ -1,0 +1,70 @@
+"""The rewards of a job: one, as a table, or several, as a list of tables, of which a response gets the weighted sum."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from onbeat.section import Float, Int, PositiveInt, Section
+
+MAX_REWARDS = 8
+TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
+
+
+class RewardConfig(Section):
+    name: str = Field(description="an installed entry point of the group `onbeat.rewards`, or http")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the reward; http: `service` names the service, which gets the others",
+    )
+    timeout_s: Float = Field(
+        10.0, gt=0, le=3600, description="hard limit for scoring one response; http: for each response of a group"
+    )
+    memory_limit_mb: Int = Field(
+        2048, ge=64, le=1_048_576, description="hard limit of a scoring process; http: has none"
+    )
+    max_attempts: PositiveInt = Field(
+        2, le=100, description="tries of one response (http: of one group) in one rollout"
+    )
+    weight: Float = Field(
+        1.0,
+        ge=-1000,
+        le=1000,
+        description="of several rewards, each under `[[reward]]`: a response gets their weighted sum",
+    )
+    part: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]{1,40}$",
+        description="of several rewards: under this name each is a part of the sum, and a curve; default: `name`",
+    )
+
+
+def form_of(section: Any) -> str:
+    return LIST if isinstance(section, list | tuple) else TABLE
+
+
+def rewards_in(section: RewardConfig | list[RewardConfig]) -> list[RewardConfig]:
+    """Return the rewards of either form. Several have the names of their parts; one alone has none."""
+    if isinstance(section, RewardConfig):
+        return [section]
+    return [reward.model_copy(update={"part": reward.part or reward.name}) for reward in section]
+
+
+def check_rewards(section: RewardConfig | list[RewardConfig]) -> RewardConfig | list[RewardConfig]:
+    """Raise ValueError where the weighted sum, or its parts, could mean two things."""
+    if isinstance(section, RewardConfig):
+        if section.weight != 1 or section.part is not None:
+            raise ValueError("reward.weight: is of several rewards, as is part; write each of them under [[reward]]")
+        return section
+    if len(section) > MAX_REWARDS:
+        raise ValueError(f"reward: {len(section)} rewards; at most {MAX_REWARDS} are weighed")
+    parts = [reward.part or reward.name for reward in section]
+    if twice := sorted({part for part in parts if parts.count(part) > 1}):
+        raise ValueError(f"reward.part: two rewards are both called {twice[0]}; give one of them another part")
+    return section
+
+
+OneOrSeveralRewards = Annotated[
+    Annotated[RewardConfig, Tag(TABLE)] | Annotated[list[RewardConfig], Field(min_length=1), Tag(LIST)],
+    Discriminator(form_of),
+    AfterValidator(check_rewards),
+]
