@@ -6,7 +6,7 @@ All of it are counts and sums, so that replicas of the trainer add theirs up in 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -49,6 +49,16 @@ def parts_of(names: Iterable[str]) -> list[str]:
     """
     found = (re.fullmatch(r"reward/(.+)_mean", name) for name in names)
     return list(dict.fromkeys(match[1] for match in found if match))
+
+
+def rewards_of_sets(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean reward of each named held-out set.
+
+    >>> rewards_of_sets({"reward_mean": 0.5, "easy/reward_mean": 0.5, "reward/form_mean": 0.1})
+    {'easy': 0.5}
+    """
+    found = ((re.fullmatch(r"(?!reward/)([^/]+)/reward_mean", name), value) for name, value in scores.items())
+    return {match[1]: value for match, value in found if match}
 
 
 @dataclass

@@ -96,7 +96,7 @@ def fields(
 def union_rows(name: str, field: Schema, owner: Schema, definitions: dict[str, Schema]) -> Iterator[tuple[str, ...]]:
     """A field that holds one of several kinds of section; `data` has a section of its own."""
     inner = variants(field, definitions)
-    default = default_of(name, field, owner)
+    default = default_of(name.rpartition(".")[2], field, owner)
     is_data = inner == variants(JobConfig.model_json_schema()["properties"]["data"], definitions)
     kinds = "as [data](#data)" if is_data else " or ".join(chooser(each) for each in inner)
     yield code(name), kinds, default, "", sentence(field.get("description", ""))

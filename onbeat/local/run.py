@@ -197,10 +197,18 @@ def stage_data(config: JobConfig, job_folder: Path, data_dir: Path) -> JobConfig
     if isinstance(config.data, FileData):
         config = config.model_copy(update={"data": stage_file(config.data, "data", job_folder, data_dir)})
     evaluation = config.evaluation
-    if evaluation is not None and isinstance(evaluation.data, FileData):
+    if evaluation is None:
+        return config
+    if isinstance(evaluation.data, FileData):
         staged = stage_file(evaluation.data, "evaluation.data", job_folder, data_dir)
-        config = config.model_copy(update={"evaluation": evaluation.model_copy(update={"data": staged})})
-    return config
+        evaluation = evaluation.model_copy(update={"data": staged})
+    sets = []
+    for index, each in enumerate(evaluation.sets):
+        data = each.data
+        if isinstance(data, FileData):
+            data = stage_file(data, f"evaluation.sets.{index}.data", job_folder, data_dir)
+        sets.append(each.model_copy(update={"data": data}))
+    return config.model_copy(update={"evaluation": evaluation.model_copy(update={"sets": sets})})
 
 
 def stage_file(data: FileData, field: str, job_folder: Path, data_dir: Path) -> FileData:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from onbeat.response_stats import rewards_of_sets
 from onbeat.terminal.formatting import duration, number, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.report import num_tokens
@@ -228,6 +229,7 @@ def evaluation_line(record: EvaluationRecord) -> str:
     ]
     if record.pass_at_k is not None:
         parts.insert(3, f"solved {record.pass_at_k:.0%}")
+    parts += [f"{name} {reward:.3f}" for name, reward in rewards_of_sets(record.metrics).items()]
     if record.num_failed_groups:
         parts.append(f"{record.num_failed_groups} of {record.num_groups} prompts failed")
     return "  ".join(parts)

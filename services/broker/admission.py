@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,7 +18,7 @@ from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetProcess
 from services.broker.models import review_model
-from services.broker.tasks import read_held_out
+from services.broker.tasks import read_set
 
 REWARD_GROUP = "onbeat.rewards"
 HTTP_REWARD = "http"  # a service, known to the rollouts by name
@@ -74,8 +75,8 @@ class Admission:
             raise JobRefused(errors)
         try:
             await self._process.read(DatasetSpec.of_job(config), 0, 1)
-            if config.evaluation is not None:
-                await read_held_out(config.evaluation, config.seed, self._process, num_prompts=1)
+            for held_out in config.held_out:
+                await read_set(held_out, config.seed, self._process, num_prompts=1)
         except DatasetError as error:
             raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
 
@@ -132,13 +133,21 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
 
 def data_sections(config: JobConfig) -> list[tuple[str, Data]]:
     """Return all data of the job by its field."""
-    held_out = [("evaluation.data", config.evaluation.data)] if config.evaluation is not None else []
-    return [("data", config.data), *held_out]
+    return [("data", config.data), *((f"{each.field}.data", each.data) for each in config.held_out)]
 
 
 def reward_uses(config: JobConfig) -> list[RewardUse]:
     """Return each reward of the job by its field, with the data that it scores."""
-    return uses_in("reward", config.reward, data_sections(config)) if config.reward is not None else []
+    sets = config.evaluation.sets if config.evaluation is not None else []
+    shared: list[tuple[str, Data]] = [("data", config.data)]
+    uses = []
+    for held_out, section in zip_longest(config.held_out, [each.reward for each in sets]):
+        place = (f"{held_out.field}.data", held_out.data)
+        if section is None:
+            shared.append(place)
+        else:
+            uses += uses_in(f"{held_out.field}.reward", section, [place])
+    return (uses_in("reward", config.reward, shared) if config.reward is not None else []) + uses
 
 
 def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, Data]]) -> list[RewardUse]:

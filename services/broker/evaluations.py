@@ -6,11 +6,13 @@ multiple of `every_iterations`, and the number of iterations: the end.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 from statistics import fmean, pstdev
 
-from onbeat.config import JobConfig
-from onbeat.response_stats import ResponseStats, more_parts, parts_of
+from onbeat.config import HeldOutSet, JobConfig
+from onbeat.response_stats import ResponseStats, more_parts, parts_of, rewards_of_sets
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.evaluations import Scores
@@ -46,7 +48,7 @@ class Evaluator:
     def prepare(self, config: JobConfig) -> None:
         """Read the prompts ahead of time."""
         if config.evaluation is not None and self._reading is None:
-            work = read_held_out(config.evaluation, config.seed, self._process, config.evaluation.num_prompts)
+            work = read_held_out(config, self._process)
             self._reading = asyncio.create_task(work, name=f"held-out prompts {self._job_id}")
 
     async def close(self) -> None:
@@ -82,9 +84,10 @@ class Evaluator:
     async def _finish(self, config: JobConfig, evaluation: int) -> None:
         groups = await self._ledger.evaluations.groups(self._job_id, evaluation)
         earlier = await read_evaluations(self._ledger, self._job_id)
-        scores = score(groups, config.solved_at, parts_of(name for record in earlier for name in record.metrics))
-        reward = f"reward {scores['reward_mean']:.3f}" if scores else "no group could be scored"
-        samples = sample_groups(groups, NUM_SAMPLES)
+        by_set = split(groups, config.held_out)
+        scores = score_sets(by_set, config.held_out, {name for record in earlier for name in record.metrics})
+        reward = describe(scores)
+        samples = [sample for own in by_set for sample in sample_groups(own, NUM_SAMPLES // len(by_set))]
         if await self._ledger.evaluations.finish(self._job_id, evaluation, reward, scores, samples):
             logger.info("job %s: evaluation %d: %s", self._job_id, evaluation, reward)
 
@@ -97,6 +100,37 @@ class Evaluator:
             message = f"given up, no progress for {silent_s:.0f} s: {done}"
             await self._ledger.evaluations.fail(self._job_id, evaluation, evaluation, message)
         return bool(open_ones)
+
+
+def split(groups: Sequence[RolloutGroup], sets: Sequence[HeldOutSet]) -> list[list[RolloutGroup]]:
+    """Return the groups of each set, by the order of prompts in an evaluation."""
+    ends = list(accumulate(held_out.num_prompts for held_out in sets))
+    by_set: list[list[RolloutGroup]] = [[] for _ in sets]
+    for group in groups:
+        by_set[bisect_right(ends, int(group.group_id.rpartition("-")[2]))].append(group)
+    return by_set
+
+
+def score_sets(by_set: Sequence[Sequence[RolloutGroup]], sets: Sequence[HeldOutSet], known: Collection[str]) -> Scores:
+    """Return the scores of the first set, and those of each named one as `NAME/score`.
+
+    `known`: names of scores in earlier evaluations.
+    """
+    scores: Scores = {}
+    for groups, held_out in zip(by_set, sets, strict=True):
+        prefix = f"{held_out.name}/" if held_out.name else ""
+        parts = parts_of(name.removeprefix(prefix) for name in known if name.startswith(prefix))
+        found = score(groups, held_out.solved_at, parts)
+        scores |= found if held_out is sets[0] else {}
+        scores |= {f"{prefix}{name}": value for name, value in found.items()}
+    return scores
+
+
+def describe(scores: Scores) -> str:
+    """Return the rewards in words: `reward 0.250 easy, 0.125 hard`."""
+    if of_sets := rewards_of_sets(scores):
+        return "reward " + ", ".join(f"{reward:.3f} {name}" for name, reward in of_sets.items())
+    return f"reward {scores['reward_mean']:.3f}" if "reward_mean" in scores else "no group could be scored"
 
 
 def score(groups: Sequence[RolloutGroup], solved_at: float = 1.0, known_parts: Sequence[str] = ()) -> Scores:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from statistics import fmean
 
-from onbeat.config import EnvironmentConfig, EvaluationConfig, JobConfig
+from onbeat.config import EnvironmentConfig, HeldOutSet, JobConfig
 from onbeat.rewards import RewardConfig
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
@@ -23,7 +23,7 @@ async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProce
 def build_tasks(config: JobConfig, iteration: int, items: list[PromptItem]) -> list[PromptTask]:
     tasks = []
     for index, item in enumerate(items):
-        task = build_task(config, item)
+        task = build_task(config, item, config.rewards)
         task.group_id, task.iteration = f"{iteration}-{index}", iteration
         task.num_samples, task.temperature = config.rollout.num_samples_per_prompt, config.rollout.temperature
         task.seed = task_seed(config.seed, iteration, index)
@@ -48,31 +48,39 @@ async def longest_first(ledger: Ledger, job_id: str, tasks: list[PromptTask]) ->
     return sorted(tasks, key=lambda task: lengths.get(task.data_row) or mean, reverse=True)
 
 
-async def read_held_out(
-    evaluation: EvaluationConfig, job_seed: int, process: DatasetProcess, num_prompts: int
-) -> list[PromptItem]:
-    """Read the first prompts of an evaluation's data. Raises DatasetError."""
+async def read_held_out(config: JobConfig, process: DatasetProcess) -> list[PromptItem]:
+    """Read the prompts of all held-out sets, one set after the other. Raises DatasetError."""
+    return [
+        item
+        for held_out in config.held_out
+        for item in await read_set(held_out, config.seed, process, held_out.num_prompts)
+    ]
+
+
+async def read_set(held_out: HeldOutSet, job_seed: int, process: DatasetProcess, num_prompts: int) -> list[PromptItem]:
+    """Read the first prompts of a held-out set. Raises DatasetError."""
     try:
-        return await process.read(DatasetSpec.of_evaluation(evaluation, job_seed), 0, num_prompts)
+        return await process.read(DatasetSpec.of_evaluation(held_out, job_seed), 0, num_prompts)
     except DatasetError as error:
-        raise DatasetError(f"evaluation.{error.field}", error.message) from error
+        raise DatasetError(f"{held_out.field}.{error.field}", error.message) from error
 
 
 def build_evaluation_tasks(config: JobConfig, evaluation: int, items: list[PromptItem]) -> list[PromptTask]:
     """Build tasks with the same prompts and seeds each time: only the policy differs between two evaluations."""
     assert config.evaluation is not None
     tasks = []
-    for index, item in enumerate(items):
-        task = build_task(config, item)
+    places = [(held_out, place) for held_out in config.held_out for place in range(held_out.num_prompts)]
+    for index, (item, (held_out, place)) in enumerate(zip(items, places, strict=True)):
+        task = build_task(config, item, held_out.rewards)
         task.group_id, task.iteration, task.is_evaluation = f"eval-{evaluation}-{index}", evaluation, True
         task.num_samples = config.evaluation.num_samples_per_prompt
         task.temperature = config.evaluation.temperature
-        task.seed = task_seed(config.seed, "evaluation", index)
+        task.seed = task_seed(config.seed, "evaluation", *([held_out.name] if held_out.name else []), place)
         tasks.append(task)
     return tasks
 
 
-def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
+def build_task(config: JobConfig, item: PromptItem, rewards: Sequence[RewardConfig]) -> PromptTask:
     """Build the part of a task that training and evaluation have in common."""
     rollout = config.rollout
     task = PromptTask(
@@ -82,7 +90,7 @@ def build_task(config: JobConfig, item: PromptItem) -> PromptTask:
         deadline_s=rollout.group_deadline_s,
         reward_context_json=json.dumps(item.context),
     )
-    add_rewards(task, config.rewards)
+    add_rewards(task, rewards)
     if config.environment is not None:
         task.environment.CopyFrom(to_message(config.environment))
     return task
@@ -105,11 +113,12 @@ def add_rewards(task: PromptTask, rewards: Sequence[RewardConfig]) -> None:
             options_json=json.dumps(reward.options),
             timeout_s=reward.timeout_s,
             memory_limit_mb=reward.memory_limit_mb,
+            max_attempts=reward.max_attempts,
         )
         if reward.part is None:
             task.reward.CopyFrom(message)
         else:
-            message.weight, message.part, message.max_attempts = reward.weight, reward.part, reward.max_attempts
+            message.weight, message.part = reward.weight, reward.part
             task.rewards.append(message)
 
 

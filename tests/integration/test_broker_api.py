@@ -247,6 +247,22 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "evaluation.num_prompts",
         "or equal to 10000",
     ),
+    (
+        "missing file of the second set",
+        {
+            "evaluation": {
+                "sets": [{"name": n, "data": {"type": "jsonl", "path": f"{n}.jsonl"}} for n in ("prompts", "b")]
+            }
+        },
+        "evaluation.sets.1.data.path",
+        "put it there",
+    ),
+    (
+        "reward of a set",
+        {"evaluation": {"sets": [{"name": "a", "data": {"type": "jsonl", "path": "a"}, "reward": {"name": "regx"}}]}},
+        "evaluation.sets.0.reward.name",
+        "regex",
+    ),
     ("bound of nothing", {"schedule": {"mode": "bounded", "max_staleness": 0}}, "schedule.max_staleness", "got 0"),
     ("bound in periodic", {"schedule": {"max_staleness": 1}}, "schedule.max_staleness", "another mode of schedule"),
     (
@@ -905,6 +921,27 @@ async def test_weight_gauges_step_over_versions_that_were_not_published(
     assert f"{received} 1000.0" in (await broker.get("/metrics")).text  # nobody serves version 3 yet
     await ledger.versions.engine_ready(job_id, 3, "w1", update_of(20))
     assert f"{received} 20.0" in (await broker.get("/metrics")).text
+
+
+async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
+    sets = [{"name": "easy", "data": data, "num_prompts": 1}, {"name": "hard", "data": data, "solved_at": 2.0}]
+    job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
+    await start_training(ledger, job_id)
+
+    async def is_done() -> bool:
+        await drain(ledger, job_id)
+        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
+
+    await eventually("evaluation 0 is done", is_done)
+    (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
+    assert (record["num_groups"], record["reward_mean"], record["pass_at_k"]) == (3, 0.5, 1.0)
+    assert (record["metrics"]["easy/pass_at_k"], record["metrics"]["hard/pass_at_k"]) == (1.0, 0.0)
+    assert record["message"] == "reward 0.500 easy, 0.500 hard"
+    series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
+    assert series["eval/hard/solved_none_frac"] == [[0, 1.0]]
+    samples = (await broker.get(f"/v1/jobs/{job_id}/evaluations/0/samples")).json()["samples"]
+    assert {sample["group_id"] for sample in samples} == {"eval-0-0", "eval-0-1", "eval-0-2"}
 
 
 async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:

@@ -149,11 +149,11 @@ class Reward(_message.Message):
     memory_limit_mb: _builtins.int
     """hard limit for the process that scores"""
     weight: _builtins.float
-    """Of several:"""
+    """of several"""
     part: _builtins.str
-    """name of its part"""
+    """of several: name of its part"""
     max_attempts: _builtins.int
-    """tries of one response, or of one group of an http reward"""
+    """tries of one response, or of one group of an http reward; 0: as the job says"""
     def __init__(
         self,
         *,

@@ -19,7 +19,7 @@ export const CHARTS = [
     title: "Held-out reward",
     description: "Of prompts that are never trained on, with one standard deviation around it.",
     lines: [{ name: "mean", series: "eval/reward_mean", spread: "eval/reward_std", isInstead: true }],
-    pattern: /^eval\/([^/]+)\/reward_mean$/,
+    pattern: /^eval\/(?!reward\/)([^/]+)\/reward_mean$/,
   },
   {
     id: "parts",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from onbeat.config import DataConfig, EvaluationConfig, FileData, JobConfig
+from onbeat.config import DataConfig, FileData, HeldOutSet, JobConfig
 from onbeat.errors import OnbeatError
 
 
@@ -50,13 +50,13 @@ class DatasetSpec(BaseModel):
         return cls(data=config.data, seed=config.seed, num_items=num_items)
 
     @classmethod
-    def of_evaluation(cls, evaluation: EvaluationConfig, job_seed: int) -> "DatasetSpec":
+    def of_evaluation(cls, held_out: HeldOutSet, job_seed: int) -> "DatasetSpec":
         """Return the spec of held-out data. A file is read in its own order. Procedural items come from seeds that
         training never reaches: item i of a dataset is made from seed + i, and a job has fewer than 2**31 prompts."""
-        data = evaluation.data
+        data = held_out.data
         if isinstance(data, FileData):
             data = data.model_copy(update={"shuffle": False})
-        return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=evaluation.num_prompts)
+        return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts)
 
 
 class PromptDataset(Protocol):
