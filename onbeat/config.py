@@ -390,7 +390,7 @@ class JobConfig(Section):
 
     @property
     def rewards(self) -> list[RewardConfig]:
-        """The rewards whose weighted sum a response gets; of a single one the part is None. None with an environment."""
+        """The rewards whose weighted sum a response gets, of a single one without a part; none with an environment."""
         return rewards_in(self.reward) if self.reward is not None else []
 
     @property
