@@ -1,0 +1,58 @@
+"""The contract between the runner of episodes and the processes that environments run in.
+
+The process of an environment gets a task and one session (a URL and a key) per episode, and returns numbers or a
+failure per episode. It never sees tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from onbeat.environments import Outcome, Task
+
+# raised: by the environment. timeout: it ran longer than `timeout_s`. crashed: its process ended. memory: beyond its
+# limit. invalid: what it returned is no Outcome. load: it cannot be imported or built. output: it printed too much.
+FailureKind = Literal["raised", "timeout", "crashed", "memory", "invalid", "load", "output"]
+
+
+class EpisodeAccess(NamedTuple):
+    """The session of one episode."""
+
+    url: str  # base URL, OpenAI-compatible: chat/completions is below it
+    key: str  # bearer key of this episode
+
+
+@dataclass(frozen=True)
+class PlayRequest:
+    """Episodes of one task that one process plays side by side."""
+
+    name: str  # entry point of the group `onbeat.environments`
+    options: dict[str, Any]  # keyword arguments of that
+    task: Task  # the same for all episodes
+    access: list[EpisodeAccess]  # one per episode
+    timeout_s: float  # hard limit for each episode, from its start to its outcome
+    memory_limit_mb: int  # hard limit of the process, address space
+
+
+@dataclass(frozen=True)
+class EpisodeFailure:
+    """An episode that has no outcome, and why."""
+
+    kind: FailureKind
+    message: str
+
+
+PlayResult = Outcome | EpisodeFailure
+
+
+class EnvironmentRunner(Protocol):
+    """The processes that environments run in."""
+
+    async def play(self, request: PlayRequest) -> list[PlayResult]:
+        """Play all episodes and return their results in the order of `access`.
+
+        An episode that fails is a result, and the others go on. Nothing is raised for what environments do. When this
+        is cancelled, what still runs is ended.
+        """
+
+    async def close(self) -> None:
+        """End all processes."""
