@@ -4,6 +4,7 @@ The process of an environment gets a task and one session (a URL and a key) per 
 failure per episode. It never sees tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -12,6 +13,10 @@ from onbeat.environments import Outcome, Task
 # raised: by the environment. timeout: it ran longer than `timeout_s`. crashed: its process ended. memory: beyond its
 # limit. invalid: what it returned is no Outcome. load: it cannot be imported or built. output: it printed too much.
 FailureKind = Literal["raised", "timeout", "crashed", "memory", "invalid", "load", "output"]
+
+
+def ignore(index: int) -> None:
+    """Do nothing: the default of `PlayRequest.on_end`."""
 
 
 class EpisodeAccess(NamedTuple):
@@ -31,6 +36,9 @@ class PlayRequest:
     access: list[EpisodeAccess]  # one per episode
     timeout_s: float  # hard limit for each episode, from its start to its outcome
     memory_limit_mb: int  # hard limit of the process, address space
+    # Call it with an index of `access` once that episode has its result, while others go on: its session then refuses
+    # further calls. Where it is not called, sessions end with the request.
+    on_end: Callable[[int], None] = ignore
 
 
 @dataclass(frozen=True)
