@@ -22,6 +22,7 @@ from onbeat.types import Verdict
 from services.rollout import meters
 from services.rollout.engine import Engine, VersionMismatch
 from services.rollout.engines import EngineBroken
+from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
 from services.rollout.puller import WeightsPuller
@@ -44,7 +45,7 @@ class StaleGroup(Exception):
 
 
 # These are not the engine's fault.
-PASSING_ERRORS = (WeightsError, DeadlineExceeded, RewardUnavailable)
+PASSING_ERRORS = (WeightsError, DeadlineExceeded, RewardUnavailable, EnvironmentFailed)
 
 # These are not the group's fault: they do not count as attempts.
 BLAMELESS_ERRORS = (WeightsError, VersionMismatch, StaleGroup, EngineBroken, RedisError, ServiceMissing)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
@@ -18,14 +19,28 @@ class Stage(StrEnum):
     SUBMITTING = "SUBMITTING"
 
 
+class Episodes(Protocol):
+    """The episodes of a group that is played in an environment."""
+
+    @property
+    def doing(self) -> str:
+        """The wait that takes longest, in words; '' when none takes long."""
+
+
 @dataclass(eq=False)
 class Flight:
     """One claimed group on its way."""
 
     claim: Claim
     stage: Stage = Stage.WAITING
+    episodes: Episodes | None = field(default=None, repr=False)  # while they are played
     is_lost: bool = False  # another worker has it, or it is accepted: nothing to hand back
     task: asyncio.Task[None] = field(init=False, repr=False)  # set when it is launched
+
+    @property
+    def doing(self) -> str:
+        """The wait of one of its episodes for the environment, in words; '' when there is nothing to say."""
+        return self.episodes.doing if self.episodes is not None else ""
 
 
 class FlightTable:

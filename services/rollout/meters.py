@@ -18,6 +18,10 @@ REWARD_TRIES = Counter("onbeat_rollout_reward_tries", "Tries to score a group: s
 IN_FLIGHT = Gauge("onbeat_rollout_groups_in_flight", "Groups claimed and not yet submitted")
 POLICY_VERSION = Gauge("onbeat_rollout_policy_version", "The policy version that is served")
 CHATS = Counter("onbeat_rollout_chats", "Chats by how they ended; cancelled: nobody waited any more", ["outcome"])
+EPISODES = Counter("onbeat_rollout_episodes", "Tries of episodes: finished, or the kind of failure", ["outcome"])
+EPISODE_CALLS = Counter(
+    "onbeat_rollout_episode_calls", "Calls of the policy by environments: answered, cancelled, or refused", ["outcome"]
+)
 GENERATE_S = Histogram("onbeat_rollout_generate_seconds", "Generating one group", buckets=(0.1, 0.5, 1, 5, 10, 60, 300))
 SCORE_S = Histogram("onbeat_rollout_score_seconds", "Scoring one group", buckets=(0.01, 0.1, 0.5, 1, 5, 10, 60))
 WEIGHT_PULL_S = Histogram("onbeat_rollout_weight_pull_seconds", "Pulling a version", buckets=WEIGHT_BUCKETS_S)

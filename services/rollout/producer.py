@@ -3,6 +3,9 @@
 import asyncio
 import json
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from onbeat.streams.codec import (
@@ -17,6 +20,7 @@ from onbeat.streams.codec import (
 )
 from services.rollout import meters
 from services.rollout.engine import Engine, GeneratedResponse, Sampling
+from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight, Stage
 from services.rollout.meters import BusyMeter, TokenRate
@@ -43,7 +47,9 @@ class GroupProducer:
         worker_id: str,
         reward_attempts: int,
         max_group_attempts: int,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
+        """Take the parts of a job; `episodes`: of one with an environment."""
         self._engine = engine
         self._gate = gate
         self._encoder = encoder
@@ -51,15 +57,17 @@ class GroupProducer:
         self._worker_id = worker_id
         self._reward_attempts = reward_attempts
         self._max_group_attempts = max_group_attempts
+        self._episodes = episodes
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
+        self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> tries of its episodes that failed, by kind
         self.busy = BusyMeter()
         self.token_rate = TokenRate()
 
     async def produce(self, flight: Flight) -> RolloutGroup:
         """Return a group with responses, or with the reason why there are none.
 
-        Raises what another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable, and
-        what engines raise.
+        Raises what another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable,
+        EnvironmentFailed, and what engines raise.
         """
         task = flight.claim.task
         deadline_s = task.deadline_s or LONGEST_S
@@ -74,20 +82,12 @@ class GroupProducer:
         )
         try:
             self._check_attempts(flight)
-            requests = self._reward_requests(task)
-            for request in requests:
-                self._rewards.source(request.name, request.options)  # before anything is generated in vain
-            prompt_token_ids = self._encoder.encode(task)
-            group.prompt_token_ids.extend(prompt_token_ids)
             deadline = asyncio.get_running_loop().time() + deadline_s
             async with asyncio.timeout_at(deadline) as timeout:
-                responses = await self._generate(flight, prompt_token_ids, group.timings)
-                texts = [response.text for response in responses]
-                scores = await self._score(
-                    [replace(each, responses=texts) for each in requests], deadline, group.timings
-                )
-            lengths = await self._token_lengths(responses)
-            group.responses.extend(map(to_response, responses, scores, lengths))
+                if task.HasField("environment"):
+                    await self._play(flight, group)
+                else:
+                    await self._respond(flight, group, deadline)
             refuse_broken(group)
         except GroupFailed as failure:
             del group.responses[:]
@@ -98,6 +98,7 @@ class GroupProducer:
             message = f"not ready {deadline_s:g} s after its claim (rollout.group_deadline_s), still {flight.stage}"
             raise DeadlineExceeded(message) from error
         group.timings.worker_busy_s = self.busy.seconds(task.iteration)
+        group.failed_episodes.update(self._failed_episodes.pop(task.group_id, {}))
         self._last_errors.pop(task.group_id, None)
         return group
 
@@ -110,21 +111,51 @@ class GroupProducer:
         if attempt > self._max_group_attempts:
             last = self._last_errors.get(task.group_id, "not known here, see the logs of the other rollouts")
             raise GroupFailed(
-                "generation_failed",
+                "environment_failed" if task.HasField("environment") else "generation_failed",
                 f"given up after {self._max_group_attempts} attempts (rollout.max_group_attempts); last error: {last}",
             )
 
-    async def _generate(self, flight: Flight, prompt_token_ids: list[int], timings: Timings) -> list[GeneratedResponse]:
-        try:
-            return await self._generate_pinned(flight, prompt_token_ids, timings)
-        except VersionGone as error:
-            if not flight.claim.task.is_evaluation:  # training waits for a trainer that replays
-                raise
-            raise GroupFailed("version_gone", f"training has moved on: {error}") from error
+    async def _respond(self, flight: Flight, group: RolloutGroup, deadline: float) -> None:
+        """Fill the group with one response per sample, and score them."""
+        task = flight.claim.task
+        requests = self._reward_requests(task)
+        for request in requests:
+            self._rewards.source(request.name, request.options)  # before anything is generated in vain
+        prompt_token_ids = self._encoder.encode(task)
+        group.prompt_token_ids.extend(prompt_token_ids)
+        with final_when_gone(task):
+            responses = await self._generate(flight, prompt_token_ids, group.timings)
+        texts = [response.text for response in responses]
+        scores = await self._score([replace(each, responses=texts) for each in requests], deadline, group.timings)
+        lengths = await self._token_lengths(responses)
+        group.responses.extend(map(to_response, responses, scores, lengths))
 
-    async def _generate_pinned(
-        self, flight: Flight, prompt_token_ids: list[int], timings: Timings
-    ) -> list[GeneratedResponse]:
+    async def _play(self, flight: Flight, group: RolloutGroup) -> None:
+        """Fill the group with episodes. `generate_s` is then the time in which at least one of their calls was in the
+        engine, and `score_s` the time in which all of them waited for their environment."""
+        assert self._episodes is not None, "a job whose tasks have an environment has one in its configuration"
+        task, in_engine = flight.claim.task, BusyMeter()
+        failures = self._failed_episodes.setdefault(task.group_id, Counter())
+
+        async def generate(prompt_token_ids: list[int], sampling: Sampling) -> GeneratedResponse:
+            with self.busy.running(task.iteration), in_engine.running(0):
+                responses = await self._engine.generate(prompt_token_ids, 1, sampling, task.policy_version)
+            if len(responses) != 1 or not responses[0].token_ids:
+                raise RuntimeError("the engine gave no response to a call of an environment")
+            self._count([responses[0]])
+            return responses[0]
+
+        with final_when_gone(task):
+            played = await self._episodes.play(flight, generate, failures)
+        flight.stage = Stage.SCORING
+        group.prompt_token_ids.extend(played.prompt_token_ids)
+        group.responses.extend(played.responses)
+        group.timings.generate_s = in_engine.seconds(0)
+        group.timings.score_s = max(0.0, played.played_s - group.timings.generate_s)
+        meters.GENERATE_S.observe(group.timings.generate_s)
+        meters.SCORE_S.observe(group.timings.score_s)
+
+    async def _generate(self, flight: Flight, prompt_token_ids: list[int], timings: Timings) -> list[GeneratedResponse]:
         task = flight.claim.task
         sampling = Sampling(task.max_response_tokens, task.temperature, task.seed)
         async with self._gate.pinned(task.policy_version):
@@ -141,11 +172,14 @@ class GroupProducer:
         if len(responses) != task.num_samples:
             raise RuntimeError(f"the engine gave {len(responses)} of {task.num_samples} responses")
         flight.stage = Stage.SCORING
+        self._count(responses)
+        meters.GENERATE_S.observe(timings.generate_s)
+        return responses
+
+    def _count(self, responses: Sequence[GeneratedResponse]) -> None:
         num_tokens = sum(len(response.token_ids) for response in responses)
         self.token_rate.add(num_tokens)
         meters.RESPONSE_TOKENS.inc(num_tokens)
-        meters.GENERATE_S.observe(timings.generate_s)
-        return responses
 
     def _reward_requests(self, task: PromptTask) -> list[RewardRequest]:
         """Build a request to each reward, with no responses yet."""
@@ -185,6 +219,17 @@ class GroupProducer:
             timings.score_s = time.monotonic() - started
         meters.SCORE_S.observe(timings.score_s)
         return weighed
+
+
+@contextmanager
+def final_when_gone(task: PromptTask) -> Iterator[None]:
+    """Fail an evaluation's group when its version is gone for good; training waits for a trainer that replays."""
+    try:
+        yield
+    except VersionGone as error:
+        if not task.is_evaluation:
+            raise
+        raise GroupFailed("version_gone", f"training has moved on: {error}") from error
 
 
 def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[int]) -> Response:

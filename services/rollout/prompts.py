@@ -22,7 +22,7 @@ class PromptEncoder:
     """An encoder of prompts. `max_context_tokens`: longest prompt plus response; None where the model has no limit."""
 
     def __init__(self, tokenizer: Any, max_context_tokens: int | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._token_text = TokenText(tokenizer)
         self.max_context_tokens = max_context_tokens
 
@@ -61,9 +61,9 @@ class PromptEncoder:
 
     def _tokenise(self, task: PromptTask) -> list[int]:
         if not task.messages:
-            return list(self._tokenizer(task.text)["input_ids"])
+            return list(self.tokenizer(task.text)["input_ids"])
         messages = [{"role": message.role, "content": message.content} for message in task.messages]
-        encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
 

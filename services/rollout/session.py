@@ -28,6 +28,7 @@ from services.rollout.chat import ChatServer
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine, TalkativeEngine
 from services.rollout.engines import stop_engine, wait_for_engine
+from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import VersionGate
 from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
@@ -122,9 +123,10 @@ class Session:
 
     @property
     def doing(self) -> str:
-        """The step of the start, in words; '' once that is over."""
+        """The step of the start, in words; once that is over, an environment that takes long, or ''."""
         if self.state != "starting":
-            return ""
+            flights = self._loop.flights if self._loop is not None else ()
+            return next((doing for flight in flights if (doing := flight.doing)), "")
         if self._starting is None:
             return "getting the model from the trainer"
         told = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
@@ -180,7 +182,8 @@ class Session:
         scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
         assert scored_by is not None, "a job has a reward or an environment"
         attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
-        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts)
+        episodes = await self._serve_episodes(cleanup, gate, encoder)
+        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts, episodes)
         shared = (self._settings, self._ledger, self.job_id, self._config)
         loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)
         cleanup.push_async_callback(loop.abandon)
@@ -188,6 +191,21 @@ class Session:
         if settings.chat_slots:
             self._chats = self._serve_chats(engine, gate, encoder)
         return loop
+
+    async def _serve_episodes(
+        self, cleanup: AsyncExitStack, gate: VersionGate, encoder: PromptEncoder
+    ) -> EpisodeRunner | None:
+        """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
+        if self._config.environment is None:
+            return None
+        from services.rollout.environments import EnvironmentProcesses
+        from services.rollout.episodes.server import SessionServer
+
+        environments, server = EnvironmentProcesses(), SessionServer()
+        cleanup.push_async_callback(environments.close)
+        await server.start()
+        cleanup.push_async_callback(server.stop)
+        return EpisodeRunner(gate, encoder, environments, server, self._config.environment.max_attempts)
 
     def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
         return ChatServer(

@@ -1,0 +1,157 @@
+"""The bodies of requests to the session server, checked, and messages in the form that chat templates take.
+
+What is unknown is refused by name: a request that asks for another sampling than the job's must not seem to get it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic_core import from_json
+
+from onbeat.environments import Message
+
+
+class CallRefused(Exception):
+    """A call of the policy that is not answered; the client gets the reason."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class Open(BaseModel):
+    """A body that keeps what it does not know."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class TextPart(Open):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Open):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCallBody(Open):
+    id: str = ""
+    function: FunctionCall
+
+
+class ChatMessage(Open):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Open):
+    name: str
+
+
+class Tool(Open):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(Open):
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class SamplingParams(Open):
+    max_tokens: PositiveInt | None = None
+    logprobs: int | None = None
+
+
+class GenerateBody(Open):
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: SamplingParams = SamplingParams()
+
+
+# They change nothing here, whatever their value.
+WITHOUT_EFFECT = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
+    *("cache_salt", "stream_options", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
+    "return_token_ids",
+}
+# They are taken with these values, which are what happens anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([],),
+    "ignore_eos": (False,),
+    "n": (1,),
+    "stream": (False,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "output_mode": ("tokens",),
+    "priority": (0,),
+}
+SAMPLING = {"temperature", "seed", "stop_token_ids", "best_of", *list(NEUTRAL)[: list(NEUTRAL).index("n")]}
+
+B = TypeVar("B", ChatBody, GenerateBody)
+
+
+def parse_body(kind: type[B], content: bytes) -> B:
+    """Return the body of a request. Raises CallRefused, naming the first field that is wrong."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or None
+        message = f"{field or 'the body'}: {first['msg']}"
+        raise CallRefused(400, "invalid_request", message, field) from error
+
+
+def check_options(options: Mapping[str, Any] | None, temperature: float, eos_token_id: int | None) -> None:
+    """Check what a body holds besides the fields that are used. Raises CallRefused for a sampling of its own, for what
+    the server cannot do, and for what it does not know."""
+    allowed = {**NEUTRAL, "temperature": (temperature,), "stop_token_ids": ([], [eos_token_id])}
+    for name, value in (options or {}).items():
+        if value is None or name in WITHOUT_EFFECT or value in allowed.get(name, ()):
+            continue
+        reason = "the job's own sampling is used" if name in SAMPLING else "the session cannot do that"
+        raise CallRefused(400, "invalid_request", f"{name}: leave it out; {reason}", name)
+
+
+def to_template(message: ChatMessage) -> Message:
+    """Return a message as chat templates expect it: the content is text, and arguments of calls are a mapping."""
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    rendered: Message = {"role": role, "content": content}
+    rendered |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    if message.role == "assistant" and message.tool_calls:
+        rendered["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function_of(call)} for call in message.tool_calls
+        ]
+    return rendered
+
+
+def function_of(call: ToolCallBody) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = from_json(arguments)
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {"name": call.function.name, "arguments": arguments}

@@ -1,0 +1,248 @@
+"""One episode on the side of the policy: it answers calls, and records what was sampled. The server gives it a URL.
+
+open --> a call: prompt -> engine -> recorded, answered
+  |        |
+  |        +--> refused: nothing is recorded, the episode goes on
+  |        +--> the client hung up: the generation is cancelled, nothing is recorded
+  |        +--> the engine broke: `broken` has its error, and the group's attempt ends
+  +--> over: calls in flight are cancelled, further calls are refused
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.rollout.engine import GeneratedResponse, Sampling
+from services.rollout.episodes import toolcalls
+from services.rollout.episodes.bodies import (
+    CallRefused,
+    ChatBody,
+    ChatMessage,
+    GenerateBody,
+    check_options,
+    to_template,
+)
+from services.rollout.episodes.recorder import Call
+from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
+
+MAX_CHARS_PER_TOKEN = 32  # longer messages do not fit the context, and are not even tokenised
+
+# It asks the engine for one response, on the policy version that the group is pinned to.
+Generate = Callable[[list[int], Sampling], Awaitable[GeneratedResponse]]
+TokenLengths = Callable[[Sequence[int], str], list[int]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The part that all episodes of a group share."""
+
+    group_id: str
+    generate: Generate
+    renderer: Renderer
+    token_lengths: TokenLengths
+    vocabulary: "Vocabulary"
+    seed: int
+    temperature: float
+    max_turns: int
+    max_response_tokens: int
+    max_context_tokens: int | None
+    broken: "asyncio.Future[BaseException]"  # an error that no call of the environment can cure
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    num_tokens: int
+    eos_token_id: int | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    call: Call
+    message: dict[str, Any]  # in OpenAI's form
+
+
+class Episode:
+    """One try of one episode of a group."""
+
+    def __init__(self, policy: Policy, index: int) -> None:
+        self.index = index
+        self._policy = policy
+        self._conversations = Conversations(policy.renderer)
+        self._calls: list[Call] = []
+        self._num_begun = 0  # calls, the cancelled ones included
+        self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()
+        self._is_over = False
+        self._waits_since = time.monotonic()
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that were answered, in the order in which they began."""
+        return sorted(self._calls, key=lambda call: call.number)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the environment has had the word; 0 while a call is in flight, and at the end."""
+        return 0.0 if self._is_over or self._in_flight else time.monotonic() - self._waits_since
+
+    def end(self) -> None:
+        """Refuse further calls, and cancel those in flight."""
+        self._is_over = True
+        for generating in self._in_flight:
+            generating.cancel()
+
+    async def close(self) -> None:
+        """End, and wait until nothing of the episode is in the engine."""
+        self.end()
+        if self._in_flight:
+            await asyncio.wait(self._in_flight)
+
+    async def chat(self, body: ChatBody) -> Answer:
+        """Answer a conversation. Raises CallRefused."""
+        check_options(body.model_extra, self._policy.temperature, self._policy.vocabulary.eos_token_id)
+        wanted = self._wanted(max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens)
+        self._check_turns()
+        messages = [to_template(message) for message in body.messages]
+        tools = [tool.model_dump(mode="json", exclude_unset=True) for tool in body.tools or ()]
+        self._check_length(sum(len(message["content"]) for message in messages))
+        try:
+            prompt = self._conversations.prompt(messages, tools)
+            new = [message.model_dump(exclude_unset=True) for message in body.messages[prompt.num_known :]]
+            new_json = json.dumps(new)
+        except ValueError as error:
+            raise CallRefused(400, "invalid_messages", str(error), "messages") from error
+        call = await self._call(prompt, wanted, new_json)
+        answer = to_answer(call, has_tools=bool(tools))
+        self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(answer.message)))
+        return answer
+
+    async def complete(self, body: GenerateBody) -> Answer:
+        """Continue token ids. Raises CallRefused."""
+        for options in (body.model_extra, body.sampling_params.model_extra):
+            check_options(options, self._policy.temperature, self._policy.vocabulary.eos_token_id)
+        wanted = self._wanted(**{"sampling_params.max_tokens": body.sampling_params.max_tokens})
+        self._check_turns()
+        num_known = self._policy.vocabulary.num_tokens
+        if wrong := next((token_id for token_id in body.token_ids if not 0 <= token_id < num_known), None):
+            message = f"token_ids: {wrong} is none of the model's {num_known} tokens"
+            raise CallRefused(400, "invalid_request", message, "token_ids")
+        call = await self._call(Prompt(body.token_ids, None, 0), wanted, "[]")
+        return to_answer(call, has_tools=False)
+
+    # ---- one call ------------------------------------------------------------------------------------------------
+
+    async def _call(self, prompt: Prompt, wanted: int, messages_json: str) -> Call:
+        max_tokens = self._fitting(len(prompt.token_ids), wanted)
+        number, started, waited_s = self._num_begun, time.monotonic(), self.waited_s
+        self._num_begun += 1
+        generated = await self._generate(prompt.token_ids, max_tokens, number)
+        call = Call(
+            number=number,
+            call_id=f"chatcmpl-{self._policy.group_id}-{self.index}-{number}",
+            prompt_token_ids=prompt.token_ids,
+            generated=generated,
+            token_lengths=self._policy.token_lengths(generated.token_ids, generated.text),
+            extends=prompt.extends,
+            messages_json=messages_json,
+            waited_s=waited_s,
+            generate_s=time.monotonic() - started,
+        )
+        self._calls.append(call)
+        return call
+
+    async def _generate(self, prompt_token_ids: list[int], max_tokens: int, number: int) -> GeneratedResponse:
+        """Return what the engine sampled. Raises CallRefused; when this is cancelled, the engine's work is, too."""
+        policy = self._policy
+        sampling = Sampling(max_tokens, policy.temperature, turn_seed(policy.seed, self.index, number))
+        generating = asyncio.ensure_future(policy.generate(prompt_token_ids, sampling))
+        self._in_flight.add(generating)
+        try:
+            await asyncio.wait({generating})
+        finally:  # this may have been cancelled
+            generating.cancel()
+            await asyncio.wait({generating})
+            self._in_flight.discard(generating)
+            self._waits_since = time.monotonic()
+        if generating.cancelled() or self._is_over:
+            raise is_over()
+        if (error := generating.exception()) is None:
+            return generating.result()
+        if isinstance(error, ValueError):
+            raise CallRefused(400, "refused_by_engine", f"the engine refuses the request: {error}") from error
+        if not policy.broken.done():
+            policy.broken.set_result(error)
+        message = f"the engine failed: {type(error).__name__}: {error}; the episode is given up"
+        raise CallRefused(500, "engine_failed", message) from error
+
+    # ---- limits --------------------------------------------------------------------------------------------------
+
+    def _check_turns(self) -> None:
+        if self._is_over:
+            raise is_over()
+        if len(self._calls) + len(self._in_flight) >= self._policy.max_turns:
+            message = f"all {self._policy.max_turns} calls of this episode are used (environment.max_turns)"
+            raise CallRefused(400, "no_turns_left", message)
+
+    def _wanted(self, **fields: int | None) -> int:
+        limit = self._policy.max_response_tokens
+        for name, value in fields.items():
+            if value is not None and value > limit:
+                message = f"{name}: {value} is more than the job's {limit} (rollout.max_response_tokens)"
+                raise CallRefused(400, "invalid_request", f"{message}; lower it or leave it out", name)
+        return min((value for value in fields.values() if value is not None), default=limit)
+
+    def _check_length(self, num_characters: int) -> None:
+        limit = self._policy.max_context_tokens
+        if limit is not None and num_characters > limit * MAX_CHARS_PER_TOKEN:
+            raise too_long(f"the messages have {num_characters} characters", limit)
+
+    def _fitting(self, num_prompt: int, wanted: int) -> int:
+        """Return how many tokens the answer may have: fewer than wanted where the context ends before."""
+        limit = self._policy.max_context_tokens
+        if not num_prompt:
+            raise CallRefused(400, "invalid_messages", "the messages have no tokens", "messages")
+        if limit is None:
+            return wanted
+        if num_prompt >= limit:
+            raise too_long(f"the messages have {num_prompt} tokens", limit)
+        return min(wanted, limit - num_prompt)
+
+
+def is_over() -> CallRefused:
+    return CallRefused(401, "episode_over", "this episode has ended: its key is no longer valid")
+
+
+def too_long(what: str, limit: int) -> CallRefused:
+    message = f"{what}, the context has {limit} tokens; shorten the conversation or end the episode"
+    return CallRefused(400, "context_length_exceeded", message, "messages")
+
+
+def turn_seed(*place: int) -> int:
+    """Return the seed of a call, of 31 bits: from the seed of the group, the episode, and the number of the call."""
+    digest = hashlib.sha256("/".join(map(str, place)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def to_answer(call: Call, *, has_tools: bool) -> Answer:
+    """Return the message of a call. Calls of tools are looked for only when the request offered tools."""
+    content, tool_calls = toolcalls.parse(call.generated.text) if has_tools else (call.generated.text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": tool_call_id(call.call_id, index),
+                "type": "function",
+                "function": {"name": each.name, "arguments": json.dumps(each.arguments, ensure_ascii=False)},
+            }
+            for index, each in enumerate(tool_calls)
+        ]
+    return Answer(call, message)
+
+
+def tool_call_id(call_id: str, index: int) -> str:
+    """Return an id of nine letters and digits, as some chat templates require; the same in every run, because
+    templates may show it to the model."""
+    return hashlib.sha256(f"{call_id}/{index}".encode()).hexdigest()[:9]

@@ -1,0 +1,127 @@
+"""The prompt of the next call: tokens that were sampled are kept, and only what is new is rendered and tokenised.
+
+    history    [question]                          prompt  A            sampled  B
+    now        [question, answer, tool's result]   prompt  A B C        C: the end of the answer, the result, and the
+                                                                        beginning of the next answer
+
+C is the difference of two renderings as text: of the history with the answer, and of all messages as a prompt. When the
+second does not begin with the first (a template that removes the reasoning of earlier turns), or when the history is
+none of this episode's, the prompt is rendered afresh, and the token tree forks.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from onbeat.environments import Message
+from services.rollout.episodes.recorder import Call
+from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    extends: Call | None
+    num_known: int  # leading messages that an earlier call of the episode had, or was answered with
+
+
+class Renderer:
+    """The chat template and the tokenizer of a model; for one thread at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+
+    def fresh(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the prompt. Raises ValueError when the messages cannot be rendered or tokenised."""
+        return self._encode(self._template.render(messages, tools, is_prompt=True))
+
+    def extended(
+        self, call: Call, messages: Sequence[Message], num_old: int, tools: Sequence[dict[str, Any]]
+    ) -> list[int] | None:
+        """Return the prompt that follows the call's sample; None when the template rewrites history. The last of the
+        first `num_old` messages is the answer of the call. Raises ValueError."""
+        full = self._template.render(messages, tools, is_prompt=True)
+        try:
+            old = self._template.render(messages[:num_old], tools, is_prompt=False)
+        except TemplateRefusal:
+            return None
+        end = self._template.end_of_answer(messages[: num_old - 1], tools)
+        if end is None or not full.startswith(old) or not shows(old, messages[num_old - 1], end):
+            return None
+        sampled = call.generated.token_ids
+        return call.path + self._encode_after(sampled[-1], self._rest_of(end, call) + full[len(old) :])
+
+    def _rest_of(self, end: str, call: Call) -> str:
+        """Return the part of the answer's end that was not sampled: all of it when the sample was cut by its length."""
+        if call.generated.finish_reason != "stop":
+            return end
+        sampled = self._tokenizer.decode([call.generated.token_ids[-1]], skip_special_tokens=False)
+        _, found, rest = end.partition(sampled)
+        return rest if found else end
+
+    def _encode_after(self, token_id: int, text: str) -> list[int]:
+        """Tokenise text that follows this token: some tokenizers treat the beginning of a text differently."""
+        before = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        together = self._encode(before + text)
+        return together[1:] if together[:1] == [token_id] else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except TypeError as error:  # tokenizers raise it for halves of surrogate pairs
+            raise ValueError(f"the messages cannot be tokenised: {error}") from error
+
+
+class Conversations:
+    """The message histories of one episode."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._known: set[bytes] = set()  # digests of all beginnings of all histories
+        self._answered: dict[bytes, Call] = {}  # digest of a history with its answer -> the call that gave it
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
+        """Return the prompt of the next call. Raises ValueError when it cannot be rendered or tokenised."""
+        digests = digests_of(messages, tools)
+        num_known = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known), 0)
+        num_old = next((n for n in range(num_known, 0, -1) if digests[n - 1] in self._answered), 0)
+        if num_old:
+            call = self._answered[digests[num_old - 1]]
+            if (token_ids := self._renderer.extended(call, messages, num_old, tools)) is not None:
+                return Prompt(token_ids, call, num_known)
+        return Prompt(self._renderer.fresh(messages, tools), None, num_known)
+
+    def add(self, call: Call, messages: Sequence[Message], tools: Sequence[dict[str, Any]], answer: Message) -> None:
+        digests = digests_of([*messages, answer], tools)
+        self._known.update(digests)
+        self._answered[digests[-1]] = call
+
+
+def digests_of(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[bytes]:
+    """Return the digest of each beginning of the conversation, from the first message to all."""
+    digest, digests = blake3(to_bytes(list(tools))).digest(), []
+    for message in messages:
+        digest = blake3(digest + to_bytes(comparable(message))).digest()
+        digests.append(digest)
+    return digests
+
+
+def comparable(message: Message) -> Message:
+    """Return the message without what clients change in an answer that they send back: ids of calls, outer spaces."""
+    if message["role"] != "assistant":
+        return message
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return {"role": "assistant", "content": message["content"].strip(), "tool_calls": functions}
+
+
+def to_bytes(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def shows(text: str, answer: Message, end: str) -> bool:
+    """Return whether the rendering holds the whole answer, up to spaces: some templates leave out its reasoning."""
+    return text.endswith(end) and "".join(answer["content"].split()) in "".join(text.split())

@@ -1,0 +1,212 @@
+"""The runner of groups whose responses are episodes: all of a group's episodes side by side, on one policy version.
+
+gate: pinned to the version of the group
+   +-- episodes with a session each --> the environment's process plays them
+         outcome --> the recorded calls are a response
+         failure --> once more with a new session, up to environment.max_attempts; then the group's attempt fails
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from onbeat.environments import Outcome, Task
+from onbeat.streams.codec import MAX_REWARD, PromptTask, Response
+from services.rollout import meters
+from services.rollout.episodes.contract import EnvironmentRunner, PlayRequest, PlayResult
+from services.rollout.episodes.episode import Episode, Generate, Policy, Vocabulary
+from services.rollout.episodes.recorder import Call, common_prompt, to_response
+from services.rollout.episodes.rendering import Renderer
+from services.rollout.gate import VersionGate
+from services.rollout.inflight import Flight, Stage
+from services.rollout.prompts import GroupFailed, PromptEncoder
+
+if TYPE_CHECKING:
+    from services.rollout.episodes.server import SessionServer  # only rollouts of jobs with an environment need it
+
+MAX_MESSAGE = 500  # characters of a failure
+SHOWN_WAIT_S = 10.0  # a shorter wait for an environment is not worth a word
+
+
+class EnvironmentFailed(Exception):
+    """An episode has failed as often as the job allows; another rollout may have more luck. `kind`: of its last
+    failure, as in `contract`, or no_call."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message[:MAX_MESSAGE]}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class PlayedGroup:
+    prompt_token_ids: list[int]
+    responses: list[Response]
+    played_s: float
+
+
+class GroupPlay:
+    """The episodes of one attempt of a group."""
+
+    def __init__(self, policy: Policy, request: PlayRequest, num_samples: int, failures: Counter[str]) -> None:
+        """Take a request without sessions, and `failures`: failed tries by kind, to which new ones are added."""
+        self._policy, self._request, self._num_samples = policy, request, num_samples
+        self._failures = failures
+        self._playing: list[Episode] = []
+        self._finished: dict[int, tuple[list[Call], Outcome]] = {}
+        self._started = time.monotonic()
+
+    @property
+    def doing(self) -> str:
+        """The episode that waits longest for its environment, in words; '' when none waits for long."""
+        episode = max(self._playing, key=lambda each: each.waited_s, default=None)
+        if episode is None or episode.waited_s < SHOWN_WAIT_S:
+            return ""
+        waited_s = episode.waited_s // SHOWN_WAIT_S * SHOWN_WAIT_S  # heartbeats carry it: it should not change often
+        who = f"group {self._policy.group_id}: episode {episode.index}"
+        return f"{who} waits for its environment {self._request.name} for over {waited_s:.0f} s"
+
+    async def play(self, server: "SessionServer", environments: EnvironmentRunner, max_attempts: int) -> PlayedGroup:
+        for attempt in range(1, max_attempts + 1):
+            missing = [index for index in range(self._num_samples) if index not in self._finished]
+            last = await self._play_once(server, environments, missing)
+            if last is None:
+                break
+            if attempt == max_attempts:
+                raise last
+        return self._to_group()
+
+    async def _play_once(
+        self, server: "SessionServer", environments: EnvironmentRunner, indexes: Sequence[int]
+    ) -> EnvironmentFailed | None:
+        """Play these episodes and keep what they gave. Return the first failure."""
+        self._playing = [Episode(self._policy, index) for index in indexes]
+        access = [server.open(episode) for episode in self._playing]
+        request = replace(self._request, access=access, on_end=lambda index: server.close(access[index]))
+        try:
+            results = await self._unless_broken(environments.play(request))
+        finally:  # this may have been cancelled
+            for each in access:
+                server.close(each)
+            await asyncio.gather(*(episode.close() for episode in self._playing))
+        if len(results) != len(indexes):
+            raise RuntimeError(f"environment {self._request.name}: {len(results)} results of {len(indexes)} episodes")
+        failures = [self._settle(*pair) for pair in zip(self._playing, results, strict=True)]
+        return next((failure for failure in failures if failure is not None), None)
+
+    async def _unless_broken(self, play: Coroutine[Any, Any, list[PlayResult]]) -> list[PlayResult]:
+        """Return the results. Raises the engine's error as soon as there is one."""
+        playing, broken = asyncio.create_task(play), self._policy.broken
+        ends: set[asyncio.Future[Any]] = {playing, broken}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                raise broken.result()
+            return playing.result()
+        finally:  # this may have been cancelled
+            for episode in self._playing:
+                episode.end()
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait({playing})
+
+    def _settle(self, episode: Episode, result: PlayResult) -> EnvironmentFailed | None:
+        calls = episode.calls
+        kind, message = problem_of(result, calls) if isinstance(result, Outcome) else (result.kind, result.message)
+        meters.EPISODES.labels(outcome=kind or "finished").inc()
+        if kind or not isinstance(result, Outcome):
+            self._failures[kind] += 1
+            return EnvironmentFailed(kind, f"episode {episode.index} of environment {self._request.name}: {message}")
+        self._finished[episode.index] = (calls, result)
+        return None
+
+    def _to_group(self) -> PlayedGroup:
+        episodes = [self._finished[index] for index in range(self._num_samples)]
+        prompt_token_ids = common_prompt(calls for calls, _ in episodes)
+        if not prompt_token_ids:
+            message = "the prompts of its episodes have no first token in common, so the group has no prompt"
+            raise GroupFailed("environment_failed", f"environment {self._request.name}: {message}")
+        responses = [to_response(calls, prompt_token_ids, outcome) for calls, outcome in episodes]
+        return PlayedGroup(prompt_token_ids, responses, time.monotonic() - self._started)
+
+
+class EpisodeRunner:
+    """The runner of a rollout. `max_attempts`: tries of each episode in one attempt of its group."""
+
+    def __init__(
+        self,
+        gate: VersionGate,
+        encoder: PromptEncoder,
+        environments: EnvironmentRunner,
+        server: "SessionServer",
+        max_attempts: int,
+    ) -> None:
+        self._gate, self._encoder, self._environments, self._server = gate, encoder, environments, server
+        self._max_attempts = max_attempts
+        self._renderer = Renderer(encoder.tokenizer)
+
+    async def play(self, flight: Flight, generate: Generate, failures: Counter[str]) -> PlayedGroup:
+        """Play all episodes of a group, and add failed tries to `failures`. When this is cancelled, all sessions end.
+
+        Raises EnvironmentFailed; GroupFailed when the episodes have no prompt in common; what the gate raises; and
+        what `generate` raises, but for ValueError, which the environment gets.
+        """
+        task = flight.claim.task
+        async with self._gate.pinned(task.policy_version):
+            flight.stage = Stage.GENERATING
+            group = GroupPlay(self._policy_of(task, generate), to_request(task), task.num_samples, failures)
+            flight.episodes = group
+            try:
+                return await group.play(self._server, self._environments, self._max_attempts)
+            finally:
+                flight.episodes = None
+
+    def _policy_of(self, task: PromptTask, generate: Generate) -> Policy:
+        encoder = self._encoder
+        return Policy(
+            group_id=task.group_id,
+            generate=generate,
+            renderer=self._renderer,
+            token_lengths=encoder.token_lengths,
+            vocabulary=Vocabulary(len(encoder.tokenizer), encoder.tokenizer.eos_token_id),
+            seed=task.seed,
+            temperature=task.temperature,
+            max_turns=task.environment.max_turns,
+            max_response_tokens=task.max_response_tokens,
+            max_context_tokens=encoder.max_context_tokens,
+            broken=asyncio.get_running_loop().create_future(),
+        )
+
+
+def to_request(task: PromptTask) -> PlayRequest:
+    """Return what the environment's process needs to know, without sessions."""
+    environment, context = task.environment, json.loads(task.reward_context_json or "{}")
+    messages = [{"role": message.role, "content": message.content} for message in task.messages]
+    return PlayRequest(
+        name=environment.name,
+        options=json.loads(environment.options_json or "{}"),
+        task=Task(
+            messages=messages or [{"role": "user", "content": task.text}],
+            question=context.get("question", ""),
+            answer=context.get("answer"),
+            metadata=context.get("metadata") or {},
+            seed=task.seed,
+        ),
+        access=[],
+        timeout_s=environment.timeout_s,
+        memory_limit_mb=environment.memory_limit_mb,
+    )
+
+
+def problem_of(outcome: Outcome, calls: Sequence[Call]) -> tuple[str, str]:
+    """Return the kind of failure that an outcome is, and why; two empty strings when it is none."""
+    if not calls:
+        return "no_call", "it ended without a call of the policy, so there is nothing to train on"
+    for name, number in [("reward", outcome.reward), *outcome.parts.items(), *outcome.turn_rewards.items()]:
+        if not -MAX_REWARD <= number <= MAX_REWARD:
+            return "invalid", f"its {name} is {number}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+    unknown = sorted(outcome.turn_rewards.keys() - {call.call_id for call in calls})
+    return ("invalid", f"turn_rewards names {unknown[0]!r}, which is none of its calls") if unknown else ("", "")

@@ -1,0 +1,263 @@
+"""The HTTP server of a rollout that environments and their agents call: the policy behind OpenAI's interface.
+
+It listens on this machine's loopback interface only. A key is valid for one episode, until that ends.
+
+    POST /v1/chat/completions      messages in, a message out
+    POST /inference/v1/generate    token ids in and out, as vLLM has it
+    GET  /v1/models                the policy
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from services.rollout import meters
+from services.rollout.episodes.bodies import CallRefused, ChatBody, GenerateBody, parse_body
+from services.rollout.episodes.contract import EpisodeAccess
+from services.rollout.episodes.episode import Answer, Episode
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError as missing:
+    raise ImportError(
+        f"jobs with an environment need starlette and uvicorn on the rollout, and {missing.name} is not installed; "
+        "install the packages of requirements/cpu.lock or requirements/cuda.lock"
+    ) from missing
+
+LOOPBACK = "127.0.0.1"
+MODEL = "policy"
+MAX_BODY_BYTES = 4 * 1024 * 1024
+MAX_DRAINED_BYTES = 16 * MAX_BODY_BYTES  # of a longer body are read, so that the client reads the refusal
+BODY_DEADLINE_S = 30.0
+KEEP_ALIVE_S = 86_400  # environments may be silent for long between two calls
+STOP_DEADLINE_S = 5.0
+
+Endpoint = Callable[[Request, Episode], Awaitable[dict[str, Any] | None]]
+
+
+class Server(uvicorn.Server):
+    """A server that leaves signals to the rollout."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class SessionServer:
+    """The sessions of all episodes that this rollout plays now."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, tuple[str, Episode]] = {}  # SHA-256 of a key -> the key and its episode
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listen on a free port. Clients may connect from now on."""
+        listener = socket.create_server((LOOPBACK, 0))
+        self._port = listener.getsockname()[1]
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        config = uvicorn.Config(
+            self._create_app(),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            http="h11",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="serve sessions")
+
+    async def stop(self) -> None:
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait({self._serving}, timeout=STOP_DEADLINE_S)
+        self._serving.cancel()
+        self._server = self._serving = None
+
+    def open(self, episode: Episode) -> EpisodeAccess:
+        """Give an episode a URL and a key."""
+        assert self._server is not None, "the server is not started"
+        key = secrets.token_urlsafe(32)
+        self._episodes[digest_of(key)] = (key, episode)
+        return EpisodeAccess(f"http://{LOOPBACK}:{self._port}/v1", key)
+
+    def close(self, access: EpisodeAccess) -> None:
+        """Forget a key, and end its episode. It may be closed already."""
+        if (found := self._episodes.pop(digest_of(access.key), None)) is not None:
+            found[1].end()
+
+    def _create_app(self) -> Starlette:
+        routes = (
+            ("/v1/chat/completions", "POST", chat),
+            ("/inference/v1/generate", "POST", generate),
+            ("/v1/models", "GET", list_models),
+        )
+        return Starlette(routes=[Route(path, self._endpoint(work), methods=[method]) for path, method, work in routes])
+
+    def _endpoint(self, work: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            outcome = "answered"
+            try:
+                content = await work(request, self._find(request))
+                if content is None:
+                    outcome = "cancelled"
+                    return Response(status_code=499)  # it reaches no client
+                return to_response(200, content)
+            except CallRefused as refused:
+                outcome = refused.code
+                fields = {"message": str(refused), "type": "invalid_request_error", "param": refused.param}
+                return to_response(refused.status, {"error": {**fields, "code": refused.code}})
+            except ClientDisconnect:
+                outcome = "cancelled"
+                return Response(status_code=499)
+            finally:
+                if work is not list_models:
+                    meters.EPISODE_CALLS.labels(outcome=outcome).inc()
+
+        return answer
+
+    def _find(self, request: Request) -> Episode:
+        """Return the episode whose key the request has. Raises CallRefused."""
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        sent = sent.strip() if scheme.lower() == "bearer" else ""
+        found = self._episodes.get(digest_of(sent))
+        if found is None or not hmac.compare_digest(found[0].encode(), sent.encode()):
+            message = "this key is of no episode, or its episode has ended; send the key of the session, as a bearer"
+            raise CallRefused(401, "invalid_api_key", message)
+        return found[1]
+
+
+async def chat(request: Request, episode: Episode) -> dict[str, Any] | None:
+    body = parse_body(ChatBody, await read_body(request))
+    answer = await while_connected(request, episode.chat(body))
+    return None if answer is None else to_completion(answer, body)
+
+
+async def generate(request: Request, episode: Episode) -> dict[str, Any] | None:
+    body = parse_body(GenerateBody, await read_body(request))
+    answer = await while_connected(request, episode.complete(body))
+    if answer is None:
+        return None
+    generated = answer.call.generated
+    choice = {"index": 0, "token_ids": generated.token_ids, "finish_reason": generated.finish_reason}
+    choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(answer)
+    return {"request_id": answer.call.call_id, "choices": [choice], "usage": usage_of(answer)}
+
+
+async def list_models(request: Request, episode: Episode) -> dict[str, Any]:
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "onbeat"}
+    return {"object": "list", "data": [model]}
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body. Raises CallRefused when it is too long or does not come."""
+    parts, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > MAX_DRAINED_BYTES:
+                    break
+                if num_bytes <= MAX_BODY_BYTES:
+                    parts.append(part)
+    except TimeoutError:
+        message = f"the body was not complete after {BODY_DEADLINE_S:.0f} s"
+        raise CallRefused(408, "timeout", message) from None
+    if num_bytes > MAX_BODY_BYTES:
+        message = f"the body has more than {MAX_BODY_BYTES} bytes; shorten the conversation"
+        raise CallRefused(413, "body_too_large", message)
+    return b"".join(parts)
+
+
+async def while_connected(request: Request, work: Awaitable[Answer]) -> Answer | None:
+    """Return the result of the work; cancel it and return None when the client hangs up."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # this may have been cancelled: the server stops
+        leaving.cancel()
+        working.cancel()
+        await asyncio.wait({working, leaving})
+    return None if working.cancelled() else working.result()
+
+
+async def until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()
+
+
+# ---- responses -------------------------------------------------------------------------------------------------------
+
+
+def to_response(status: int, content: dict[str, Any]) -> Response:
+    return Response(json.dumps(content), status, media_type="application/json")  # ASCII: halves of characters pass
+
+
+def to_completion(answer: Answer, body: ChatBody) -> dict[str, Any]:
+    generated = answer.call.generated
+    has_called = "tool_calls" in answer.message and generated.finish_reason == "stop"
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": answer.message,
+        "finish_reason": "tool_calls" if has_called else generated.finish_reason,
+        "logprobs": to_logprobs(answer) if body.logprobs else None,
+    }
+    completion: dict[str, Any] = {
+        "id": answer.call.call_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": usage_of(answer),
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = generated.token_ids
+        completion["prompt_token_ids"] = answer.call.prompt_token_ids
+    return completion
+
+
+def to_logprobs(answer: Answer) -> dict[str, Any]:
+    """Return the log-probabilities of the sampled tokens. Tokens are named by their ids: text is ambiguous."""
+    generated = answer.call.generated
+    return {
+        "content": [
+            {
+                "token": f"token_id:{token_id}",
+                "token_id": token_id,
+                "logprob": logprob,
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token_id, logprob in zip(generated.token_ids, generated.rollout_logprobs, strict=True)
+        ]
+    }
+
+
+def usage_of(answer: Answer) -> dict[str, int]:
+    num_prompt, num_sampled = len(answer.call.prompt_token_ids), len(answer.call.generated.token_ids)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}

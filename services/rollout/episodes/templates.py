@@ -1,0 +1,132 @@
+"""A model's chat template as text: messages and tools in, the text of the prompt out.
+
+Templates that know no tools get them from us, in the form that Hermes and Qwen were trained on: the tools are
+described in the system message (in the first user message where the template takes no system), calls are part of an
+answer's text, and the results of tools are given by the role `user`.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from onbeat.environments import Message
+
+SENTINEL = "a-text-that-stands-for-an-answer"
+PROBE: Message = {"role": "user", "content": SENTINEL}
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+TOOLS_SECTION = """# Tools
+
+You may call functions. These are the functions, one JSON object per line:
+<tools>
+{tools}
+</tools>
+
+To call a function, write its name and its arguments as JSON between these tags, as often as there are calls:
+<tool_call>
+{{"name": "the name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+class TemplateRefusal(ValueError):
+    """The template does not render these messages; the message says why."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer of transformers; like the tokenizer, for one thread at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
+        """Return the text of a conversation; a prompt ends where the next answer begins. Raises TemplateRefusal."""
+        if not self._knows_tools:
+            messages, tools = self._without_tools(messages, tools), ()
+        return self._apply(messages, tools, is_prompt=is_prompt)
+
+    def end_of_answer(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str | None:
+        """Return the text behind an answer to these messages, such as `<|im_end|>` and a line feed; None when the
+        template does not show an answer there."""
+        try:
+            text = self.render([*messages, {"role": "assistant", "content": SENTINEL}], tools, is_prompt=False)
+        except TemplateRefusal:
+            return None
+        _, found, end = text.rpartition(SENTINEL)
+        return end if found else None
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=is_prompt
+            )
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
+            raise TemplateRefusal(
+                f"the model's chat template refuses messages of the roles {roles}: {reason}"
+            ) from error
+        return text
+
+    # ---- templates without tools ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        try:
+            with_tools = self._apply([PROBE], [PROBE_TOOL], is_prompt=True)
+        except TemplateRefusal:
+            return False
+        return with_tools != self._apply([PROBE], [], is_prompt=True)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        try:
+            text = self._apply([{"role": "system", "content": SENTINEL}, {**PROBE, "content": ""}], [], is_prompt=True)
+        except TemplateRefusal:
+            return False
+        return SENTINEL in text
+
+    def _without_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+        plain: list[Message] = []
+        for index, message in enumerate(messages):
+            if message["role"] == "tool":
+                if index and messages[index - 1]["role"] == "tool":
+                    plain[-1]["content"] += f"\n{result_text(message)}"
+                else:
+                    plain.append({"role": "user", "content": result_text(message)})
+            elif message.get("tool_calls"):
+                calls = [call_text(call["function"]) for call in message["tool_calls"]]
+                plain.append({"role": "assistant", "content": "\n".join([message["content"], *calls]).lstrip("\n")})
+            else:
+                plain.append(dict(message))
+        return self._with_section(plain, tools) if tools else plain
+
+    def _with_section(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+        section = TOOLS_SECTION.format(tools="\n".join(to_json(tool) for tool in tools))
+        if messages and messages[0]["role"] == "system":
+            first = {**messages[0], "content": f"{messages[0]['content']}\n\n{section}".lstrip("\n")}
+            return [first, *messages[1:]]
+        if self._takes_system:
+            return [{"role": "system", "content": section}, *messages]
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
+            raise TemplateRefusal("the model's chat template has no place for tools: add a message of the role user")
+        changed = list(messages)
+        changed[users[0]] = {**messages[users[0]], "content": f"{section}\n\n{messages[users[0]]['content']}"}
+        return changed
+
+
+def call_text(function: dict[str, Any]) -> str:
+    return f"<tool_call>\n{to_json(function)}\n</tool_call>"
+
+
+def result_text(message: Message) -> str:
+    return f"<tool_response>\n{message['content']}\n</tool_response>"
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
