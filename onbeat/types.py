@@ -294,7 +294,7 @@ class WorkerRecord(Record):
     id: str
     job_id: str | None = None
     state: str  # "idle" | "starting" | "updating" | "generating" | "draining"
-    doing: str = ""  # the step of its start that it is at, in words
+    doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
     policy_version: int | None = None
     num_in_flight: int = 0
     last_seen_at: float

@@ -1,7 +1,6 @@
 """Episodes without a model: a scripted engine, a tokenizer of bytes, and environments that run in this process."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -36,7 +35,9 @@ QWEN_LIKE = """
 {{ messages[0].content }}<|im_end|>
 {% endif %}
 {%- set ns = namespace(last_query=-1) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}<|im_start|>user
 {{ message.content }}<|im_end|>
@@ -167,17 +168,24 @@ class InProcess:
 class Rig:
     """The parts of a rollout that play episodes."""
 
-    def __init__(self, run: Run, *texts: str, template: str | None = None, context: int | None = None) -> None:
-        self.tokenizer = tokenizer_of(template)
-        self.engine = ScriptedEngine(self.tokenizer, *texts)
-        self.gate = OpenGate()
+    def __init__(
+        self,
+        run: Run,
+        *texts: str,
+        template: str | None = None,
+        context: int | None = None,
+        engine: Any = None,
+        encoder: PromptEncoder | None = None,
+    ) -> None:
+        encoder = encoder or PromptEncoder(tokenizer_of(template), context)
+        self.tokenizer = encoder.tokenizer
+        self.engine = engine or ScriptedEngine(self.tokenizer, *texts)
+        self.gate: Any = OpenGate()
         self.environments = InProcess(run)
         self.server = SessionServer()
-        encoder = PromptEncoder(self.tokenizer, context)
-        self.runner = EpisodeRunner(self.gate, encoder, self.environments, self.server, max_attempts=2)  # type: ignore[arg-type]
+        self.runner = EpisodeRunner(self.gate, encoder, self.environments, self.server, max_attempts=2)
         parts: Any = (self.engine, self.gate, encoder, None)
         self.producer = GroupProducer(*parts, "w0", 2, 3, self.runner)
-        self.failures: Counter[str] = Counter()
 
     async def group(self, **fields: Any) -> RolloutGroup:
         """Produce a group, which keeps the promises of the wire."""
@@ -225,7 +233,7 @@ def flight_of(num_samples: int = 1, attempt: int = 1, **fields: Any) -> Flight:
         "policy_version": VERSION,
         "messages": [Message(role="user", content="2+2=")],
         "num_samples": num_samples,
-        "max_response_tokens": 64,
+        "max_response_tokens": 256,
         "temperature": 0.5,
         "seed": 11,
         "deadline_s": 60.0,
@@ -233,6 +241,14 @@ def flight_of(num_samples: int = 1, attempt: int = 1, **fields: Any) -> Flight:
         "environment": Environment(**environment),
     }
     return Flight(Claim("0-1", attempt, PromptTask(**(defaults | fields))))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
 
 
 async def post(session: Session, path: str = "/chat/completions", **body: Any) -> httpx.Response:

@@ -95,7 +95,8 @@ class JobProgress:
     @property
     def starting(self) -> list[WorkerRecord]:
         """The rollouts of this job that report a step of their start."""
-        return [worker for worker in self.workers if worker.doing and worker.job_id == self.job.id]
+        ours = (worker for worker in self.workers if worker.job_id == self.job.id)
+        return [worker for worker in ours if worker.doing and worker.state == "starting"]
 
     @property
     def trainer_doing(self) -> str:

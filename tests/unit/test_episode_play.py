@@ -9,7 +9,7 @@ from services.rollout.episodes import runner as runner_module
 from services.rollout.episodes.episode import turn_seed
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.producer import DeadlineExceeded
-from tests.episode_rig import VERSION, flight_of, playing
+from tests.episode_rig import VERSION, flight_of, playing, until
 
 USER = {"role": "user", "content": "more"}
 
@@ -24,7 +24,8 @@ async def test_group_of_episodes_is_on_the_wire_as_it_was_sampled():
     async with playing(two_turns) as rig:
         group = await rig.group(num_samples=3)
     assert len(group.responses) == 3
-    assert sorted(map(str, sum(rig.paths(group), []))) == sorted(str((seen[0], seen[1])) for seen in rig.engine.seen)
+    found = [turn for paths in rig.paths(group) for turn in paths]
+    assert sorted(found) == sorted((prompt, sampled) for prompt, sampled, _ in rig.engine.seen)
     assert list(group.prompt_token_ids) == rig.engine.seen[0][0]  # the first prompt is common to all
     for index, response in enumerate(group.responses):
         first, second = response.turns
@@ -99,7 +100,7 @@ async def test_episode_without_a_call_is_a_failure_and_no_reward():
         return Outcome(1.0)
 
     async with playing(idle) as rig:
-        with pytest.raises(EnvironmentFailed, match="no_call: .*without a call"):
+        with pytest.raises(EnvironmentFailed, match=r"no_call: .*without a call"):
             await rig.group()
 
 
@@ -165,8 +166,7 @@ async def test_gate_is_held_until_the_last_episode_has_ended():
 
     async with playing(wait) as rig:
         producing = asyncio.create_task(rig.group(num_samples=2))
-        while not inside:
-            await asyncio.sleep(0.01)
+        await until(lambda: inside)
         await asyncio.sleep(0.1)
         assert (rig.gate.num_inside, rig.engine.num_running) == (1, 0)  # it holds no place in the engine
         may_end.set()
@@ -183,7 +183,7 @@ async def test_deadline_of_the_group_ends_its_sessions():
         await asyncio.Event().wait()
 
     async with playing(hang) as rig:
-        with pytest.raises(DeadlineExceeded, match="rollout.group_deadline_s"):
+        with pytest.raises(DeadlineExceeded, match=r"rollout\.group_deadline_s"):
             await rig.group(num_samples=2, deadline_s=0.5)
         assert rig.gate.num_inside == 0
         late = type(sessions[0])(sessions[0].url, sessions[0].key)
@@ -200,8 +200,7 @@ async def test_cancelled_group_leaves_nothing_in_the_engine():
     async with playing(call) as rig:
         rig.engine.may_finish.clear()
         producing = asyncio.create_task(rig.group(num_samples=2))
-        while rig.engine.num_running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: rig.engine.num_running == 2)
         producing.cancel()
         await asyncio.wait({producing})
         assert (rig.engine.num_running, rig.engine.num_cancelled, rig.gate.num_inside) == (0, 2, 0)

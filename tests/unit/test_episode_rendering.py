@@ -52,7 +52,7 @@ async def test_history_that_goes_on_extends_the_sampled_tokens():
     assert seen[0] == (PLAIN_PROMPT, sampled)
     assert seen[1][0] == f"{PLAIN_PROMPT}{sampled}\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     first, second = group.responses[0].turns
-    assert (first.num_shared, second.num_shared) == (len(PLAIN_PROMPT) - 26 + 2 - 18 + 26, len(first_path(group)))
+    assert (first.num_shared, second.num_shared) == (len(group.prompt_token_ids), len(first_path(group)))
     assert second.messages_json == '[{"role": "user", "content": "more"}]'
 
 

@@ -66,10 +66,8 @@ class ChatTemplate:
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
-            raise TemplateRefusal(
-                f"the model's chat template refuses messages of the roles {roles}: {reason}"
-            ) from error
+            reason = str(error) or type(error).__name__
+            raise TemplateRefusal(f"the model's chat template refuses messages of {roles}: {reason}") from error
         return text
 
     # ---- templates without tools ---------------------------------------------------------------------------------
