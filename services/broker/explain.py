@@ -251,7 +251,8 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
     for worker, leases in sorted(held.items()):
         renewed_s, attempt = min(lease.idle_s for lease in leases), max(lease.attempt for lease in leases)
         who = f"{len(leases)} with {worker}"
-        parts.append(f"{who} (claimed or renewed {renewed_s:.0f} s ago, attempt {attempt} at most)")
+        doing = f"; {record.doing}" if (record := s.workers.get(worker)) and record.doing else ""
+        parts.append(f"{who} (claimed or renewed {renewed_s:.0f} s ago, attempt {attempt} at most{doing})")
     back = [entry for entry in unit.waiting.values() if (lease := s.leases.get(entry)) and lease.is_handed_back]
     if back:
         attempt = max(s.leases[entry].attempt for entry in back)

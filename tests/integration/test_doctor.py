@@ -176,6 +176,10 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     assert deadline.deadline_s is not None
     assert 2900 < deadline.deadline_s <= 3000
     assert problems(findings) == []
+    waits = "group 0-5: episode 1 waits for its environment search for over 40 s"
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id, doing=waits)
+    (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
+    assert f"attempt 1 at most; {waits}); 1 handed back" in unit.sentence
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,19 @@ async def test_wrong_keys_are_refused_and_those_of_others_are_not_mixed():
     assert [turn.reward for response in group.responses for turn in response.turns] == [1.0, 1.0, 1.0]
 
 
+async def test_session_takes_no_proxy(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def run(task, policy):
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        await rig.group()
+    assert len(rig.engine.seen) == 1
+
+
 async def test_calls_beyond_the_last_turn_are_refused():
     outcomes = []
 

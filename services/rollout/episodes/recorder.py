@@ -69,7 +69,8 @@ class TokenTree:
         """Return a node on the way to the end of the call's prompt, and its depth."""
         if call.extends is None:
             return 0, self._num_prompt
-        return self._ends[call.extends], len(call.extends.path)
+        known = call.extends
+        return self._ends[known], len(known.prompt_token_ids) + len(known.generated.token_ids)
 
 
 def common_prompt(episodes: Iterable[Sequence[Call]]) -> list[int]:
