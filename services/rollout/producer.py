@@ -95,7 +95,8 @@ class GroupProducer:
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            message = f"not ready {deadline_s:g} s after its claim (rollout.group_deadline_s), still {flight.stage}"
+            still = ": ".join(filter(None, (flight.stage, flight.doing)))
+            message = f"not ready {deadline_s:g} s after its claim (rollout.group_deadline_s), still {still}"
             raise DeadlineExceeded(message) from error
         group.timings.worker_busy_s = self.busy.seconds(task.iteration)
         group.failed_episodes.update(self._failed_episodes.pop(task.group_id, {}))

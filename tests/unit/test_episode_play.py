@@ -174,7 +174,8 @@ async def test_gate_is_held_until_the_last_episode_has_ended():
     assert rig.gate.num_inside == 0
 
 
-async def test_deadline_of_the_group_ends_its_sessions():
+async def test_deadline_of_the_group_ends_its_sessions(monkeypatch):
+    monkeypatch.setattr(runner_module, "SHOWN_WAIT_S", 0.01)
     sessions = []
 
     async def hang(task, policy):
@@ -183,7 +184,7 @@ async def test_deadline_of_the_group_ends_its_sessions():
         await asyncio.Event().wait()
 
     async with playing(hang) as rig:
-        with pytest.raises(DeadlineExceeded, match=r"rollout\.group_deadline_s"):
+        with pytest.raises(DeadlineExceeded, match=r"group_deadline_s.*GENERATING: group 3-0: episode . waits"):
             await rig.group(num_samples=2, deadline_s=0.5)
         assert rig.gate.num_inside == 0
         late = type(sessions[0])(sessions[0].url, sessions[0].key)

@@ -58,10 +58,14 @@ class GroupPlay:
         self._playing: list[Episode] = []
         self._finished: dict[int, tuple[list[Call], Outcome]] = {}
         self._started = time.monotonic()
+        self._cut_short = ""
 
     @property
     def doing(self) -> str:
-        """The episode that waits longest for its environment, in words; '' when none waits for long."""
+        """The episode that waits longest for its environment, in words, or that did when the group was cancelled; ''
+        when none waits for long."""
+        if self._cut_short:
+            return self._cut_short
         episode = max(self._playing, key=lambda each: each.waited_s, default=None)
         if episode is None or episode.waited_s < SHOWN_WAIT_S:
             return ""
@@ -70,6 +74,7 @@ class GroupPlay:
         return f"{who} waits for its environment {self._request.name} for over {waited_s:.0f} s"
 
     async def play(self, server: "SessionServer", environments: EnvironmentRunner, max_attempts: int) -> PlayedGroup:
+        """Play all episodes, each at most `max_attempts` times. Raises as `EpisodeRunner.play` does."""
         for attempt in range(1, max_attempts + 1):
             missing = [index for index in range(self._num_samples) if index not in self._finished]
             last = await self._play_once(server, environments, missing)
@@ -77,7 +82,7 @@ class GroupPlay:
                 break
             if attempt == max_attempts:
                 raise last
-        return self._to_group()
+        return await self._to_group()
 
     async def _play_once(
         self, server: "SessionServer", environments: EnvironmentRunner, indexes: Sequence[int]
@@ -106,6 +111,9 @@ class GroupPlay:
             if broken.done():
                 raise broken.result()
             return playing.result()
+        except asyncio.CancelledError:
+            self._cut_short = self.doing
+            raise
         finally:  # this may have been cancelled
             for episode in self._playing:
                 episode.end()
@@ -123,14 +131,18 @@ class GroupPlay:
         self._finished[episode.index] = (calls, result)
         return None
 
-    def _to_group(self) -> PlayedGroup:
+    async def _to_group(self) -> PlayedGroup:
+        """Put the recorded calls together; other tasks get a turn between episodes."""
         episodes = [self._finished[index] for index in range(self._num_samples)]
         prompt_token_ids = common_prompt(calls for calls, _ in episodes)
         if not prompt_token_ids:
             message = "the prompts of its episodes have no first token in common, so the group has no prompt"
             raise GroupFailed("environment_failed", f"environment {self._request.name}: {message}")
-        responses = [to_response(calls, prompt_token_ids, outcome) for calls, outcome in episodes]
-        return PlayedGroup(prompt_token_ids, responses, time.monotonic() - self._started)
+        played_s, responses = time.monotonic() - self._started, []
+        for calls, outcome in episodes:
+            responses.append(to_response(calls, prompt_token_ids, outcome))
+            await asyncio.sleep(0)
+        return PlayedGroup(prompt_token_ids, responses, played_s)
 
 
 class EpisodeRunner:
@@ -159,10 +171,9 @@ class EpisodeRunner:
             flight.stage = Stage.GENERATING
             group = GroupPlay(self._policy_of(task, generate), to_request(task), task.num_samples, failures)
             flight.episodes = group
-            try:
-                return await group.play(self._server, self._environments, self._max_attempts)
-            finally:
-                flight.episodes = None
+            played = await group.play(self._server, self._environments, self._max_attempts)
+            flight.episodes = None
+            return played
 
     def _policy_of(self, task: PromptTask, generate: Generate) -> Policy:
         encoder = self._encoder
