@@ -11,50 +11,27 @@ It speaks JSON lines: one request on stdin, several answers on stdout, each with
 The parent limits wall-clock time: it kills this process.
 """
 
-import ctypes
 import json
-import numbers
-import os
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from onbeat.streams.codec import MAX_REWARD
-from services.rollout.rewards.limits import LOAD_S, MAX_MESSAGE, CpuBudget, Limits, restrict_this_process
+from onbeat.confine import die_with_parent
+from services.rollout.children.limits import restrict_this_process, take_protocol_streams
+from services.rollout.children.numbers import InvalidReward, check_numbers
+from services.rollout.rewards.limits import LOAD_S, MAX_MESSAGE, MAX_OPEN_FILES, CpuBudget, Limits
 from services.rollout.rewards.registry import RewardFunction, load_reward
-
-PR_SET_PDEATHSIG = 1
-
-
-class InvalidReward(Exception):
-    """A reward returned something that is not a number, or a number out of bounds."""
 
 
 def main() -> None:
     requests, answers = take_protocol_streams()
     die_with_parent()
     limits = Limits.from_arguments(*sys.argv[1:])
-    restrict_this_process(limits)
+    restrict_this_process(limits.memory_mb, MAX_OPEN_FILES)
     budget = CpuBudget(limits)
     scorer = Scorer(limits, budget, answers)
     for line in requests:
         scorer.answer(json.loads(line))
-
-
-def take_protocol_streams() -> tuple[TextIO, TextIO]:
-    """Keep stdin and stdout for the protocol: user code reads an empty stdin, and what it prints goes to stderr."""
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    return requests, answers
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies. Outside Linux only the end of stdin ends this process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Scorer:
@@ -97,12 +74,7 @@ def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dic
     parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
     if "reward" not in parts:
         raise InvalidReward(f"the mapping it returned has no 'reward', only {sorted(parts)}")
-    for name, value in parts.items():
-        if str(name).encode(errors="replace").decode() != str(name):  # half a surrogate pair, which JSON cannot hold
-            raise InvalidReward(f"the part named {name!a} has a name that is no text")
-        if not isinstance(value, numbers.Real) or not -MAX_REWARD <= value <= MAX_REWARD:
-            raise InvalidReward(f"{name} is {value!r}, not a number from -{MAX_REWARD} to {MAX_REWARD}")
-    values = {str(name): float(value) for name, value in parts.items()}
+    values = check_numbers(parts)
     return {"reward": values.pop("reward"), "parts": values}
 
 

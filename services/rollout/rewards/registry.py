@@ -5,18 +5,13 @@ A reward is a function `(response, context, **options)` that returns a finite nu
 """
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from typing import Any
 
-GROUP = "onbeat.rewards"
+from onbeat.installed import load_installed
 
 RewardFunction = Callable[..., float | Mapping[str, float]]
 
 
 def load_reward(name: str) -> RewardFunction:
     """Import the reward. Raises ValueError, naming the installed ones, if it is unknown, or what the import raises."""
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in installed:
-        raise ValueError(f"no reward {name!r} is installed here; there are: {', '.join(sorted(installed))}")
-    reward: Any = installed[name].load()
+    reward: RewardFunction = load_installed("onbeat.rewards", name)
     return reward

@@ -1,0 +1,108 @@
+"""Limits that a process sets on itself, for good; what it starts inherits them.
+
+As a script it becomes another program: `python -I confine.py '{"memory_mb": 512}' COMMAND ...`. It needs nothing but
+Python. Not every kernel and container offers every limit: `leave_network` and `confine_files` say whether they worked.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+
+MEBIBYTE = 1 << 20
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+
+# Landlock (linux/landlock.h). Each version of its interface knows more kinds of access than the one before.
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+VERSION_FLAG, PATH_BENEATH = 1, 1
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+READ = EXECUTE | READ_FILE | READ_DIR
+TCP, SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent dies. Only Linux can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def lower_limit(kind: int, soft: int, hard: int) -> None:
+    """Set a limit. A hard limit that was set before may only get lower."""
+    _, ceiling = resource.getrlimit(kind)
+    if ceiling != resource.RLIM_INFINITY:
+        hard = min(hard, ceiling)
+    resource.setrlimit(kind, (min(soft, hard), hard))
+
+
+def lower_limits(most: Mapping[int, int]) -> None:
+    for kind, value in most.items():
+        lower_limit(kind, value, value)
+
+
+def leave_network() -> bool:
+    """Go on without any network, in a process space of its own that ends with this program. Return whether it worked:
+    many containers do not permit it."""
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID) != 0:
+        return False
+    child = os.fork()  # the first process of the new space
+    if child == 0:
+        die_with_parent()
+        return True
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def confine_files(readable: Iterable[str], writable: Iterable[str]) -> bool:
+    """Allow this process only the files below these folders, no TCP, and no signals to others, by Landlock. Return
+    whether the kernel knows how to do it; older ones know a part of it."""
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_FLAG)
+    if version < 1:
+        return False
+    everything = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
+    rules = struct.pack("QQQ", everything, TCP, SIGNALS_AND_ABSTRACT_SOCKETS)[
+        : 8 + 8 * (version >= 4) + 8 * (version >= 6)
+    ]
+    ruleset = libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
+    folders = [(folder, READ) for folder in readable] + [(folder, everything) for folder in writable]
+    for path, access in [*folders, ("/dev/null", READ_FILE | WRITE_FILE), ("/dev/urandom", READ_FILE)]:
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.open(path, os.O_PATH)
+            libc.syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", access, folder), 0)
+            os.close(folder)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    is_confined: bool = libc.syscall(RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return is_confined
+
+
+def main(wishes_json: str, *command: str) -> None:
+    """Become the command, within the limits that are asked for."""
+    wishes = json.loads(wishes_json)
+    die_with_parent()
+    if wishes.get("is_offline"):
+        leave_network()
+    kinds = {"memory_mb": resource.RLIMIT_AS, "file_mb": resource.RLIMIT_FSIZE}
+    lower_limits({kind: wishes[name] * MEBIBYTE for name, kind in kinds.items() if name in wishes})
+    lower_limits({resource.RLIMIT_CORE: 0})
+    if "cpu_s" in wishes:
+        lower_limit(resource.RLIMIT_CPU, wishes["cpu_s"], wishes["cpu_s"])
+    if "folder" in wishes:
+        os.chdir(wishes["folder"])
+        confine_files(wishes["readable"], [wishes["folder"]])
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Two small environments, a game of several turns and a tool: examples to read, which small models learn."""

@@ -1,0 +1,41 @@
+"""A game: guess a number that a hint after each guess brings nearer."""
+
+import random
+import re
+
+from onbeat.environments.types import Message
+
+
+class GuessNumber:
+    """A number from 1 to `highest`, drawn from the seed of the task. A guess has to agree with all hints so far.
+
+    The reward: 0.1 for each guess that agrees with the hints, at most `max_guesses` of them, and 1 for the number.
+    """
+
+    def __init__(self, highest: int = 20, max_guesses: int = 5) -> None:
+        self._low, self._high = 1, highest
+        self._guesses_left = max_guesses
+        self._parts = {"found": 0.0, "sensible": 0.0}
+
+    def init(self, seed: int) -> str:
+        self._number = random.Random(seed).randint(self._low, self._high)
+        return f"Guess my number from {self._low} to {self._high}. Answer with a number only."
+
+    def step(self, message: Message) -> tuple[str, float, bool]:
+        self._guesses_left -= 1
+        found = re.search(r"\d{1,9}", message["content"])
+        guess = int(found[0]) if found else 0
+        if guess == self._number:
+            self._parts["found"] = 1.0
+            return f"{guess} is right.", 1.0, True
+        is_sensible = self._low <= guess <= self._high
+        self._parts["sensible"] += is_sensible
+        if is_sensible and guess < self._number:
+            self._low = guess + 1
+        elif is_sensible:
+            self._high = guess - 1
+        hint = f"My number is from {self._low} to {self._high}. Guess again."
+        return hint, 0.1 * is_sensible, self._guesses_left == 0
+
+    def get_parts(self) -> dict[str, float]:
+        return self._parts

@@ -1,0 +1,33 @@
+"""The installed environments by name, and what becomes of each kind of class that a user may write."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from onbeat.environments.messages import MessageEnvironment
+from onbeat.environments.tools import ToolsEnvironment, ToolsOptions
+from onbeat.environments.types import Environment
+from onbeat.installed import load_installed
+
+
+def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """Import and build an environment. Raises ValueError if it is unknown, and what it raises itself."""
+    return build_environment(load_installed("onbeat.environments", name), options)
+
+
+def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
+    """Build an environment of what a package installed: a class, a function that returns an environment, or one itself.
+
+    A class with a method `run` is an environment; one with `init` and `step` is a game; any other has tools.
+    """
+    if not inspect.isclass(target) or hasattr(target, "run"):
+        built: Any = target(**options) if callable(target) else target
+        if not callable(getattr(built, "run", None)):
+            raise ValueError(f"{target!r} gave a {type(built).__name__}, which has no method `run`")
+        environment: Environment = built
+        return environment
+    if hasattr(target, "init") and hasattr(target, "step"):
+        return MessageEnvironment(functools.partial(target, **options))
+    adapter, own = ToolsOptions.split(options)
+    return ToolsEnvironment(functools.partial(target, **own), adapter)

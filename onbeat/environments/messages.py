@@ -1,0 +1,53 @@
+"""Games and other environments that answer every message of the policy with a message."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from onbeat.environments.calls import call, call_with_row, row_of
+from onbeat.environments.session import EpisodeOver, Session
+from onbeat.environments.types import Message, Outcome, Task
+
+
+class Game(Protocol):
+    """An object for one episode. Both methods may be asynchronous."""
+
+    def init(self, **row: Any) -> list[Message] | str | None:
+        """Begin with a row of the data. Return the conversation's beginning, a text for the user's message, or None to
+        begin with the prompt."""
+
+    def step(self, message: Message) -> tuple[list[Message] | str, float, bool]:
+        """Return what the game says to the policy's message, the reward of this turn, and whether the game is over."""
+
+
+class MessageEnvironment:
+    """An environment of games, one for each episode. The reward of the episode is the sum of its turns'."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    async def run(self, task: Task, policy: Session) -> Outcome:
+        """Play until the game is over, or until the episode has no turn left: then the rewards so far count."""
+        game = self._make()
+        begin = await call_with_row(game.init, row_of(task))
+        messages = list(task.messages) if begin is None else as_messages(begin)
+        turn_rewards: dict[str, float] = {}
+        is_over = False
+        try:
+            while not is_over:
+                answer = await policy.chat(messages)
+                said, reward, is_over = await call(game.step, answer)
+                turn_rewards[answer["id"]] = float(reward)
+                messages = [*messages, without_id(answer), *as_messages(said)]
+        except EpisodeOver:
+            pass
+        parts = await call(game.get_parts) if hasattr(game, "get_parts") else {}
+        return Outcome(sum(turn_rewards.values()), parts, turn_rewards)
+
+
+def as_messages(said: list[Message] | str) -> list[Message]:
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+
+def without_id(answer: Message) -> Message:
+    """Return an answer as a message of the conversation."""
+    return {name: value for name, value in answer.items() if name != "id"}

@@ -1,0 +1,90 @@
+"""Tools of methods: their JSON schema from type hints and docstrings, and calls with checked arguments."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from onbeat.environments.calls import call
+
+ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")  # of a docstring's "Args:"
+MISTAKES = (ValueError, LookupError, ArithmeticError)  # what a tool raises when the policy called it wrongly
+
+
+class Tool(Protocol):
+    """A tool that the policy may call."""
+
+    def schema(self) -> dict[str, Any]:
+        """Return the tool as OpenAI's API describes it."""
+
+    async def call(self, arguments_json: str) -> str:
+        """Return what the tool says, as text, also about wrong arguments."""
+
+
+class MethodTool(NamedTuple):
+    """A method that the policy may call. `parameters` checks the arguments of a call."""
+
+    method: Callable[..., Any]
+    description: str
+    parameters: type[BaseModel]
+
+    @property
+    def name(self) -> str:
+        return self.method.__name__
+
+    def schema(self) -> dict[str, Any]:
+        parameters = self.parameters.model_json_schema()
+        for described in (parameters, *parameters["properties"].values()):
+            described.pop("title", None)
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments_json: str) -> str:
+        try:
+            given = self.parameters.model_validate_json(arguments_json or "{}")
+            result = await call(self.method, **{name: getattr(given, name) for name in given.model_fields_set})
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
+            return f"Error: wrong arguments for {self.name}: {wrong}"
+        except MISTAKES as error:
+            return f"Error: {error}"
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def methods_as_tools(instance: Any, reserved: set[str]) -> dict[str, Tool]:
+    """Return the public methods of an object by name, but for those reserved."""
+    methods = inspect.getmembers(type(instance), inspect.isfunction)
+    names = [name for name, _ in methods if not name.startswith("_") and name not in reserved]
+    return {name: tool_of(getattr(instance, name)) for name in names}
+
+
+def tool_of(method: Callable[..., Any]) -> MethodTool:
+    """Describe a method with type hints and a docstring in Google's style. Raises ValueError without them."""
+    about, _, arguments = (inspect.getdoc(method) or "").partition("Args:")
+    described = describe_arguments(arguments.partition("Returns:")[0])
+    hints = get_type_hints(method)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(method).parameters.items():
+        if name not in hints:
+            raise ValueError(f"the tool {method.__name__} needs a type hint for its parameter {name}")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints[name], Field(default, description=described.get(name)))
+    if not about.strip():
+        raise ValueError(f"the tool {method.__name__} needs a docstring: it is the description that the policy reads")
+    model = create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+    return MethodTool(method, " ".join(about.partition("Returns:")[0].split()), model)
+
+
+def describe_arguments(text: str) -> dict[str, str]:
+    """Return the descriptions of arguments by name; a line that begins no argument goes on with the one before."""
+    described: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := ARGUMENT.match(line):
+            name, described[found[1]] = found[1], found[2]
+        elif name and line.strip():
+            described[name] += f" {line.strip()}"
+    return described

@@ -1,0 +1,100 @@
+"""Tools of a class that the policy calls until it answers without a call."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from onbeat.environments.calls import call_with_row, row_of
+from onbeat.environments.final_reward import last_answer, reward_of_answer
+from onbeat.environments.messages import without_id
+from onbeat.environments.session import EpisodeOver, Session
+from onbeat.environments.text_calls import announce, call_in_text
+from onbeat.environments.tool_schema import Tool, methods_as_tools
+from onbeat.environments.types import Message, Outcome, Task
+
+NO_TOOLS = {"reset", "get_reward"}
+
+
+@dataclass(frozen=True)
+class ToolsOptions:
+    """The options of a job that are for the adapter, not for the user's class."""
+
+    tool_calls: Literal["native", "text"] = (
+        "native"  # as the model's template has them, or as `name(1, "x")` in the text
+    )
+    reward: str | None = None  # an installed reward of the last answer; needed unless the class has get_reward
+    reward_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple["ToolsOptions", dict[str, Any]]:
+        """Return the adapter's options and the others. Raises ValueError."""
+        names = {each.name for each in fields(cls)}
+        chosen = cls(**{name: value for name, value in options.items() if name in names})
+        if chosen.tool_calls not in ("native", "text"):
+            raise ValueError(f'tool_calls is {chosen.tool_calls!r}; it has to be "native" or "text"')
+        return chosen, {name: value for name, value in options.items() if name not in names}
+
+
+class ToolsEnvironment:
+    """An environment of objects with tools, one for each episode. Public methods are tools, besides
+
+    reset(**row)     begins an episode; a text that it returns is appended to the prompt
+    get_reward()     returns the reward in the end, or a mapping with "reward" and its parts. It may have a parameter
+                     `response`, the text of the policy's last message, and `messages`, the whole conversation
+    """
+
+    def __init__(self, make: Callable[[], Any], options: ToolsOptions = ToolsOptions()) -> None:
+        self._make, self._options = make, options
+
+    async def run(self, task: Task, policy: Session) -> Outcome:
+        """Play until the policy calls no tool, or the episode has no turn left; then ask for the reward."""
+        instance = self._make()
+        said = await call_with_row(instance.reset, row_of(task)) if hasattr(instance, "reset") else None
+        conversation = list(task.messages)
+        if said is not None:
+            conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + said}
+        tools = methods_as_tools(instance, NO_TOOLS)
+        await converse(conversation, tools, policy, self._options.tool_calls)
+        if hasattr(instance, "get_reward"):
+            end = {"response": last_answer(conversation), "messages": conversation}
+            return as_outcome(await call_with_row(instance.get_reward, end))
+        return as_outcome(reward_of_answer(self._options.reward, self._options.reward_options, task, conversation))
+
+
+async def converse(
+    conversation: list[Message], tools: Mapping[str, Tool], policy: Session, style: Literal["native", "text"]
+) -> None:
+    """Extend a conversation by answers and what tools say to them. A tool may end it, too: it raises EpisodeOver."""
+    schemas = [tool.schema() for tool in tools.values()] if style == "native" else None
+    if style == "text":
+        announce(conversation, tools)
+    try:
+        while True:
+            answer = without_id(await policy.chat(conversation, schemas or None))
+            conversation.append(answer)
+            results = [await result_of(each, tools) for each in answer.get("tool_calls") or ()]
+            if style == "text":
+                results = await call_in_text(answer["content"] or "", tools)
+            if not results:
+                return
+            conversation.extend(results)
+    except EpisodeOver:
+        pass
+
+
+async def result_of(tool_call: Mapping[str, Any], tools: Mapping[str, Tool]) -> Message:
+    """Run one call. A tool that does not exist and wrong arguments are told to the policy."""
+    function = tool_call["function"]
+    tool = tools.get(function["name"])
+    if tool is None:
+        said = f"Error: there is no tool {function['name']!r}; there are: {', '.join(tools)}"
+    else:
+        said = await tool.call(function["arguments"])
+    return {"role": "tool", "tool_call_id": tool_call["id"], "name": function["name"], "content": said}
+
+
+def as_outcome(reward: float | Mapping[str, float]) -> Outcome:
+    if not isinstance(reward, Mapping):
+        return Outcome(reward)
+    parts = dict(reward)
+    return Outcome(parts.pop("reward"), parts)

@@ -1,0 +1,130 @@
+"""`python -m services.rollout.environments.child MEMORY_MB` plays episodes for the pool that started it.
+
+It speaks JSON lines: one program, then one request after another on stdin, several answers on stdout.
+
+    -> {"name": "wordle", "options": {}}
+    <- {"request": 0, "step": "loaded"}                 or "failed"
+    -> {"request": 1, "task": {...}, "access": [["http://...", "key"], ["http://...", "key"]], "timeout_s": 120.0}
+    <- {"request": 1, "step": "ended", "episode": 1, "reward": 1.0, "parts": {}, "turn_rewards": {}}
+    <- {"request": 1, "step": "failed", "episode": 0, "kind": "raised", "message": "..."}
+
+All episodes of a request run in one event loop, which ends those that take too long. When it does not answer, because
+an environment blocks it, the parent kills this process.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TextIO
+
+from onbeat.confine import die_with_parent
+from onbeat.environments import Environment, Outcome, Session, Task
+from onbeat.environments.load import load_environment
+from services.rollout.children.limits import MAX_MESSAGE, restrict_this_process, take_protocol_streams
+from services.rollout.children.numbers import InvalidReward, check_numbers
+
+MAX_OPEN_FILES = 4096  # each episode has connections
+NUM_THREADS = 64  # methods that do not await, at a time
+
+
+class EpisodeTimeout(Exception):
+    """An episode was longer than its limit."""
+
+
+def main() -> None:
+    requests, answers = take_protocol_streams()
+    die_with_parent()
+    restrict_this_process(int(sys.argv[1]), MAX_OPEN_FILES)
+    asyncio.run(serve(requests, Answers(answers)))
+
+
+async def serve(requests: TextIO, answers: "Answers") -> None:
+    """Answer one request after another, until stdin ends."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
+    program = json.loads(await asyncio.to_thread(requests.readline))
+    try:
+        environment = load_environment(program["name"], program["options"])
+    except Exception as error:  # noqa: BLE001  an environment is foreign code and may raise anything
+        answers.send(0, "failed", episode=0, **describe(error, "load"))
+        return
+    answers.send(0, "loaded")
+    while line := await asyncio.to_thread(requests.readline):
+        request = json.loads(line)
+        task, limit_s = Task(**request["task"]), request["timeout_s"]
+        async with asyncio.TaskGroup() as episodes:
+            for episode, (url, key) in enumerate(request["access"]):
+                playing = play(environment, task, Session(url, key), limit_s)
+                episodes.create_task(report(playing, answers, request["request"], episode))
+    os._exit(0)  # threads of an environment may hang
+
+
+async def report(playing: Any, answers: "Answers", request: int, episode: int) -> None:
+    try:
+        outcome = await playing
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  as above
+        answers.send(request, "failed", episode=episode, **describe(error, "raised"))
+    else:
+        answers.send(request, "ended", episode=episode, **outcome)
+
+
+async def play(environment: Environment, task: Task, session: Session, limit_s: float) -> dict[str, Any]:
+    """Play one episode. Return its outcome as JSON, or raise what the environment raises."""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            outcome = await environment.run(task, session)
+    except TimeoutError as error:
+        if limit.expired():
+            raise EpisodeTimeout(f"the episode took longer than {limit_s:g} s") from error
+        raise
+    finally:
+        await session.close()
+    return check_outcome(outcome)
+
+
+class Answers:
+    """The parent's end of the protocol."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        os.register_at_fork(after_in_child=self._fall_silent)
+
+    def _fall_silent(self) -> None:
+        """Keep a process that an environment forks, and that runs on here, from answering a second time."""
+        os.dup2(1, self._stream.fileno())
+
+    def send(self, request: int, step: str, **fields: Any) -> None:
+        line = json.dumps({"request": request, "step": step, **fields}, allow_nan=False)
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+def describe(error: BaseException, kind: str) -> dict[str, str]:
+    """Return kind and message of a failure. Of several errors at once, the first one counts."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    match error:
+        case MemoryError():
+            return {"kind": "memory", "message": "the memory limit was reached"}
+        case EpisodeTimeout():
+            return {"kind": "timeout", "message": str(error)}
+        case InvalidReward():
+            return {"kind": "invalid", "message": str(error)[:MAX_MESSAGE]}
+    return {"kind": kind, "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]}
+
+
+def check_outcome(outcome: Any) -> dict[str, Any]:
+    """Return an outcome as JSON. Raises InvalidReward."""
+    if not isinstance(outcome, Outcome):
+        raise InvalidReward(f"it returned {outcome!r:.200}, not an Outcome")
+    for given in (outcome.parts, outcome.turn_rewards):
+        if not isinstance(given, Mapping):
+            raise InvalidReward(f"{given!r:.200} is not a mapping of names to numbers")
+    rewards = check_numbers({"reward": outcome.reward})
+    return {**rewards, "parts": check_numbers(outcome.parts), "turn_rewards": check_numbers(outcome.turn_rewards)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A pool of processes that environments run in, started on first use and kept warm."""
+
+import asyncio
+
+from services.rollout.environments.process import EnvironmentProcess, ProcessFailed, Program
+from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
+
+
+class EnvironmentProcesses:
+    """An EnvironmentRunner with at most `num_processes` at a time; further requests wait their turn."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._turns = asyncio.Semaphore(num_processes)
+        self._idle: list[EnvironmentProcess] = []
+
+    async def play(self, request: PlayRequest) -> list[PlayResult]:
+        """Play all episodes side by side in one process; see EnvironmentRunner."""
+        results: dict[int, PlayResult] = {}
+        failure = EpisodeFailure("crashed", "the environment's process gave no result")
+        async with self._turns:
+            try:
+                await self._play(request, results)
+            except ProcessFailed as error:
+                failure = error.failure
+        return [results.get(episode, failure) for episode in range(len(request.access))]
+
+    async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
+        process = await self._take(Program.of(request))
+        has_ended = False
+        try:
+            await process.play(request, results)
+            has_ended = True
+        finally:  # a cancelled request leaves a process half way: that one is killed, too
+            if has_ended and process.is_reusable:
+                self._idle.append(process)
+            else:
+                await process.kill()
+
+    async def _take(self, program: Program) -> EnvironmentProcess:
+        """Return a process for this program; idle ones of others make way for it."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_reusable and process.program == program:
+                return process
+            await process.kill()
+        return await EnvironmentProcess.start(program)
+
+    async def close(self) -> None:
+        """Kill idle processes; those at work are killed with the tasks that wait for them."""
+        while self._idle:
+            await self._idle.pop().kill()

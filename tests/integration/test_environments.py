@@ -1,0 +1,270 @@
+"""Environments that misbehave, in real child processes: only their process dies, and every episode has a result."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from onbeat.environments import Outcome, Task
+from services.rollout.environments import process as process_module
+from services.rollout.environments.child import MAX_OPEN_FILES
+from services.rollout.environments.pool import EnvironmentProcesses
+from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest
+from tests.integration.test_rewards import wait_until, wait_until_gone
+
+ENVIRONMENTS = '''
+import asyncio, os, resource, signal, subprocess, sys, time
+from pathlib import Path
+from onbeat.environments import Outcome
+
+class Behave:
+    """Does what the key of the episode says; everything else ends with a reward."""
+
+    def __init__(self, **options):
+        self.options = options
+        if options.get("refuse"): raise ValueError("no such option")
+        if options.get("vanish"): os._exit(7)
+
+    async def run(self, task, policy):
+        key, place = policy.key, task.metadata.get("place", "")
+        if key == "nap": await asyncio.sleep(0.3)
+        if key == "raise": raise KeyError("no such thing")
+        if key == "group": raise ExceptionGroup("several", [RuntimeError("the first"), ValueError()])
+        if key == "cancel": raise asyncio.CancelledError()
+        if key == "wait": await asyncio.sleep(3600)
+        if key == "deaf":
+            while True:
+                try: await asyncio.sleep(3600)
+                except asyncio.CancelledError: pass
+        if key == "own timeout":
+            async with asyncio.timeout(0.01): await asyncio.sleep(3600)
+        if key == "thread": await asyncio.to_thread(time.sleep, 3600)
+        if key == "block": time.sleep(3600)
+        if key == "eat": return len([bytes(1 << 20) for _ in range(10_000)])
+        if key == "nan": return Outcome(float("nan"))
+        if key == "huge": return Outcome(1.0, {"length": -1e39})
+        if key == "odd turn": return Outcome(1.0, turn_rewards=[1.0])
+        if key == "number": return 1.0
+        if key == "exit": sys.exit(3)
+        if key == "crash":
+            print("last words", file=sys.stderr, flush=True)
+            os.abort()
+        if key == "flood":
+            while True: os.write(1, b"x" * 65536)
+        if key == "print":
+            print('{"request": 1, "step": "ended", "episode": 0}', flush=True)
+            sys.stdin.read()
+        if key == "scribble":
+            for number in range(3, 20):
+                try: os.write(number, b"5\\\\n")
+                except OSError: pass
+        if key == "twin" and os.fork() == 0: await asyncio.sleep(0.2)
+        if key == "child":
+            Path(place).write_text(str(os.fork() or time.sleep(3600)))
+            await asyncio.sleep(3600)
+        if key == "close":
+            await policy.close()
+            await policy.chat([{"role": "user", "content": "hello"}])
+        if key == "chat": await policy.chat([{"role": "user", "content": "hello"}])
+        if key == "late":
+            async def call_later():
+                await asyncio.sleep(0.05)
+                await policy.chat([{"role": "user", "content": "hello"}])
+            self.late = asyncio.create_task(call_later())
+        parts = {"pid": os.getpid(), "secret": "ONBEAT_REDIS_URL" in os.environ, **self.options}
+        if key == "limits":
+            for kind in ("AS", "CORE", "FSIZE", "NOFILE"):
+                parts[kind] = resource.getrlimit(getattr(resource, "RLIMIT_" + kind))[1]
+            parts |= {kind: parts[kind] >> 20 for kind in ("AS", "FSIZE")}
+            parts["nice"] = os.nice(0)
+        return Outcome(1.0, parts, {"call-1": 0.5})
+
+def gives_a_number():
+    return 5
+'''
+
+ENTRIES = """[onbeat.environments]
+behave = onbeat_test_environments:Behave
+number = onbeat_test_environments:gives_a_number
+missing = no_such_package:Nothing
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `pip install` would leave behind for a user's own environment, on the path of child processes."""
+    site = tmp_path / "site"
+    info = site / "onbeat_test_environments-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onbeat-test-environments\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    (site / "onbeat_test_environments.py").write_text(ENVIRONMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
+
+
+@pytest.fixture
+async def processes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_module, "GRACE_S", 1.0)
+    processes = EnvironmentProcesses(1)
+    yield processes
+    await processes.close()
+
+
+def request(*keys: str, timeout_s: float = 20.0, **kwargs) -> PlayRequest:
+    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", kwargs.pop("metadata", {}))
+    defaults = {"name": "behave", "options": {}, "task": task, "memory_limit_mb": 1024}
+    access = [EpisodeAccess("http://127.0.0.1:9", key) for key in keys]
+    return PlayRequest(**(defaults | kwargs), access=access, timeout_s=timeout_s)
+
+
+def kinds(results) -> list[str]:
+    return [result.kind if isinstance(result, EpisodeFailure) else "ended" for result in results]
+
+
+def pid_of(result) -> int:
+    assert isinstance(result, Outcome), result
+    return int(result.parts["pid"])
+
+
+async def test_outcomes_come_back_in_order_and_side_by_side(processes):
+    ended: list[int] = []
+    results = await processes.play(request("nap", "a", "nap", options={"level": 2}, on_end=ended.append))
+    assert kinds(results) == ["ended"] * 3
+    assert [(each.reward, each.parts["level"], each.turn_rewards) for each in results] == [
+        (1.0, 2, {"call-1": 0.5})
+    ] * 3
+    assert ended[0] == 1
+    assert sorted(ended) == [0, 1, 2]
+
+
+async def test_process_stays_warm_for_the_same_environment(processes):
+    (first,) = await processes.play(request("a"))
+    (second,) = await processes.play(request("a"))
+    (third,) = await processes.play(request("a", options={"level": 1}))
+    assert pid_of(first) == pid_of(second) != pid_of(third)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid_of(first), 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("raise", "raised", "KeyError: 'no such thing'"),
+        ("group", "raised", "RuntimeError: the first"),
+        ("cancel", "raised", "CancelledError"),
+        ("own timeout", "raised", "TimeoutError"),
+        ("close", "raised", "client has been closed"),
+        ("chat", "raised", "SessionError: the session does not answer: ConnectError"),
+        ("nan", "invalid", "reward is nan, not a number from -1000000 to 1000000"),
+        ("huge", "invalid", "length is -1e+39, not a number from"),
+        ("odd turn", "invalid", "[1.0] is not a mapping of names to numbers"),
+        ("number", "invalid", "it returned 1.0, not an Outcome"),
+    ],
+)
+async def test_failed_episode_leaves_the_others_alone(processes, key, kind, words):
+    failed, ended = await processes.play(request(key, "nap"))
+    assert isinstance(failed, EpisodeFailure)
+    assert failed.kind == kind
+    assert words in failed.message
+    (again,) = await processes.play(request("a"))
+    assert pid_of(again) == pid_of(ended)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("exit", "crashed", "exited with code 3"),
+        ("crash", "crashed", "was killed by SIGABRT; it said: "),
+        ("flood", "output", "it printed more than 4194304 bytes"),
+        ("scribble", "crashed", "wrote into the protocol"),
+    ],
+)
+async def test_death_of_the_process_fails_what_had_not_ended(processes, key, kind, words):
+    ended, failed, other = await processes.play(request("a", key, "wait"))
+    assert isinstance(ended, Outcome) or kind == ended.kind  # the process may die before its answer is read
+    assert (failed.kind, other.kind) == (kind, kind)
+    assert words in failed.message
+    assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+async def test_memory_limit_is_a_failure_and_the_process_is_replaced(processes):
+    (first,) = await processes.play(request("a", memory_limit_mb=512))
+    (failed,) = await processes.play(request("eat", memory_limit_mb=512))
+    assert failed == EpisodeFailure("memory", "the memory limit was reached")
+    (again,) = await processes.play(request("a", memory_limit_mb=512))
+    assert pid_of(again) != pid_of(first)
+
+
+@pytest.mark.parametrize("key", ["wait", "thread"])
+async def test_episode_that_waits_for_ever_times_out_alone(processes, key):
+    ended, failed, late = await processes.play(request("a", key, "nap", timeout_s=1.0))
+    assert failed == EpisodeFailure("timeout", "the episode took longer than 1 s")
+    assert kinds([ended, late]) == ["ended", "ended"]
+    (again,) = await processes.play(request("a"))
+    assert pid_of(again) != pid_of(ended)
+
+
+@pytest.mark.parametrize("key", ["block", "deaf"])
+async def test_process_that_does_not_answer_is_killed(processes, key):
+    (warm,) = await processes.play(request("a"))
+    results = await processes.play(request("nap", key, timeout_s=1.0))
+    assert results[1].kind == "timeout"
+    assert "does not answer: code that does not await holds up all episodes" in results[1].message
+    assert kinds(results) == [{"block": "timeout", "deaf": "ended"}[key], "timeout"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid_of(warm), 0)
+
+
+async def test_prints_do_not_reach_the_protocol(processes):
+    assert kinds(await processes.play(request("print", "a"))) == ["ended", "ended"]
+
+
+async def test_fork_that_returns_twice_gives_no_second_result(processes):
+    """The copy runs on in the same event loop, which may harm it: then the process is replaced."""
+    results = await processes.play(request("twin", "nap", timeout_s=2.0))
+    assert set(kinds(results)) <= {"ended", "timeout"}
+    after = [kinds(await processes.play(request("a", timeout_s=2.0))) for _ in range(2)]
+    assert after[0] in (["ended"], ["timeout"])
+    assert after[1] == ["ended"]
+
+
+async def test_call_after_the_end_changes_no_result(processes):
+    assert kinds(await processes.play(request("late", "nap"))) == ["ended", "ended"]
+    assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"name": "nobody"}, "load", "ValueError: no environment 'nobody' is installed here; there are: behave,"),
+        ({"name": "missing"}, "load", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ({"name": "number"}, "load", "gave a int, which has no method `run`"),
+        ({"options": {"refuse": True}}, "load", "ValueError: no such option"),
+        ({"options": {"vanish": True}}, "crashed", "exited with code 7"),
+    ],
+)
+async def test_environment_that_cannot_be_built_fails_all(processes, changes, kind, words):
+    results = await processes.play(request("a", "b", **changes))
+    assert kinds(results) == [kind, kind]
+    assert words in results[0].message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_limits_are_set_and_settings_are_hidden(processes):
+    (outcome,) = await processes.play(request("limits", memory_limit_mb=900))
+    found = outcome.parts
+    assert (found["AS"], found["CORE"], found["FSIZE"]) == (900, 0, 256)
+    assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, os.nice(0) + 5, 0)
+
+
+async def test_cancelled_group_leaves_no_process(processes, tmp_path):
+    marker = tmp_path / "pid"
+    playing = asyncio.create_task(processes.play(request("child", timeout_s=600, metadata={"place": str(marker)})))
+    await asyncio.to_thread(wait_until, lambda: marker.exists() and marker.read_text() != "")
+    playing.cancel()
+    await asyncio.wait({playing})
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{marker.read_text()}/stat"))
+    assert kinds(await processes.play(request("a"))) == ["ended"]
