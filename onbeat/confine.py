@@ -61,13 +61,17 @@ def leave_network() -> bool:
     os._exit(code if code >= 0 else 128 - code)
 
 
+def landlock_version() -> int:
+    """Return the version of the kernel's Landlock interface; less than 1 where there is none."""
+    if sys.platform != "linux":
+        return 0
+    return int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_FLAG))
+
+
 def confine_files(readable: Iterable[str], writable: Iterable[str]) -> bool:
     """Allow this process only the files below these folders, no TCP, and no signals to others, by Landlock. Return
     whether the kernel knows how to do it; older ones know a part of it."""
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_FLAG)
+    version, libc = landlock_version(), ctypes.CDLL(None)
     if version < 1:
         return False
     everything = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1

@@ -9,7 +9,8 @@ from onbeat.environments.types import Message, Outcome, Task
 
 
 class Game(Protocol):
-    """An object for one episode. Both methods may be asynchronous."""
+    """An object for one episode. Methods may be asynchronous. `get_parts()`, if it has one, returns numbers that are
+    shown beside the reward; `close()`, if it has one, is always called at the end."""
 
     def init(self, **row: Any) -> list[Message] | str | None:
         """Begin with a row of the data. Return the conversation's beginning, a text for the user's message, or None to
@@ -28,20 +29,30 @@ class MessageEnvironment:
     async def run(self, task: Task, policy: Session) -> Outcome:
         """Play until the game is over, or until the episode has no turn left: then the rewards so far count."""
         game = self._make()
-        begin = await call_with_row(game.init, row_of(task))
-        messages = list(task.messages) if begin is None else as_messages(begin)
-        turn_rewards: dict[str, float] = {}
-        is_over = False
         try:
-            while not is_over:
-                answer = await policy.chat(messages)
-                said, reward, is_over = await call(game.step, answer)
-                turn_rewards[answer["id"]] = float(reward)
-                messages = [*messages, without_id(answer), *as_messages(said)]
-        except EpisodeOver:
-            pass
-        parts = await call(game.get_parts) if hasattr(game, "get_parts") else {}
+            turn_rewards = await play(game, task, policy)
+            parts = await call(game.get_parts) if hasattr(game, "get_parts") else {}
+        finally:
+            if hasattr(game, "close"):
+                await call(game.close)
         return Outcome(sum(turn_rewards.values()), parts, turn_rewards)
+
+
+async def play(game: Game, task: Task, policy: Session) -> dict[str, float]:
+    """Play one game. Return the rewards by the ids of the policy's answers."""
+    begin = await call_with_row(game.init, row_of(task))
+    messages = list(task.messages) if begin is None else as_messages(begin)
+    turn_rewards: dict[str, float] = {}
+    is_over = False
+    try:
+        while not is_over:
+            answer = await policy.chat(messages)
+            said, reward, is_over = await call(game.step, answer)
+            turn_rewards[answer["id"]] = float(reward)
+            messages = [*messages, without_id(answer), *as_messages(said)]
+    except EpisodeOver:
+        pass
+    return turn_rewards
 
 
 def as_messages(said: list[Message] | str) -> list[Message]:

@@ -1,7 +1,6 @@
 """Calls of tools as text, for models whose template knows no tools: `name(1, "x")` calls the tool `name`."""
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +26,7 @@ async def call_in_text(text: str, tools: Mapping[str, Tool]) -> list[Message]:
     if found is None:
         return []
     tool = tools[found[1]]
-    said = await tool.call(json.dumps(read_arguments(parameters_of(tool), found[2]), default=str))
+    said = await tool.call(read_arguments(parameters_of(tool), found[2]))
     return [{"role": "user", "content": f"{found[0]} = {said}"}]
 
 

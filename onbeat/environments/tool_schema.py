@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -20,7 +20,7 @@ class Tool(Protocol):
     def schema(self) -> dict[str, Any]:
         """Return the tool as OpenAI's API describes it."""
 
-    async def call(self, arguments_json: str) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> str:
         """Return what the tool says, as text, also about wrong arguments."""
 
 
@@ -42,9 +42,9 @@ class MethodTool(NamedTuple):
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
-    async def call(self, arguments_json: str) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> str:
         try:
-            given = self.parameters.model_validate_json(arguments_json or "{}")
+            given = self.parameters.model_validate(arguments)
             result = await call(self.method, **{name: getattr(given, name) for name in given.model_fields_set})
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())

@@ -1,5 +1,6 @@
 """Tools of a class that the policy calls until it answers without a call."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -62,7 +63,10 @@ class ToolsEnvironment:
 
 
 async def converse(
-    conversation: list[Message], tools: Mapping[str, Tool], policy: Session, style: Literal["native", "text"]
+    conversation: list[Message],
+    tools: Mapping[str, Tool],
+    policy: Session,
+    style: Literal["native", "text"] = "native",
 ) -> None:
     """Extend a conversation by answers and what tools say to them. A tool may end it, too: it raises EpisodeOver."""
     schemas = [tool.schema() for tool in tools.values()] if style == "native" else None
@@ -85,12 +89,22 @@ async def converse(
 async def result_of(tool_call: Mapping[str, Any], tools: Mapping[str, Tool]) -> Message:
     """Run one call. A tool that does not exist and wrong arguments are told to the policy."""
     function = tool_call["function"]
-    tool = tools.get(function["name"])
+    tool, arguments = tools.get(function["name"]), read_json(function["arguments"])
     if tool is None:
         said = f"Error: there is no tool {function['name']!r}; there are: {', '.join(tools)}"
+    elif arguments is None:
+        said = f"Error: the arguments of {function['name']} are no JSON object"
     else:
-        said = await tool.call(function["arguments"])
+        said = await tool.call(arguments)
     return {"role": "tool", "tool_call_id": tool_call["id"], "name": function["name"], "content": said}
+
+
+def read_json(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def as_outcome(reward: float | Mapping[str, float]) -> Outcome:

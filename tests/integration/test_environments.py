@@ -1,8 +1,12 @@
 """Environments that misbehave, in real child processes: only their process dies, and every episode has a result."""
 
 import asyncio
+import json
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from tests.integration.test_rewards import wait_until, wait_until_gone
 ENVIRONMENTS = '''
 import asyncio, os, resource, signal, subprocess, sys, time
 from pathlib import Path
+from onbeat import confine
 from onbeat.environments import Outcome
 
 class Behave:
@@ -64,6 +69,10 @@ class Behave:
         if key == "child":
             Path(place).write_text(str(os.fork() or time.sleep(3600)))
             await asyncio.sleep(3600)
+        if key == "leash":
+            command = [sys.executable, "-I", confine.__file__, "{}", "sleep", "600"]
+            Path(place).write_text(str(subprocess.Popen(command, start_new_session=True).pid))
+            await asyncio.sleep(3600)
         if key == "close":
             await policy.close()
             await policy.chat([{"role": "user", "content": "hello"}])
@@ -81,6 +90,19 @@ class Behave:
             parts["nice"] = os.nice(0)
         return Outcome(1.0, parts, {"call-1": 0.5})
 
+class Tools:
+    def __init__(self, bonus=0.0): self.bonus = bonus
+    def reset(self, answer): self.answer = answer
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        self.sum = a + b
+        return self.sum
+    def get_reward(self, response): return (str(self.sum) == self.answer == response) + self.bonus
+
+class Game:
+    def init(self, seed): return f"say {seed}"
+    def step(self, message): return "well", len(message["content"]), True
+
 def gives_a_number():
     return 5
 '''
@@ -88,6 +110,8 @@ def gives_a_number():
 ENTRIES = """[onbeat.environments]
 behave = onbeat_test_environments:Behave
 number = onbeat_test_environments:gives_a_number
+tools = onbeat_test_environments:Tools
+game = onbeat_test_environments:Game
 missing = no_such_package:Nothing
 """
 
@@ -260,11 +284,48 @@ async def test_limits_are_set_and_settings_are_hidden(processes):
     assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, os.nice(0) + 5, 0)
 
 
-async def test_cancelled_group_leaves_no_process(processes, tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+@pytest.mark.parametrize("key", ["child", "leash"])  # in the process's group; out of it, but on a leash
+async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     marker = tmp_path / "pid"
-    playing = asyncio.create_task(processes.play(request("child", timeout_s=600, metadata={"place": str(marker)})))
+    playing = asyncio.create_task(processes.play(request(key, timeout_s=600, metadata={"place": str(marker)})))
     await asyncio.to_thread(wait_until, lambda: marker.exists() and marker.read_text() != "")
     playing.cancel()
     await asyncio.wait({playing})
     await asyncio.to_thread(wait_until_gone, Path(f"/proc/{marker.read_text()}/stat"))
     assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+# ---- classes of users, by their entry points alone -------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy() -> Iterator[EpisodeAccess]:
+    """A policy that calls `add` once, and then says what the last message says."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            last = body["messages"][-1]
+            message = {"role": "assistant", "content": last["content"]}
+            if "tools" in body and last["role"] == "user":
+                function = {"name": "add", "arguments": '{"a": 1, "b": 1}'}
+                message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
+            content = json.dumps({"id": "answer-1", "choices": [{"message": message}]}).encode()
+            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield EpisodeAccess(f"http://127.0.0.1:{server.server_address[1]}/v1", "right")
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("name", "options", "reward"), [("tools", {"bonus": 0.5}, 1.5), ("game", {}, 5.0)])
+async def test_class_of_a_user_works_by_itself(processes, policy, name, options, reward):
+    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", seed=3)
+    asked = PlayRequest(name, options, task, [policy] * 2, timeout_s=20.0, memory_limit_mb=1024)
+    assert [result.reward for result in await processes.play(asked)] == [reward, reward]

@@ -5,28 +5,31 @@ import re
 
 
 class Shop:
-    """A shop with a price list.
+    """A shop with a price list, and a customer who asks what some items cost together.
 
-    The reward: 0.3 for a look at the right price, and 0.7 for an answer that names this price and no other number.
+    The reward: 0.5 for looking up the prices, in equal parts, and 0.5 for an answer that names their sum and no other
+    number.
     """
 
-    def reset(self, item: str, seed: int) -> None:
-        """Begin with the item that the customer asks for."""
-        self._item, self._price = item, random.Random(seed).randint(10, 99)
-        self._has_looked = False
+    def reset(self, items: list[str], seed: int) -> None:
+        """Begin with the items that the customer asks for."""
+        drawn = random.Random(seed)
+        self._prices = {item: drawn.randint(1, 9) for item in items}
+        self._seen: set[str] = set()
 
-    def price(self, item: str) -> str:
+    def price(self, item: str) -> int:
         """Return the price of an item in euros.
 
         Args:
-            item: what the customer wants to buy, for example "lamp"
+            item: one thing that the customer wants to buy, for example "lamp"
         """
-        if item.lower().strip() != self._item:
+        if item not in self._prices:
             raise ValueError(f"the shop has no {item}")
-        self._has_looked = True
-        return str(self._price)
+        self._seen.add(item)
+        return self._prices[item]
 
     def get_reward(self, response: str) -> dict[str, float]:
         """Return the reward of what the customer was told in the end."""
-        is_right = self._has_looked and re.findall(r"\d+", response) == [str(self._price)]
-        return {"reward": 0.3 * self._has_looked + 0.7 * is_right, "looked": self._has_looked, "right": is_right}
+        looked = len(self._seen) / len(self._prices)
+        is_right = looked == 1.0 and re.findall(r"\d+", response) == [str(sum(self._prices.values()))]
+        return {"reward": 0.5 * looked + 0.5 * is_right, "looked": looked, "right": is_right}

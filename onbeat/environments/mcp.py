@@ -1,0 +1,118 @@
+"""Tools of an MCP server. Each episode has a connection of its own, and a command's process of its own.
+
+Commands and addresses come from the package that the operator installed, never from a job:
+
+    def weather() -> McpEnvironment:                       # installed under `onbeat.environments`
+        return McpEnvironment(["weather-server"], reward="exact")
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat import confine
+from onbeat.environments.final_reward import last_answer, reward_of_answer
+from onbeat.environments.session import Session
+from onbeat.environments.tools import as_outcome, converse
+from onbeat.environments.types import Message, Outcome, Task
+
+INVALID_PARAMS = -32602  # JSON-RPC: the policy called the tool wrongly
+ANSWER_S = 60.0
+
+
+class McpEnvironment:
+    """An environment of a server's tools. `server` is a command or a URL. The reward of an episode is an installed
+    reward of the last answer, or the number that the tool `reward_tool` returns, which the policy does not see."""
+
+    def __init__(
+        self,
+        server: Sequence[str] | str,
+        *,
+        reward: str | None = None,
+        reward_options: Mapping[str, Any] | None = None,
+        reward_tool: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        if (reward is None) == (reward_tool is None):
+            raise ValueError("an MCP environment needs either `reward`, an installed one, or `reward_tool`")
+        self._server = check_server(server, variables or {})
+        self._reward, self._reward_options, self._reward_tool = reward, dict(reward_options or {}), reward_tool
+
+    async def run(self, task: Task, policy: Session) -> Outcome:
+        from mcp import Client
+
+        conversation = list(task.messages)
+        async with Client(self._server, read_timeout_seconds=ANSWER_S) as client:
+            tools = await tools_of(client)
+            scorer = tools.pop(self._reward_tool, None) if self._reward_tool is not None else None
+            await converse(conversation, tools, policy)
+            if self._reward_tool is None:
+                return as_outcome(reward_of_answer(self._reward, self._reward_options, task, conversation))
+            if scorer is None:
+                raise ValueError(f"the server has no tool {self._reward_tool!r}; it has: {', '.join(tools)}")
+            return Outcome(await score(scorer, task, conversation))
+
+
+@dataclass(frozen=True)
+class McpTool:
+    """A tool of a connected server."""
+
+    client: Any
+    name: str
+    description: str
+    parameters: dict[str, Any]  # JSON schema
+
+    def schema(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Return the text of what the server answers; also when it says that the call was wrong. A server that is gone
+        raises."""
+        from mcp import MCPError
+
+        try:
+            result = await self.client.call_tool(self.name, dict(arguments))
+        except MCPError as error:
+            if error.code != INVALID_PARAMS:
+                raise
+            return f"Error: {error.message}"
+        texts = [content.text if content.type == "text" else f"({content.type})" for content in result.content]
+        return "\n".join(["Error:", *texts] if result.is_error else texts)
+
+
+def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> Any:
+    """Return what MCP's client connects to. Raises ImportError, with the remedy, without the package."""
+    try:
+        from mcp import StdioServerParameters
+    except ImportError as error:
+        raise ImportError("MCP environments need the package mcp on every rollout: pip install 'mcp>=2.3'") from error
+    if isinstance(server, str):
+        return server
+    # The server leads a session of its own, which a kill of this process's group does not reach: it ends by itself.
+    command = ["-I", confine.__file__, "{}", *server]
+    return StdioServerParameters(command=sys.executable, args=command, env=dict(variables))
+
+
+async def tools_of(client: Any) -> dict[str, McpTool]:
+    tools: dict[str, McpTool] = {}
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            tools[tool.name] = McpTool(client, tool.name, tool.description or "", tool.input_schema)
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+
+
+async def score(scorer: McpTool, task: Task, conversation: Sequence[Message]) -> float:
+    """Ask the server for the reward, with `response`, `answer` and `question` where the tool has such parameters."""
+    given = {"response": last_answer(conversation), "answer": task.answer, "question": task.question}
+    known = scorer.parameters.get("properties", {})
+    said = await scorer.call({name: value for name, value in given.items() if name in known})
+    try:
+        return float(said)
+    except ValueError as error:
+        raise ValueError(f"the tool {scorer.name} returned {said[:200]!r}, not a number") from error

@@ -1,0 +1,81 @@
+"""Environments behind OpenEnv's WebSocket: `reset`, `step`, `state` and `close`, one connection per episode.
+
+The address comes from the package that the operator installed, never from a job:
+
+    def wordle() -> Environment:                           # installed under `onbeat.environments`
+        return openenv_environment("ws://127.0.0.1:8000", to_action=lambda text: {"guess": text})
+"""
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from onbeat.environments.messages import MessageEnvironment
+from onbeat.environments.types import Message
+
+CONNECT_S = 10.0
+ANSWER_S = 60.0
+MAX_MESSAGE_BYTES = 16 << 20
+
+Observation = dict[str, Any]
+
+
+def openenv_environment(
+    url: str,
+    *,
+    to_action: Callable[[str], dict[str, Any]] = lambda text: {"message": text},
+    to_text: Callable[[Observation], str] = json.dumps,
+) -> MessageEnvironment:
+    """Return an environment of a server. `to_action` makes an action of the policy's text, `to_text` a message of an
+    observation; the first one is appended to the prompt. Raises ImportError, with the remedy, without websockets."""
+    try:
+        import websockets  # noqa: F401
+    except ImportError as error:
+        raise ImportError("OpenEnv environments need the package websockets: pip install websockets") from error
+    return MessageEnvironment(functools.partial(OpenEnvGame, url, to_action, to_text))
+
+
+class OpenEnvGame:
+    """One episode on a server. Its reward is the sum of what the steps give."""
+
+    def __init__(
+        self, url: str, to_action: Callable[[str], dict[str, Any]], to_text: Callable[[Observation], str]
+    ) -> None:
+        self._url = url.rstrip("/").replace("http", "ws", 1) if url.startswith("http") else url.rstrip("/")
+        self._to_action, self._to_text = to_action, to_text
+        self._socket: Any = None
+
+    async def init(self, prompt: list[Message], seed: int) -> list[Message]:
+        from websockets.asyncio.client import connect
+
+        self._socket = await connect(
+            f"{self._url}/ws", open_timeout=CONNECT_S, max_size=MAX_MESSAGE_BYTES, compression=None
+        )
+        first = self._to_text((await self._ask("reset", {"seed": seed}))["observation"])
+        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n{first}"}]
+
+    async def step(self, message: Message) -> tuple[str, float, bool]:
+        result = await self._ask("step", self._to_action(message["content"] or ""))
+        return self._to_text(result["observation"]), result.get("reward") or 0.0, bool(result.get("done"))
+
+    async def state(self) -> dict[str, Any]:
+        """Return the server's view of the episode: its id and how many steps it had."""
+        return await self._ask("state")
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.send(json.dumps({"type": "close"}))
+            await self._socket.close()
+
+    async def _ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send one message and return the data of the answer. Raises RuntimeError when the server reports an error."""
+        await self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
+        async with asyncio.timeout(ANSWER_S):
+            answer = json.loads(await self._socket.recv())
+        if answer["type"] == "error":
+            details = answer["data"]
+            raise RuntimeError(f"the OpenEnv server refuses {kind}: {details.get('code')}: {details.get('message')}")
+        content: dict[str, Any] = answer["data"]
+        return content

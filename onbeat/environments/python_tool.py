@@ -1,0 +1,113 @@
+"""Python code that a model wrote, run in a limited child process.
+
+What is contained and what is not is in docs/environments.md: this guards against accidents and clumsy code. Against an
+enemy use a virtual machine.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import site
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from onbeat import confine
+
+MAX_OUTPUT_BYTES = 64 << 10  # of stdout and of stderr; the process is ended beyond it
+MAX_FILE_MB = 16
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+END_S = 2.0  # until a killed process is gone
+
+
+@dataclass(frozen=True)
+class PythonResult:
+    """The end of a program. `exit_code` is negative or above 128 when a signal ended it."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    is_timeout: bool = False
+    is_cut: bool = False  # it printed more than MAX_OUTPUT_BYTES and was ended
+
+    @property
+    def is_ok(self) -> bool:
+        return self.exit_code == 0 and not self.is_timeout and not self.is_cut
+
+
+async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) -> PythonResult:
+    """Run a program in an empty folder that is deleted afterwards. Raises OSError when no process can be started."""
+    with tempfile.TemporaryDirectory(prefix="onbeat-python-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "main.py").write_text(code, errors="replace")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", confine.__file__, json.dumps(wishes(folder, timeout_s, memory_mb))),
+            *(sys.executable, "-I", "-X", "utf8", "main.py"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            return await read_result(process, timeout_s)
+        finally:
+            await end(process)
+
+
+def wishes(folder: str, timeout_s: float, memory_mb: int) -> dict[str, object]:
+    """Return the limits of a program, as confine.py takes them."""
+    return {
+        "folder": folder,
+        "readable": [*SYSTEM_FOLDERS, sys.base_prefix, sys.prefix, *site.getsitepackages()],
+        "memory_mb": memory_mb,
+        "file_mb": MAX_FILE_MB,
+        "cpu_s": math.ceil(timeout_s) + 1,
+        "is_offline": True,
+    }
+
+
+async def read_result(process: asyncio.subprocess.Process, timeout_s: float) -> PythonResult:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    outputs = bytearray(), bytearray()
+    is_timeout = False
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(
+                *(read_up_to(*pair) for pair in zip((process.stdout, process.stderr), outputs, strict=True))
+            )
+            await process.wait()
+    except TimeoutError:
+        is_timeout = True
+    except OutputTooLong:
+        pass
+    await end(process)
+    stdout, stderr = (output[:MAX_OUTPUT_BYTES].decode(errors="replace") for output in outputs)
+    is_cut = any(len(output) > MAX_OUTPUT_BYTES for output in outputs)
+    code = process.returncode if process.returncode is not None else -signal.SIGKILL
+    return PythonResult(stdout, stderr, code, is_timeout, is_cut)
+
+
+class OutputTooLong(Exception):
+    """A program printed more than MAX_OUTPUT_BYTES."""
+
+
+async def read_up_to(stream: asyncio.StreamReader, output: bytearray) -> None:
+    while chunk := await stream.read(1 << 14):
+        output += chunk
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise OutputTooLong
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Kill what is left of the process and of what it started; safe to call twice."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
+    process._transport.close()  # type: ignore[attr-defined]  # our ends of the pipes
