@@ -1,7 +1,8 @@
 """Limits that a process sets on itself, for good; what it starts inherits them.
 
-As a script it becomes another program: `python -I confine.py '{"memory_mb": 512}' COMMAND ...`. It needs nothing but
-Python. Not every kernel and container offers every limit: `leave_network` and `confine_files` say whether they worked.
+As a script it becomes another program: `python -I confine.py '{"parent": 12, "memory_mb": 512}' COMMAND ...`. It needs
+nothing but Python. Not every kernel and container offers every limit: `leave_network` and `confine_files` return
+whether they worked.
 """
 
 import contextlib
@@ -27,10 +28,12 @@ READ = EXECUTE | READ_FILE | READ_DIR
 TCP, SIGNALS_AND_ABSTRACT_SOCKETS = 3, 3
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies. Only Linux can do that."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; only Linux can do that. `parent`: end now if it has died."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def lower_limit(kind: int, soft: int, hard: int) -> None:
@@ -94,7 +97,7 @@ def confine_files(readable: Iterable[str], writable: Iterable[str]) -> bool:
 def main(wishes_json: str, *command: str) -> None:
     """Become the command, within the limits that are asked for."""
     wishes = json.loads(wishes_json)
-    die_with_parent()
+    die_with_parent(wishes["parent"])
     if wishes.get("is_offline"):
         leave_network()
     kinds = {"memory_mb": resource.RLIMIT_AS, "file_mb": resource.RLIMIT_FSIZE}

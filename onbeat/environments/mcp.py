@@ -6,6 +6,8 @@ Commands and addresses come from the package that the operator installed, never 
         return McpEnvironment(["weather-server"], reward="exact")
 """
 
+import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +93,7 @@ def check_server(server: Sequence[str] | str, variables: Mapping[str, str]) -> A
     if isinstance(server, str):
         return server
     # The server leads a session of its own, which a kill of this process's group does not reach: it ends by itself.
-    command = ["-I", confine.__file__, "{}", *server]
+    command = ["-I", confine.__file__, json.dumps({"parent": os.getpid()}), *server]
     return StdioServerParameters(command=sys.executable, args=command, env=dict(variables))
 
 

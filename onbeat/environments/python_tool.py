@@ -61,6 +61,7 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
 def wishes(folder: str, timeout_s: float, memory_mb: int) -> dict[str, object]:
     """Return the limits of a program, as confine.py takes them."""
     return {
+        "parent": os.getpid(),
         "folder": folder,
         "readable": [*SYSTEM_FOLDERS, sys.base_prefix, sys.prefix, *site.getsitepackages()],
         "memory_mb": memory_mb,

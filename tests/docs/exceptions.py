@@ -54,6 +54,7 @@ NOT_RUN_PYTHON: dict[tuple[str, str], str] = {}
 # Blocks of TOML that are no part of a job: (page, first line).
 NOT_A_JOB: dict[tuple[str, str], str] = {
     ("docs/rewards.md", "# its pyproject.toml"): "test_rewards_and_engines.py installs it",
+    ("docs/environments.md", "# its pyproject.toml"): "test_environments.py plays what it installs",
     ("docs/engines.md", "# its pyproject.toml"): "test_rewards_and_engines.py installs it",
     ("docs/objectives.md", "# its pyproject.toml"): "the same",
     ("docs/objectives.md", "[objective]"): "the same: it names what is installed",

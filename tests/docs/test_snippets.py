@@ -83,7 +83,7 @@ def test_toml_is_a_job_or_a_part_of_one(block: Block) -> None:
 
 def put_into(job: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The quick start with these keys. A section of another kind is replaced, but for the counts of a schedule."""
-    merged = dict(job)
+    merged = {name: value for name, value in job.items() if name != "reward" or "environment" not in given}
     for name, value in given.items():
         old = job.get(name)
         if not isinstance(value, dict) or not isinstance(old, dict):

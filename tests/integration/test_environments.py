@@ -70,7 +70,7 @@ class Behave:
             Path(place).write_text(str(os.fork() or time.sleep(3600)))
             await asyncio.sleep(3600)
         if key == "leash":
-            command = [sys.executable, "-I", confine.__file__, "{}", "sleep", "600"]
+            command = [sys.executable, "-I", confine.__file__, '{"parent": %d}' % os.getpid(), "sleep", "600"]
             Path(place).write_text(str(subprocess.Popen(command, start_new_session=True).pid))
             await asyncio.sleep(3600)
         if key == "close":

@@ -11,7 +11,7 @@ from onbeat.environments.load import build_environment
 from onbeat.environments.messages import MessageEnvironment
 from tests.scripted_session import ScriptedSession, says
 
-TASK = Task([{"role": "user", "content": "begin"}], "begin", None, {"items": ["lamp", "cup"]}, seed=3)
+TASK = Task([{"role": "user", "content": "begin"}], "begin", ["lamp", "cup"], seed=3)
 
 
 class Countdown:

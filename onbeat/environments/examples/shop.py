@@ -11,10 +11,10 @@ class Shop:
     number.
     """
 
-    def reset(self, items: list[str], seed: int) -> None:
-        """Begin with the items that the customer asks for."""
+    def reset(self, answer: list[str], seed: int) -> None:
+        """Begin with the items that the customer asks for, and new prices."""
         drawn = random.Random(seed)
-        self._prices = {item: drawn.randint(1, 9) for item in items}
+        self._prices = {item: drawn.randint(1, 9) for item in answer}
         self._seen: set[str] = set()
 
     def price(self, item: str) -> int:

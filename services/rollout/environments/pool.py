@@ -5,11 +5,13 @@ import asyncio
 from services.rollout.environments.process import EnvironmentProcess, ProcessFailed, Program
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 
+NUM_PROCESSES = 8  # they wait for the engine most of the time, and it wants many groups at once
+
 
 class EnvironmentProcesses:
     """An EnvironmentRunner with at most `num_processes` at a time; further requests wait their turn."""
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, num_processes: int = NUM_PROCESSES) -> None:
         self._turns = asyncio.Semaphore(num_processes)
         self._idle: list[EnvironmentProcess] = []
 

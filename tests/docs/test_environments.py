@@ -1,0 +1,64 @@
+"""What docs/environments.md has users write works: classes are played with a policy that says what the test wrote."""
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from onbeat.environments import Outcome, Session, Task
+from onbeat.environments.load import build_environment
+from tests.docs.pages import blocks_of
+from tests.integration.test_environments import policy
+from tests.scripted_session import ScriptedSession, calls, says
+
+PAGE = "docs/environments.md"
+TASK = Task([{"role": "user", "content": "When did Emma appear?"}], "When did Emma appear?", "1815", seed=1)
+
+__all__ = ["policy"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    """The names that the page's Python makes."""
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    for block in blocks_of(PAGE):
+        if block.language == "python":
+            exec(compile(block.text, str(block), "exec"), namespace)
+    return namespace
+
+
+async def play(target: Any, *answers: dict[str, Any]) -> tuple[Outcome, ScriptedSession]:
+    session = ScriptedSession(*answers)
+    return await build_environment(target, {}).run(TASK, session), session
+
+
+async def test_tools_of_the_page(written):
+    outcome, session = await play(written["Library"], calls("year", {"title": "Emma"}), says("In 1815."))
+    assert outcome == Outcome(1.0, {"looks": 1})
+    assert session.asked[1][-1]["content"] == "1815"
+    (project,) = [tomllib.loads(b.text) for b in blocks_of(PAGE) if b.text.startswith("# its pyproject.toml")]
+    assert project["project"]["entry-points"] == {"onbeat.environments": {"library": "library:Library"}}
+
+
+async def test_game_of_the_page(written):
+    outcome, _ = await play(written["Riddle"], says("A stone?"), says("An echo!"))
+    assert outcome.reward == pytest.approx(0.8)
+
+
+async def test_python_tool_of_the_page(written):
+    outcome, session = await play(written["Programmer"], calls("run_code", {"code": "print(6 * 7)"}), says("42"))
+    assert session.asked[1][-1]["content"] == "42\n"
+    assert outcome.reward == 1.0
+
+
+async def test_agent_of_the_page_talks_to_a_url(written, policy):
+    task = Task(TASK.messages, TASK.question, "answer")
+    session = Session(policy.url, policy.key)
+    outcome = await build_environment(written["Agent"], {}).run(task, session)
+    await session.close()
+    assert outcome == Outcome(1.0, {"length": len("Now only the answer.")})
+
+
+def test_servers_of_the_page_are_environments(written):
+    for name in ("calculator", "wordle"):
+        assert hasattr(build_environment(written[name], {}), "run")
