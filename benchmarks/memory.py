@@ -61,6 +61,8 @@ def service_of(command: str, parents_service: str) -> str:
             return name
     if "rewards.child" in command:
         return "reward"
+    if "environments.child" in command:
+        return "environment"
     return "engine core" if parents_service == "rollout" else parents_service  # it says so only after its imports
 
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from onbeat.environments import GROUP
 from onbeat.environments.messages import MessageEnvironment
 from onbeat.environments.tools import ToolsEnvironment, ToolsOptions
 from onbeat.environments.types import Environment
@@ -13,7 +14,7 @@ from onbeat.installed import load_installed
 
 def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """Import and build an environment. Raises ValueError if it is unknown, and what it raises itself."""
-    return build_environment(load_installed("onbeat.environments", name), options)
+    return build_environment(load_installed(GROUP, name), options)
 
 
 def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
 from services.rollout.environments.pool import EnvironmentProcesses
 from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest
-from tests.integration.test_rewards import wait_until, wait_until_gone
+from tests.integration.test_rewards import is_running, wait_until, wait_until_gone
 
 ENVIRONMENTS = '''
 import asyncio, os, resource, signal, subprocess, sys, time
@@ -38,6 +40,7 @@ class Behave:
         if key == "raise": raise KeyError("no such thing")
         if key == "group": raise ExceptionGroup("several", [RuntimeError("the first"), ValueError()])
         if key == "cancel": raise asyncio.CancelledError()
+        if key == "half a character": raise ValueError(chr(0xD800))
         if key == "wait": await asyncio.sleep(3600)
         if key == "deaf":
             while True:
@@ -180,6 +183,7 @@ async def test_process_stays_warm_for_the_same_environment(processes):
         ("group", "raised", "RuntimeError: the first"),
         ("cancel", "raised", "CancelledError"),
         ("own timeout", "raised", "TimeoutError"),
+        ("half a character", "raised", "ValueError: ?"),
         ("close", "raised", "client has been closed"),
         ("chat", "raised", "SessionError: the session does not answer: ConnectError"),
         ("nan", "invalid", "reward is nan, not a number from -1000000 to 1000000"),
@@ -294,6 +298,29 @@ async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
     await asyncio.wait({playing})
     await asyncio.to_thread(wait_until_gone, Path(f"/proc/{marker.read_text()}/stat"))
     assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+def test_killed_rollout_leaves_no_environment_behind(tmp_path):
+    script = """
+import asyncio, sys
+from onbeat.environments import Task
+from services.rollout.environments import EnvironmentProcesses
+from services.rollout.episodes.contract import EpisodeAccess, PlayRequest
+task = Task([], "", metadata={"place": sys.argv[1]})
+access = [EpisodeAccess("http://127.0.0.1:9", "child")]
+asyncio.run(EnvironmentProcesses().play(PlayRequest("behave", {}, task, access, 600.0, 1024)))
+"""
+    marker = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", script, str(marker)])
+    wait_until(lambda: marker.exists() and marker.read_text() != "")
+    fork = Path(f"/proc/{marker.read_text()}/stat")
+    environment = Path(f"/proc/{fork.read_text().rpartition(') ')[2].split()[1]}/stat")
+    assert is_running(environment)
+    parent.kill()
+    parent.wait()
+    wait_until_gone(environment)
+    os.kill(int(marker.read_text()), signal.SIGKILL)  # what it forked has no parent that could tell it
 
 
 # ---- classes of users, by their entry points alone -------------------------------------------------------------------

@@ -107,12 +107,14 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
         error = error.exceptions[0]
     match error:
         case MemoryError():
-            return {"kind": "memory", "message": "the memory limit was reached"}
+            kind, message = "memory", "the memory limit was reached"
         case EpisodeTimeout():
-            return {"kind": "timeout", "message": str(error)}
+            kind, message = "timeout", str(error)
         case InvalidReward():
-            return {"kind": "invalid", "message": str(error)[:MAX_MESSAGE]}
-    return {"kind": kind, "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]}
+            kind, message = "invalid", str(error)
+        case _:
+            message = f"{type(error).__name__}: {error}"
+    return {"kind": kind, "message": message[:MAX_MESSAGE].encode(errors="replace").decode()}
 
 
 def check_outcome(outcome: Any) -> dict[str, Any]:
