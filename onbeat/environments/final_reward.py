@@ -8,7 +8,7 @@ from onbeat.installed import load_installed
 
 
 def reward_of_answer(
-    name: str | None, options: Mapping[str, Any], task: Task, conversation: Sequence[Message]
+    name: str, options: Mapping[str, Any], task: Task, conversation: Sequence[Message]
 ) -> float | Mapping[str, float]:
     """Score the last message of the policy. Raises ValueError without a name."""
     if name is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from onbeat.environments import GROUP
 from onbeat.environments.messages import MessageEnvironment
-from onbeat.environments.tools import ToolsEnvironment, ToolsOptions
+from onbeat.environments.tools import NO_REWARD, ToolsEnvironment, ToolsOptions
 from onbeat.environments.types import Environment
 from onbeat.installed import load_installed
 
@@ -31,4 +31,6 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
     if hasattr(target, "init") and hasattr(target, "step"):
         return MessageEnvironment(functools.partial(target, **options))
     adapter, own = ToolsOptions.split(options)
+    if adapter.reward is None and not hasattr(target, "get_reward"):
+        raise ValueError(NO_REWARD)
     return ToolsEnvironment(functools.partial(target, **own), adapter)

@@ -14,15 +14,15 @@ from onbeat.environments.tool_schema import Tool, methods_as_tools
 from onbeat.environments.types import Message, Outcome, Task
 
 NO_TOOLS = {"reset", "get_reward"}
+NO_REWARD = "the class gives no reward: write get_reward, or name an installed one in options.reward"
 
 
 @dataclass(frozen=True)
 class ToolsOptions:
     """The options of a job that are for the adapter, not for the user's class."""
 
-    tool_calls: Literal["native", "text"] = (
-        "native"  # as the model's template has them, or as `name(1, "x")` in the text
-    )
+    # native: as the model's chat template has them. text: `name(1, "x")` in an answer.
+    tool_calls: Literal["native", "text"] = "native"
     reward: str | None = None  # an installed reward of the last answer; needed unless the class has get_reward
     reward_options: dict[str, Any] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class ToolsEnvironment:
                      `response`, the text of the policy's last message, and `messages`, the whole conversation
     """
 
-    def __init__(self, make: Callable[[], Any], options: ToolsOptions = ToolsOptions()) -> None:
+    def __init__(self, make: Callable[[], Any], options: ToolsOptions) -> None:
         self._make, self._options = make, options
 
     async def run(self, task: Task, policy: Session) -> Outcome:
@@ -59,6 +59,7 @@ class ToolsEnvironment:
         if hasattr(instance, "get_reward"):
             end = {"response": last_answer(conversation), "messages": conversation}
             return as_outcome(await call_with_row(instance.get_reward, end))
+        assert self._options.reward is not None, NO_REWARD
         return as_outcome(reward_of_answer(self._options.reward, self._options.reward_options, task, conversation))
 
 

@@ -72,15 +72,17 @@ async def report(playing: Any, answers: "Answers", request: int, episode: int) -
 
 async def play(environment: Environment, task: Task, session: Session, limit_s: float) -> dict[str, Any]:
     """Play one episode. Return its outcome as JSON, or raise what the environment raises."""
+    outcome = None
     try:
         async with asyncio.timeout(limit_s) as limit:
             outcome = await environment.run(task, session)
-    except TimeoutError as error:
-        if limit.expired():
-            raise EpisodeTimeout(f"the episode took longer than {limit_s:g} s") from error
-        raise
+    except Exception:
+        if not limit.expired():
+            raise
     finally:
         await session.close()
+    if limit.expired():  # whatever the environment made of it
+        raise EpisodeTimeout(f"the episode took longer than {limit_s:g} s")
     return check_outcome(outcome)
 
 

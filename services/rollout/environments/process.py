@@ -14,7 +14,7 @@ from services.rollout.children.process import ChildDied, ChildProcess
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.rewards.outcome import Number
 
-GRACE_S = 3.0  # an event loop that ends no episode in this time after the limit is blocked
+GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
 SPOILING = (
     "timeout",
     "memory",
