@@ -9,6 +9,7 @@ from onbeat.config import JobConfig
 from onbeat.objectives.base import Responses
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.attention import PackedLayout, build_layout
+from services.trainer.episode import lay_out, num_response_places
 
 MIN_PREFIX = 16  # tokens; every kernel makes a call or two more for a prefix
 
@@ -29,9 +30,9 @@ class Part:
 class MicroBatch(Responses):
     """The parts of groups in one row: T places, N response tokens, R responses."""
 
-    token_ids: torch.Tensor  # [T] int64, the inputs
+    token_ids: torch.Tensor  # [T] int64, the inputs; of episodes also what they observed
     layout: PackedLayout
-    target_ids: torch.Tensor  # [N] int64, the response tokens
+    target_ids: torch.Tensor  # [N] int64, the response tokens: those that the policy sampled
     group_ids: list[str]
 
 
@@ -44,11 +45,15 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_
     shape = []
     for part in parts:
         here = [part.group.responses[member] for member in part.members]
+        num_prompt = len(part.group.prompt_token_ids)
         inputs += part.group.prompt_token_ids[len(prefix) :]
+        trees = []
         for response in here:
-            inputs += response.token_ids[:-1]
+            tokens, tree = lay_out(response, num_prompt)
+            inputs += tokens
+            trees.append(tree)
         responses += here
-        shape.append((len(part.group.prompt_token_ids), [len(response.token_ids) for response in here]))
+        shape.append((num_prompt, trees))
     targets = [token for response in responses for token in response.token_ids]
     rollout_logprobs = [logprob for response in responses for logprob in response.rollout_logprobs]
     return MicroBatch(
@@ -134,4 +139,5 @@ def cost(group: RolloutGroup, config: JobConfig) -> int:
 def num_places(group: RolloutGroup, members: Sequence[int] | None = None) -> int:
     """Count the places of the packed row for the prompt and those responses (default: all) without a shared prefix."""
     members = range(len(group.responses)) if members is None else members
-    return len(group.prompt_token_ids) + sum(len(group.responses[member].token_ids) - 1 for member in members)
+    num_prompt = len(group.prompt_token_ids)
+    return num_prompt + sum(num_response_places(group.responses[member], num_prompt) for member in members)

@@ -272,12 +272,19 @@ class TrainLoop:
             check_logprobs(group)
         except ValueError as error:
             raise JobFailed(f"{error}; worker {group.worker_id} sent it, stop that one") from error
-        largest = max(max(ids) for ids in (group.prompt_token_ids, *(each.token_ids for each in group.responses)))
+        largest = largest_token_id(group)
         if largest >= (vocab_size := self._policy.model.config.get_text_config().vocab_size):
             raise JobFailed(
                 f"group {group.group_id} has token id {largest}, the model has {vocab_size} tokens; "
                 f"worker {group.worker_id} sent it, stop that one"
             )
+
+
+def largest_token_id(group: RolloutGroup) -> int:
+    """Return the largest id of all tokens: of the prompt, sampled, and observed by an episode."""
+    sampled = [response.token_ids for response in group.responses]
+    observed = [turn.observed_token_ids for response in group.responses for turn in response.turns]
+    return max(max(ids) for ids in (group.prompt_token_ids, *sampled, *observed) if ids)
 
 
 def shares(config: JobConfig, iteration: int) -> list[list[str]]:

@@ -221,10 +221,17 @@ class KeptInputs(torch.autograd.Function):
 
 
 def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
-    """Pack as many whole groups as the token budget takes, with responses of full length; of a larger group, a part."""
+    """Pack as many whole groups as the token budget takes, with responses of full length; of a larger group, a part.
+
+    An episode may sample the tokens of all of its turns, and no more than the context takes. How many it will observe
+    is not known: they count within the budget only.
+    """
     rollout, budget = config.rollout, config.training.max_tokens_per_micro_batch
     size = len(config.objective.trained_members(torch.zeros(rollout.num_samples_per_prompt)))
-    response_places = max(1, rollout.max_response_tokens - 1)
+    longest = config.longest_response
+    if config.environment is not None and config.model.max_context_tokens:
+        longest = min(longest, config.model.max_context_tokens - prompt_tokens)
+    response_places = max(1, longest - 1)
     places = prompt_tokens + size * response_places
     if places > budget and not config.objective.needs_whole_group:
         size, num_groups = max(1, (budget - prompt_tokens) // response_places), 1

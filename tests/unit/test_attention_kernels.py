@@ -10,25 +10,44 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention import PLANNERS, build_layout, dense_mask, packed_attention, plan_attention
-from services.trainer.attention.flex import label_places, plan_flex
+from services.trainer.attention.flex import leave_places, plan_flex
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
 from services.trainer.attention.short import MAX_KEYS, MAX_ROWS, ShortPlan, alike
+from services.trainer.attention.tree import plan_tree
+from services.trainer.episode import lay_out
+from tests.unit.episode_fixtures import make_episodes, random_turns
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+FORESTS = st.lists(  # groups whose responses may fork
+    st.tuples(st.integers(1, 9), st.lists(st.one_of(random_turns(), st.integers(1, 7)), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=3,
 )
 PREFIXES = st.integers(0, 6)
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
 BEHIND_LONG_PREFIX = [(152, [3, 40, 1]), (131, [200, 7])]
+LONG_TURNS = [(None, 0, 100, 60), (0, 130, 40, 70), (0, 160, 300, 20), (2, 400, 5, 40)]
+LONG_FOREST = [(150, [3, LONG_TURNS, 40]), (5, [LONG_TURNS, LONG_TURNS, 7]), (40, [9])]
 CPU_KERNELS = pytest.mark.parametrize("plan", [plan_sdpa, ShortPlan])
 
 
 def behind_prefix(groups, length):
     """The same groups behind a prefix of that length."""
     return build_layout([(length + prompt, responses) for prompt, responses in groups], prefix_length=length)
+
+
+def trees(groups):
+    """The same groups, with a tree where turns are given."""
+
+    def laid_out(shape):
+        return shape if isinstance(shape, int) else lay_out(make_episodes(shapes=[shape]).responses[0], 5)[1]
+
+    return [(prompt, [laid_out(shape) for shape in shapes]) for prompt, shapes in groups]
 
 
 def random_inputs(layout, heads, dtype=torch.float64, size=8):
@@ -79,13 +98,47 @@ def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
 )
 def test_cpu_kernels_in_bfloat16_are_as_near_as_the_dense_mask_in_bfloat16(groups, prefix_length, bound, plan):
     layout = build_layout(groups, prefix_length=prefix_length)
+    assert_as_near_as_the_dense_mask(plan(layout), layout, bound)
+
+
+def assert_as_near_as_the_dense_mask(plan, layout, bound):
     inputs = random_inputs(layout, (6, 2), torch.bfloat16, size=32)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
     dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
-    found = outputs_and_gradients(plan(layout).attend(*inputs, 0.3), inputs)
+    found = outputs_and_gradients(plan.attend(*inputs, 0.3), inputs)
     for ours, reference, truth in zip(found, dense, exact, strict=True):
         assert (ours - truth).abs().mean() <= bound * (reference - truth).abs().mean()
+
+
+@settings(max_examples=60, deadline=None)
+@given(FORESTS, PREFIXES, HEADS)
+def test_the_kernel_for_trees_equals_the_dense_mask(groups, prefix_length, heads):
+    layout = behind_prefix(trees(groups), prefix_length)
+    assert_equals_dense_mask(plan_tree(layout), layout, heads)
+
+
+@pytest.mark.parametrize("prefix_length", [0, 130])
+def test_the_kernel_for_trees_equals_it_on_long_rows(prefix_length):
+    layout = behind_prefix(trees(LONG_FOREST), prefix_length)
+    assert_equals_dense_mask(plan_tree(layout), layout, (6, 2))
+
+
+@pytest.mark.parametrize("prefix_length", [0, 130])
+def test_trees_in_bfloat16_are_as_near_as_the_dense_mask(prefix_length):
+    layout = behind_prefix(trees(LONG_FOREST), prefix_length)
+    assert_as_near_as_the_dense_mask(plan_tree(layout), layout, 1.25)
+
+
+@settings(max_examples=40, deadline=None)
+@given(FORESTS, HEADS)
+def test_cpu_kernels_serve_episodes_that_do_not_fork(groups, heads):
+    layout = build_layout(trees(groups))
+    if layout.has_forks:
+        assert type(plan_attention(layout)).__name__ == "TreePlan"
+    else:
+        for plan in (plan_sdpa, ShortPlan):
+            assert_equals_dense_mask(plan(layout), layout, heads)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +162,15 @@ def test_flex_equals_the_dense_mask(groups, prefix_length, heads):
     assert_flex_equals_dense_mask(behind_prefix(groups, prefix_length), heads)
 
 
+@settings(max_examples=15, deadline=None)
+@given(FORESTS, PREFIXES, HEADS)
+def test_flex_equals_the_dense_mask_of_trees(groups, prefix_length, heads):
+    assert_flex_equals_dense_mask(behind_prefix(trees(groups), prefix_length), heads)
+
+
 def test_flex_equals_the_dense_mask_over_several_blocks():
+    assert_flex_equals_dense_mask(build_layout(trees(LONG_FOREST)), (6, 2))
+    assert_flex_equals_dense_mask(behind_prefix(trees(LONG_FOREST), 130), (6, 2))
     assert_flex_equals_dense_mask(build_layout(LONG), (6, 2))
     assert_flex_equals_dense_mask(build_layout(BEHIND_LONG_PREFIX, prefix_length=130), (6, 2))
 
@@ -121,13 +182,11 @@ def assert_flex_equals_dense_mask(layout, heads):
     torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
 
 
-def test_flex_labels_places():
-    groups, segments = label_places(build_layout([(2, [3, 1, 2]), (1, [2])]), num_padding=2)
-    assert groups.tolist() == [0, 0, 0, 0, 0, 1, 1, -1, -1]
-    assert segments.tolist() == [0, 0, 1, 1, 3, 0, 1, 0, 0]
-    groups, segments = label_places(build_layout([(3, [2]), (4, [2])], prefix_length=2), num_padding=1)
-    assert groups.tolist() == [-2, -2, 0, 0, 1, 1, 1, -1]
-    assert segments.tolist() == [0, 0, 0, 1, 0, 0, 1, 0]
+def test_flex_knows_where_the_places_end_that_see_a_key():
+    layout = build_layout([(2, [3, 1, 2]), (1, [2])])
+    assert leave_places(layout, num_padding=2).tolist() == [5, 5, 4, 4, 5, 7, 7, 9, 9]
+    layout = build_layout([(3, [2]), (4, [2])], prefix_length=2)
+    assert leave_places(layout, num_padding=1).tolist() == [8, 8, 4, 4, 7, 7, 7, 8]
 
 
 def test_flex_skips_blocks_in_which_nothing_is_visible():
@@ -161,6 +220,13 @@ def documented_npu(monkeypatch):
 @given(GROUPS, PREFIXES, HEADS)
 def test_npu_plan_equals_the_dense_mask_by_the_documented_meaning(documented_npu, groups, prefix_length, heads):
     layout = behind_prefix(groups, prefix_length)
+    assert_equals_dense_mask(plan_npu(layout), layout, heads)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(FORESTS, PREFIXES, HEADS)
+def test_npu_plan_equals_the_dense_mask_of_trees(documented_npu, groups, prefix_length, heads):
+    layout = behind_prefix(trees(groups), prefix_length)
     assert_equals_dense_mask(plan_npu(layout), layout, heads)
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from onbeat.cli import app
 from services.trainer import memory_plan
 from services.trainer.batch import pack
-from services.trainer.memory_plan import LiveBytes, Placement, Sizes, measure_sizes, plan_trainer
+from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
 from services.trainer.model.model import Passes, response_logprobs
 from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
@@ -39,6 +39,18 @@ def test_planned_activations_are_those_of_a_real_pass() -> None:
     model = tiny_model(wide, torch.float32)
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
     assert sizes.pass_bytes == pytest.approx(real_pass_bytes(model), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_places"),
+    [({}, PROMPT + 3 * RESPONSE - 1), ({"max_context_tokens": PROMPT + 30}, PROMPT + 29)],
+    ids=["all turns", "as the context takes"],
+)
+def test_an_episode_is_planned_with_all_of_its_turns(model, num_places) -> None:
+    sections = {"environment": {"name": "x", "max_turns": 3}, "training": {"max_tokens_per_micro_batch": 64}}
+    config = config_of(model={"path": "x", "dtype": "float32"} | model)
+    config = type(config).model_validate(config.model_dump(exclude={"reward"}) | sections)
+    assert largest_row(config, PROMPT).layout.num_places == num_places
 
 
 def test_checkpointing_and_lora_are_planned_as_less() -> None:

@@ -14,7 +14,7 @@ from transformers import (
     Phi3Config,
 )
 
-from services.trainer.attention.short import ShortPlan
+from services.trainer.attention.tree import TreePlan
 from services.trainer.batch import MIN_PREFIX, pack
 from services.trainer.model.model import Passes, load_config, load_model, response_logprobs, use_attention
 from services.trainer.passes.choice import choose_passes, try_kernel
@@ -157,15 +157,24 @@ def test_a_right_kernel_passes_its_trial(dtype):
     ],
 )
 def test_a_wrong_kernel_is_noticed(monkeypatch, kernel, complaint):
-    monkeypatch.setattr(ShortPlan, "attend", kernel)
+    monkeypatch.setattr(TreePlan, "attend", kernel)
     assert complaint in try_kernel(tiny_config(), torch.device("cpu"), torch.float32)
 
 
-attend = ShortPlan.attend
+attend = TreePlan.attend
 
 
 def right_output_wrong_gradient(plan, query, key, value):
     return attend(plan, query, key, value.detach(), None) + 0 * value.sum()
+
+
+@pytest.mark.parametrize("kernel", ["short.ShortPlan", "tree.TreePlan"])
+def test_the_trial_finds_an_attention_that_is_wrong(monkeypatch, kernel):
+    """Whether it serves rows without forks or those with one."""
+    monkeypatch.setattr(f"services.trainer.attention.{kernel}.attend", lambda plan, query, *_: query.transpose(1, 2))
+    passes, reason = choose(tiny_config(LlamaConfig))
+    assert passes.attention == "sdpa"
+    assert "packed rows differ" in reason
 
 
 @pytest.mark.parametrize("is_padded", [True, False])

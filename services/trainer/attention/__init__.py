@@ -1,7 +1,7 @@
 """Shared-prompt attention in the signature of transformers' attention interface; `model.py` registers it there.
 
-`layout` describes in integers which place sees which; `short` and `sdpa` (CPU), `flex` (CUDA) and `npu` (Ascend)
-compute the attention.
+`layout` describes in integers which place sees which; `short`, `sdpa` and, where a response forks, `tree` (CPU), `flex`
+(CUDA) and `npu` (Ascend) compute the attention.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from services.trainer.attention.flex import plan_flex
-from services.trainer.attention.layout import PackedLayout, build_layout, dense_mask
+from services.trainer.attention.layout import PackedLayout, Tree, build_layout, dense_mask
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
 from services.trainer.attention.short import ShortPlan, is_short
+from services.trainer.attention.tree import plan_tree
 
-__all__ = ["PackedLayout", "build_layout", "dense_mask", "no_mask", "packed_attention", "plan_attention"]
+__all__ = ["PackedLayout", "Tree", "build_layout", "dense_mask", "no_mask", "packed_attention", "plan_attention"]
 
 
 class AttentionPlan(Protocol):
@@ -28,6 +29,8 @@ class AttentionPlan(Protocol):
 
 
 def plan_cpu(layout: PackedLayout) -> AttentionPlan:
+    if layout.has_forks:
+        return plan_tree(layout)
     return ShortPlan(layout) if is_short(layout) else plan_sdpa(layout)
 
 

@@ -4,6 +4,9 @@ The row is padded to whole blocks. So the kernel sees few lengths, and never use
 block, which refuses head groups that are not a power of two. Padding places see each other and the prefix only. On
 the CPU the forward pass runs too (but no backward pass), so it can be tested without a GPU.
 
+Segments lie in pre-order, so those that may see a segment follow it in one run, which ends at `leave`. One mask
+function serves all layouts: a query sees a key if key <= query < leave of the key.
+
 Legend: B = 1 row, H query heads, K key/value heads, T places, D head size.
 """
 
@@ -18,7 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from services.trainer.attention.layout import PackedLayout
 
 BLOCK = 128  # places
-PADDING, PREFIX = -1, -2  # instead of the index of a group
 
 
 @dataclass(frozen=True)
@@ -45,31 +47,31 @@ def plan_flex(layout: PackedLayout) -> FlexPlan:
     device = layout.position_ids.device
     num_padding = -layout.num_places % BLOCK
     length = layout.num_places + num_padding
-    group_T, segment_T = (ids.to(device) for ids in label_places(layout, num_padding))
+    leave_T = leave_places(layout, num_padding).to(device)
 
     def is_visible(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        on_prompt_or_own = (segment_T[key] == 0) | (segment_T[key] == segment_T[query])
-        in_group = (group_T[query] == group_T[key]) & on_prompt_or_own
-        return (in_group | (group_T[key] == PREFIX)) & (key <= query)
+        return (key <= query) & (query < leave_T[key])
 
     create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask  # uncompiled it fills T x T
     mask = create(is_visible, None, None, length, length, device, BLOCK)
     return FlexPlan(mask, num_padding)
 
 
-def label_places(layout: PackedLayout, num_padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each place its group (or PREFIX, PADDING) and segment (0: the prompt, i: the i-th response), both [T].
+def leave_places(layout: PackedLayout, num_padding: int) -> torch.Tensor:
+    """Return for each place, [T], where the run of places ends that may see it: that of its segment and descendants.
 
     One group with a prompt of 2, responses of 3 and 2 tokens (2 and 1 inputs), and 3 places of padding:
-    groups 0 0 0 0 0 -1 -1 -1, segments 0 0 1 1 2 0 0 0.
+    5 5 4 4 5 8 8 8.
     """
-    runs = [
-        (index, segment, length)
-        for index, group in enumerate(layout.groups)
-        for segment, length in enumerate((group.prompt_length, *group.response_lengths))
-    ]
-    groups, segments, lengths = torch.tensor([(PREFIX, 0, layout.prefix_length), *runs, (PADDING, 0, num_padding)]).T
-    return groups.repeat_interleave(lengths), segments.repeat_interleave(lengths)
+    length = layout.num_places + num_padding
+    ends = [segment.end for segment in layout.segments]
+    for index, segment in reversed(list(enumerate(layout.segments))):
+        if segment.parent >= 0:
+            ends[segment.parent] = max(ends[segment.parent], ends[index])
+    if layout.prefix_length:
+        ends[0] = length  # so that padding sees it
+    lengths = [segment.length for segment in layout.segments]
+    return torch.tensor([*ends, length]).repeat_interleave(torch.tensor([*lengths, num_padding]))
 
 
 @functools.cache

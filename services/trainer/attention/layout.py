@@ -10,34 +10,92 @@ of the row share (a system prompt, a template) may come once before them as the 
 The last token of a response predicts nothing, so it is not an input: a response of L tokens occupies L - 1 places. Its
 first token is predicted by the last prompt position, which G responses share.
 
-Legend: T places of the row, N response tokens (targets), G responses of a group.
+An episode whose history was rewritten forks: its response is a tree of segments. So the row is a forest of segments in
+pre-order (prefix, prompts, segments of responses), and a place sees its own segment causally and all of its ancestors:
+
+    row         p0 p1 | a0 a1 | b0 | c0 c1 | d0 d1 |        a forks into b and c; d is the next response
+    parent       none |     P |  a |     a |     P |
+    position     0  1 |  2  3 |  4 |  4  5 |  2  3 |
+
+Legend: T places of the row, N response tokens (targets), G responses of a group, L tokens of a response.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
 
 @dataclass(frozen=True)
-class GroupSpan:
-    """The location of one group in the row. `response_lengths` count inputs (tokens - 1) and may be 0.
+class Tree:
+    """The places of one response: segments in pre-order, each behind the last place of its parent (-1: the prompt).
 
-    `prompt_length` leaves out the row's prefix.
+    A response that does not fork is one segment; it has no places if the response is a single token.
+    """
+
+    lengths: tuple[int, ...]  # places
+    parents: tuple[int, ...]  # indices of segments of this tree
+    predictors: (
+        torch.Tensor
+    )  # [L] int64: the place, from the tree's first, that predicts a token; -1: the prompt's last
+
+    @classmethod
+    def chain(cls, num_tokens: int) -> "Tree":
+        return cls((num_tokens - 1,), (-1,), torch.arange(-1, num_tokens - 1))
+
+    def paths(self) -> list[list[int]]:
+        """Return the segments from the prompt to each leaf."""
+        to_segment: list[list[int]] = []
+        for index, parent in enumerate(self.parents):
+            to_segment.append([*(to_segment[parent] if parent >= 0 else []), index])
+        parents = set(self.parents)
+        return [path for index, path in enumerate(to_segment) if index not in parents]
+
+
+@dataclass(frozen=True)
+class GroupSpan:
+    """The location of one group in the row: its prompt (without the row's prefix), then the segments of its responses.
+
+    Segments may be empty.
     """
 
     start: int
     prompt_length: int
-    response_starts: tuple[int, ...]
-    response_lengths: tuple[int, ...]
+    trees: tuple[Tree, ...]  # of the responses
+
+    @cached_property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return tuple(length for tree in self.trees for length in tree.lengths)
+
+    @cached_property
+    def segment_starts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.segment_lengths[:-1], initial=self.start + self.prompt_length))
 
     @property
     def end(self) -> int:
-        return self.response_starts[-1] + self.response_lengths[-1]
+        return self.segment_starts[-1] + self.segment_lengths[-1]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring places of the row that see each other causally, and all of the parent and of its ancestors."""
+
+    start: int
+    length: int
+    parent: int  # index into the row's segments; -1: nothing comes before
+    position: int  # of its first place
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     groups: tuple[GroupSpan, ...]
+    segments: tuple[Segment, ...]  # of the whole row, in pre-order
     position_ids: torch.Tensor  # [T] int64
     logit_index: torch.Tensor  # [N] int64: the place whose logits predict target n
     prefix_length: int = 0
@@ -46,17 +104,30 @@ class PackedLayout:
     def spans(self) -> tuple[GroupSpan, ...]:
         """The groups, preceded by the prefix, if there is one, as a group without responses."""
         length = self.prefix_length
-        return (GroupSpan(0, length, (length,), (0,)), *self.groups) if length else self.groups
+        return (GroupSpan(0, length, (Tree.chain(1),)), *self.groups) if length else self.groups
 
     @property
     def num_places(self) -> int:
         return len(self.position_ids)
 
+    @property
+    def has_forks(self) -> bool:
+        """Whether some response forks behind its first token: then prompts and responses are not all."""
+        return any(parent >= 0 for group in self.groups for tree in group.trees for parent in tree.parents)
+
+    def path(self, index: int) -> list[Segment]:
+        """Return the ancestors of a segment, from the first place of the row's prefix or prompt on."""
+        found: list[Segment] = []
+        while (index := self.segments[index].parent) >= 0:
+            found.append(self.segments[index])
+        return found[::-1]
+
 
 def build_layout(
-    groups: list[tuple[int, list[int]]], device: torch.device | str = "cpu", prefix_length: int = 0
+    groups: Sequence[tuple[int, Sequence[int | Tree]]], device: torch.device | str = "cpu", prefix_length: int = 0
 ) -> PackedLayout:
-    """Lay out groups given as (prompt length, [tokens of each response]). Prompt lengths include the prefix.
+    """Lay out groups given as (prompt length, [tokens of each response, or its tree]). Prompt lengths include the
+    prefix.
 
     Raises ValueError on an empty part; a prompt has at least one place after the prefix.
 
@@ -64,40 +135,55 @@ def build_layout(
     [2, 3, 2]
     """
     spans: list[GroupSpan] = []
-    positions = [torch.arange(prefix_length)]
     logit_index: list[torch.Tensor] = []
     start = prefix_length
-    for prompt_length, num_tokens in groups:
+    for prompt_length, responses in groups:
         own_length = prompt_length - prefix_length
-        if own_length < 1 or not num_tokens or min(num_tokens) < 1:
+        trees = tuple(Tree.chain(each) if isinstance(each, int) else each for each in responses)
+        if own_length < 1 or not trees or not all(len(tree.predictors) for tree in trees):
             raise ValueError(
                 f"a group needs a prompt longer than the prefix and non-empty responses, got {prompt_length} tokens, "
-                f"{prefix_length} of them prefix, and {num_tokens}"
+                f"{prefix_length} of them prefix, and {list(responses)}"
             )
         place = start + own_length
-        last_prompt_place = torch.tensor([place - 1])
-        positions.append(torch.arange(prefix_length, prompt_length))
-        starts = []
-        for length in num_tokens:
-            starts.append(place)
-            positions.append(torch.arange(prompt_length, prompt_length + length - 1))
-            logit_index += [last_prompt_place, torch.arange(place, place + length - 1)]
-            place += length - 1
-        spans.append(GroupSpan(start, own_length, tuple(starts), tuple(length - 1 for length in num_tokens)))
+        for tree in trees:
+            logit_index.append(torch.where(tree.predictors < 0, start + own_length - 1, place + tree.predictors))
+            place += sum(tree.lengths)
+        spans.append(GroupSpan(start, own_length, trees))
         start = place
+    segments = find_segments(spans, prefix_length)
+    positions = [torch.arange(each.position, each.position + each.length) for each in segments]
     position_ids, logit_index_N = torch.cat(positions).to(device), torch.cat(logit_index).to(device)
-    return PackedLayout(tuple(spans), position_ids, logit_index_N, prefix_length)
+    return PackedLayout(tuple(spans), segments, position_ids, logit_index_N, prefix_length)
+
+
+def find_segments(groups: Sequence[GroupSpan], prefix_length: int) -> tuple[Segment, ...]:
+    """Return the segments of the row, in pre-order: prefix, if there is one, and prompts are segments, too."""
+    found: list[Segment] = []
+
+    def add(length: int, parent: int) -> None:
+        before = found[parent] if parent >= 0 else None
+        start = found[-1].end if found else 0
+        found.append(Segment(start, length, parent, before.position + before.length if before else 0))
+
+    if prefix_length:
+        add(prefix_length, -1)
+    for group in groups:
+        prompt = len(found)
+        add(group.prompt_length, 0 if prefix_length else -1)
+        for tree in group.trees:
+            first = len(found)
+            for length, parent in zip(tree.lengths, tree.parents, strict=True):
+                add(length, prompt if parent < 0 else first + parent)
+    return tuple(found)
 
 
 def dense_mask(layout: PackedLayout) -> torch.Tensor:
     """Return the reference mask [T, T] bool, true where a query (row) may see a key (column). Quadratic; for checks."""
     mask = torch.zeros(layout.num_places, layout.num_places, dtype=torch.bool)
-    for group in layout.spans:
-        prompt = slice(group.start, group.start + group.prompt_length)
-        mask[group.start : group.end, : min(layout.prefix_length, group.start)] = True
-        mask[prompt, prompt] = torch.ones(group.prompt_length, group.prompt_length, dtype=torch.bool).tril()
-        for start, length in zip(group.response_starts, group.response_lengths, strict=True):
-            response = slice(start, start + length)
-            mask[response, prompt] = True
-            mask[response, response] = torch.ones(length, length, dtype=torch.bool).tril()
+    for index, segment in enumerate(layout.segments):
+        own = slice(segment.start, segment.end)
+        mask[own, own] = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
+        for ancestor in layout.path(index):
+            mask[own, ancestor.start : ancestor.end] = True
     return mask

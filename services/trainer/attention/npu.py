@@ -9,6 +9,8 @@ The row is taken as sequences of unequal length (layout TND). Queries stay where
     queries    F     P       R1       R2       | P' ...       the row itself
     keys       F     F P     F P R1   F P R2   | F P' ...     rightDownCausal: the last query sees all keys
 
+A segment of a response that forks is such a sequence, too: its keys are those of all of its ancestors and its own.
+
 Legend: B = 1 row, H query heads, K key/value heads, T places, S gathered keys, D head size.
 """
 
@@ -60,17 +62,10 @@ def plan_npu(layout: PackedLayout) -> NpuPlan:
     load_torch_npu()
     device = layout.position_ids.device
     query_ends, keys = [], []
-    prefix = torch.arange(layout.prefix_length)
-    for group in layout.spans:
-        prompt = torch.arange(group.start, group.start + group.prompt_length)
-        query_ends.append(int(prompt[-1]) + 1)
-        if group.start > 0:
-            prompt = torch.cat([prefix, prompt])
-        keys.append(prompt)
-        for start, length in zip(group.response_starts, group.response_lengths, strict=True):
-            if length > 0:
-                query_ends.append(start + length)
-                keys.append(torch.cat([prompt, torch.arange(start, start + length)]))
+    for index, segment in enumerate(layout.segments):
+        if segment.length > 0:
+            query_ends.append(segment.end)
+            keys.append(torch.cat([torch.arange(each.start, each.end) for each in (*layout.path(index), segment)]))
     if len(query_ends) > MAX_SEQUENCES:
         raise ValueError(
             f"{len(query_ends)} prompts and responses in a micro-batch, but the fused attention takes "

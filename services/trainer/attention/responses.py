@@ -55,15 +55,7 @@ class ResponseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         *tensors, padding, scale = arguments
-        query_HND = tensors[0]
-        over_prompt, over_own = split_keys(tensors, padding)
-        prompt_out, prompt_lse = flash(*over_prompt, 0.0, False, scale=scale)
-        own_out, own_lse = flash(*over_own, 0.0, True, scale=scale)
-        prompt_lse, own_lse = prompt_lse.reshape(query_HND.shape[:2]), padding.unpad(own_lse)
-        lse_HN = torch.logaddexp(prompt_lse, own_lse)
-        prompt_out = prompt_out.reshape(query_HND.shape) * (prompt_lse - lse_HN).exp_()[..., None]
-        own_out = padding.unpad(own_out) * (own_lse - lse_HN).exp_()[..., None]
-        out_HND = prompt_out.add_(own_out).to(query_HND.dtype)
+        out_HND, lse_HN = attend_responses(tensors, padding, scale)
         ctx.save_for_backward(*tensors, out_HND, lse_HN)
         ctx.padding, ctx.scale = padding, scale
         return out_HND
@@ -71,23 +63,51 @@ class ResponseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         *tensors, out_HND, lse_HN = ctx.saved_tensors
-        query_HND, own_key_KND = tensors[:2]
-        over_prompt, over_own = split_keys(tensors, ctx.padding)
-        num_keys, dtype = len(own_key_KND), query_HND.dtype
+        found = response_gradients(grads[0], tensors, out_HND, lse_HN, ctx.padding, ctx.scale)
+        return *(tensor.to(out_HND.dtype) for tensor in found), None, None
 
-        grad, out = (as_rows(tensor.to(over_prompt[0].dtype), num_keys) for tensor in (grads[0], out_HND))
-        lse = as_rows(lse_HN, num_keys)
-        from_prompt = flash_backward(grad, *over_prompt, out, lse, 0.0, False, scale=ctx.scale)
 
-        grad, out = (ctx.padding.pad(tensor.to(over_own[0].dtype)) for tensor in (grads[0], out_HND))
-        # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
-        lse = ctx.padding.pad(lse_HN).masked_fill_(ctx.padding.is_padded_GR[:, None], float("inf"))
-        from_own = flash_backward(grad, *over_own, out, lse, 0.0, True, scale=ctx.scale)
+def attend_responses(
+    tensors: Sequence[torch.Tensor], padding: Padding, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output [H, N, D] and the log-sum-exp [H, N] over the prompt and the own keys (`tensors` as above)."""
+    query_HND = tensors[0]
+    over_prompt, over_own = split_keys(tensors, padding)
+    prompt_out, prompt_lse = flash(*over_prompt, 0.0, False, scale=scale)
+    own_out, own_lse = flash(*over_own, 0.0, True, scale=scale)
+    prompt_lse, own_lse = prompt_lse.reshape(query_HND.shape[:2]), padding.unpad(own_lse)
+    lse_HN = torch.logaddexp(prompt_lse, own_lse)
+    prompt_out = prompt_out.reshape(query_HND.shape) * (prompt_lse - lse_HN).exp_()[..., None]
+    own_out = padding.unpad(own_out) * (own_lse - lse_HN).exp_()[..., None]
+    return prompt_out.add_(own_out).to(query_HND.dtype), lse_HN
 
-        grad_query, *grad_own = (ctx.padding.unpad(tensor) for tensor in from_own)
-        grad_query = from_prompt[0].reshape(query_HND.shape) + grad_query
-        grad_own = [tensor.unflatten(0, (num_keys, -1)).sum(1).to(dtype) for tensor in grad_own]
-        return grad_query.to(dtype), *grad_own, *(tensor[0].to(dtype) for tensor in from_prompt[1:]), None, None
+
+def response_gradients(
+    grad_HND: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    out_HND: torch.Tensor,
+    lse_HN: torch.Tensor,
+    padding: Padding,
+    scale: float | None,
+) -> list[torch.Tensor]:
+    """Return the gradients of the tensors, from that of the output, in the dtypes of the kernels."""
+    query_HND, own_key_KND = tensors[:2]
+    over_prompt, over_own = split_keys(tensors, padding)
+    num_keys = len(own_key_KND)
+
+    grad, out = (as_rows(tensor.to(over_prompt[0].dtype), num_keys) for tensor in (grad_HND, out_HND))
+    lse = as_rows(lse_HN, num_keys)
+    from_prompt = flash_backward(grad, *over_prompt, out, lse, 0.0, False, scale=scale)
+
+    grad, out = (padding.pad(tensor.to(over_own[0].dtype)) for tensor in (grad_HND, out_HND))
+    # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
+    lse = padding.pad(lse_HN).masked_fill_(padding.is_padded_GR[:, None], float("inf"))
+    from_own = flash_backward(grad, *over_own, out, lse, 0.0, True, scale=scale)
+
+    grad_query, *grad_own = (padding.unpad(tensor) for tensor in from_own)
+    grad_query = from_prompt[0].reshape(query_HND.shape) + grad_query
+    grad_own = [tensor.unflatten(0, (num_keys, -1)).sum(1) for tensor in grad_own]
+    return [grad_query, *grad_own, *(tensor[0] for tensor in from_prompt[1:])]
 
 
 def split_keys(tensors: Sequence[torch.Tensor], padding: Padding) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

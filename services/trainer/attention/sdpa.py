@@ -65,7 +65,7 @@ def plan_group(group: GroupSpan, prefix_length: int, device: torch.device) -> Gr
     is_behind_prefix = prefix_length > 0 and group.start > 0
     prompt_padding = Padding.of((group.prompt_length,), device) if is_behind_prefix else None
     has_places = group.end > prompt.stop
-    padding = Padding.of(group.response_lengths, device) if has_places else None
+    padding = Padding.of(group.segment_lengths, device) if has_places else None
     return GroupPlan(prompt, prompt_padding, slice(prompt.stop, group.end), padding)
 
 

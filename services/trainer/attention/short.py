@@ -92,7 +92,7 @@ class ShortPlan:
 
 
 def is_short(layout: PackedLayout) -> bool:
-    longest = max(group.prompt_length + max(group.response_lengths) for group in layout.groups)
+    longest = max(group.prompt_length + max(group.segment_lengths) for group in layout.groups)
     return layout.prefix_length + longest <= MAX_KEYS
 
 
@@ -199,8 +199,8 @@ def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
 
 def num_rows(groups: list[GroupSpan]) -> int:
     """Count the rows of each head, with padding."""
-    num_responses = max(len(group.response_lengths) for group in groups)
-    longest = max(length for group in groups for length in group.response_lengths)
+    num_responses = max(len(group.segment_lengths) for group in groups)
+    longest = max(length for group in groups for length in group.segment_lengths)
     return len(groups) * (max(group.prompt_length for group in groups) + num_responses * longest)
 
 
@@ -245,10 +245,10 @@ def padded_places(groups: list[GroupSpan]) -> tuple[torch.Tensor, ...]:
 
     Padding holds some place of the groups.
     """
-    num_responses = max(len(group.response_lengths) for group in groups)
+    num_responses = max(len(group.segment_lengths) for group in groups)
     starts, lengths = (
         torch.tensor([(*own, *[0] * (num_responses - len(own))) for own in owns])
-        for owns in ([group.response_starts for group in groups], [group.response_lengths for group in groups])
+        for owns in ([group.segment_starts for group in groups], [group.segment_lengths for group in groups])
     )
     found = []
     prompts = torch.tensor([(group.start, group.prompt_length) for group in groups]).unbind(1)

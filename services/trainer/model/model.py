@@ -233,8 +233,8 @@ def packed_inputs(batch: MicroBatch) -> Prepared:
 
 def separate_inputs(batch: MicroBatch, is_padded: bool) -> Prepared:
     """Prepare a row per response, each with its prompt, for attention that cannot be packed: one pass of padded rows,
-    or one pass for each length."""
-    rows, spans = separate_rows(batch)
+    or one pass for each length. A response that forks has a row for each of its paths."""
+    rows, row_of_target = separate_rows(batch)
     longest = max(map(len, rows))
     by_length: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -248,21 +248,36 @@ def separate_inputs(batch: MicroBatch, is_padded: bool) -> Prepared:
         steps = torch.arange(longest, device=input_ids.device)
         passes[0]["attention_mask"] = (steps[None] < lengths[:, None]).long()
     order = list(chain.from_iterable(by_length.values()))
+    row_of_run, run_lengths = torch.unique_consecutive(row_of_target, return_counts=True)
+    # A row begins at position 0, so the place of a target in it is the position that predicts it.
+    runs = batch.layout.position_ids[batch.layout.logit_index].split(run_lengths.tolist())
 
     def select(outputs: Hidden) -> torch.Tensor:
         of_row = dict(zip(order, chain.from_iterable(outputs), strict=True))
-        return torch.cat([of_row[index][start:end] for index, (start, end) in enumerate(spans)])
+        return torch.cat([of_row[row].index_select(0, run) for row, run in zip(row_of_run.tolist(), runs, strict=True)])
 
     return passes, select
 
 
-def separate_rows(batch: MicroBatch) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Return for each response the row of its prompt and itself, and the span of places that predict its tokens."""
-    rows, spans = [], []
+def separate_rows(batch: MicroBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the row of each path of each response, after its prompt, and for each target its row, [N].
+
+    A target that several rows predict is taken from the first of them, once.
+    """
+    rows: list[torch.Tensor] = []
+    row_of_target: list[torch.Tensor] = []
     prefix = batch.token_ids[: batch.layout.prefix_length]
     for group in batch.layout.groups:
         prompt = torch.cat([prefix, batch.token_ids[group.start : group.start + group.prompt_length]])
-        for start, length in zip(group.response_starts, group.response_lengths, strict=True):
-            rows.append(torch.cat([prompt, batch.token_ids[start : start + length]]))
-            spans.append((len(prompt) - 1, len(prompt) + length))
-    return rows, spans
+        segments = iter(batch.token_ids[group.start + group.prompt_length : group.end].split(group.segment_lengths))
+        for tree in group.trees:
+            tokens = [next(segments) for _ in tree.lengths]
+            row_of_segment = [len(rows)] * len(tokens)
+            for number, path in reversed(list(enumerate(tree.paths(), len(rows)))):
+                for segment in path:
+                    row_of_segment[segment] = number
+            row_of_place = torch.tensor(row_of_segment).repeat_interleave(torch.tensor(tree.lengths))
+            of_prompt = torch.tensor([len(rows)])
+            row_of_target.append(torch.cat([row_of_place, of_prompt])[tree.predictors])  # -1 is the prompt's
+            rows += [torch.cat([prompt, *(tokens[segment] for segment in path)]) for path in tree.paths()]
+    return rows, torch.cat(row_of_target)

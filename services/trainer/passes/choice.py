@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.attention import build_layout, dense_mask, packed_attention, plan_attention
+from services.trainer.attention import Tree, build_layout, dense_mask, packed_attention, plan_attention
 from services.trainer.model.model import Passes
 from services.trainer.passes.shrink import rope_tables
 from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name, try_architecture
 
 PROBE_PREFIX, PROBE_PROMPT, PROBE_RESPONSES = 16, 40, (20, 1, 9)
+PROBE_FORK = Tree((6, 5, 7, 3), (-1, 0, 0, -1), torch.arange(-1, 21))  # segments of an episode; targets do not matter
 KERNEL_TOLERANCE = 0.02  # relative to the mean magnitude; bfloat16 resolves 0.004
 
 
@@ -61,7 +62,7 @@ def rope_problem(config: Any, longest_tokens: float) -> str:
 
 def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Compare the device's kernel with a dense mask, output and gradients. Returns what is wrong, or ''."""
-    layout = build_layout([(PROBE_PROMPT, list(PROBE_RESPONSES))] * 2, device, PROBE_PREFIX)
+    layout = build_layout([(PROBE_PROMPT, [*PROBE_RESPONSES, PROBE_FORK])] * 2, device, PROBE_PREFIX)
     num_heads = config.num_attention_heads
     num_keys = getattr(config, "num_key_value_heads", None) or num_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads

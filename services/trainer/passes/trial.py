@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from onbeat.streams.codec import Response, RolloutGroup
+from onbeat.streams.codec import Response, RolloutGroup, Turn
 from services.trainer.batch import MicroBatch, pack
+from services.trainer.episode import turn_paths
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, response_logprobs
 from services.trainer.passes.shrink import (
@@ -29,6 +30,15 @@ from services.trainer.weights.store import SAFETENSORS_DTYPES
 
 PREFIX = 16  # tokens that all prompts begin with
 GROUPS = ((24, (20, 1, 9)), (30, (9,)), (5, (13, 13)))  # tokens of the rest of the prompt, and of responses
+FORKING = (20, 6)  # tokens of the rest of the prompts whose response is an episode that forks
+TURNS = (  # of it: the turn before, how many tokens of its path after the prompt are kept, observed, sampled
+    (None, 0, 0, 5),
+    (0, 5, 3, 4),
+    (1, 12, 4, 6),
+    (1, 9, 2, 3),  # behind the first token that turn 1 sampled
+    (0, 2, 0, 7),  # behind the second token of turn 0
+    (None, 0, 2, 1),
+)
 TOLERANCE = 1e-3  # greatest gap of logprobs, in nats, and of the gradient, relative to its norm
 SENSITIVITY = 0.1  # a change of the prompt must move logprobs by this share of their standard deviation
 SIZES = [(NUM_LAYERS, True), (2, True), (2, False)]  # layers, and whether they are narrow
@@ -89,11 +99,13 @@ def try_architecture(
         problem = f"a tiny model of it fails ({describe(error)})"
     if problem:
         raise ValueError(f"{name} cannot be trained: {problem}")
-    has_plain_head, batch = is_head_plain(reference.model), pack(reference.groups, torch.device("cpu"))
+    has_plain_head, cpu = is_head_plain(reference.model), torch.device("cpu")
+    kinds = reference.groups[: len(GROUPS)], reference.groups[len(GROUPS) :]  # other kernels may serve forks
+    batches = [pack(groups, cpu) for groups in kinds]
     reasons: list[str] = []
     for attention, is_padded in CANDIDATES if may_pack else CANDIDATES[1:]:
         passes = Passes(attention, is_padded, has_plain_head)
-        if not (reason := try_passes(passes, reference, batch)):
+        if not (reason := try_passes(passes, reference, batches)):
             if is_sharded and not passes.is_one:
                 raise ValueError(
                     f"{name} needs a pass for each length of sequences, which sharded ranks cannot make together; use "
@@ -140,15 +152,15 @@ def change_with_prompt(reference: Reference) -> float:
     return ((plain_logprobs(reference.model, backwards) - logprobs).abs().mean() / logprobs.std()).item()
 
 
-def try_passes(passes: Passes, reference: Reference, batch: MicroBatch) -> str:
-    """Compare the passes with the reference. Returns what is wrong with them, or ''."""
+def try_passes(passes: Passes, reference: Reference, batches: Sequence[MicroBatch]) -> str:
+    """Compare the passes over all of the reference's groups with it. Returns what is wrong with them, or ''."""
     kind = "packed rows" if passes.is_packed else f"{'padded' if passes.is_padded else 'separate'} rows"
     what = f"{kind} with {passes.attention} attention" if not passes.is_packed else kind
     try:
         model = random_model(reference.config, passes.attention)  # some classes choose their attention when built
         model.load_state_dict(reference.model.state_dict())
         model.passes = passes
-        found = numbers_of(model, response_logprobs(model, batch, 1.0)[0])
+        found = numbers_of(model, torch.cat([response_logprobs(model, batch, 1.0)[0] for batch in batches]))
     except TRIAL_ERRORS as error:
         return f"{what} fail: {describe(error)}"
     expected = reference.numbers
@@ -204,13 +216,13 @@ def is_head_plain(model: Any) -> bool:
 
 
 def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:
-    """Return logprobs [N]: each response alone after its prompt, as any transformers model computes it."""
+    """Return logprobs [N]: each turn alone after its path, as any transformers model computes it."""
     logprobs = []
     for group in groups:
         for response in group.responses:
-            prompt, answer = list(group.prompt_token_ids), list(response.token_ids)
-            logits = forward(model, prompt + answer)[len(prompt) - 1 : -1]
-            logprobs.append(logits.float().log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+            for before, sampled in turn_paths(response, list(group.prompt_token_ids)):
+                logits = forward(model, before + sampled)[len(before) - 1 : -1]
+                logprobs.append(logits.float().log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0])
     return torch.cat(logprobs)
 
 
@@ -243,20 +255,27 @@ def gap_of_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def trial_groups() -> list[RolloutGroup]:
-    """Create groups with a shared prefix, responses of several lengths, and some sequences of equal length."""
+    """Create groups with a shared prefix, responses of several lengths, and some sequences of equal length; then such
+    with an episode."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
         return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
 
+    def response(count: int, num_prompt: int = 0, turns: Sequence[tuple[int | None, int, int, int]] = ()) -> Response:
+        episode = [
+            Turn(parent=parent, num_shared=num_prompt + kept, observed_token_ids=tokens(observed), num_sampled=sampled)
+            for parent, kept, observed, sampled in turns
+        ]
+        return Response(token_ids=tokens(count), rollout_logprobs=[0.0] * count, turns=episode)
+
     prefix = tokens(PREFIX)
+    groups = [(length, [response(count) for count in lengths]) for length, lengths in GROUPS]
+    num_sampled = sum(sampled for *_, sampled in TURNS)
+    groups += [(length, [response(num_sampled, PREFIX + length, TURNS), response(9)]) for length in FORKING]
     return [
-        RolloutGroup(
-            group_id=str(index),
-            prompt_token_ids=prefix + tokens(length),
-            responses=[Response(token_ids=tokens(n), rollout_logprobs=[0.0] * n) for n in lengths],
-        )
-        for index, (length, lengths) in enumerate(GROUPS)
+        RolloutGroup(group_id=str(index), prompt_token_ids=prefix + tokens(length), responses=responses)
+        for index, (length, responses) in enumerate(groups)
     ]
 
 

@@ -1,0 +1,134 @@
+"""Shared-prompt attention on the CPU for rows in which a response forks, over the layout's segments.
+
+Segments behind the same one are siblings: they see the same keys, those of the path to them, and each its own. So they
+are to the path what a group's responses are to its prompt, and are computed like these: see `responses.py`.
+
+    row        P1 | a0 a1 | b0 | c0 c1 | d0 | P2 | ...        a forks into b and c; a and d are siblings
+    calls      P1 by itself, (a, d) behind P1, (b, c) behind P1 a, P2 by itself, ...
+
+For the backward pass only the inputs, the output and its log-sum-exps are kept. A key belongs to several paths: their
+gradients are added in float32.
+
+Legend: H query heads, K key/value heads, T places, D head size; N places of siblings, P of their path.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.trainer.attention.layout import PackedLayout, Segment
+from services.trainer.attention.responses import (
+    Padding,
+    attend_responses,
+    flash,
+    flash_backward,
+    for_query_heads,
+    kernel_dtype,
+    response_gradients,
+)
+
+
+@dataclass(frozen=True)
+class Siblings:
+    places_N: torch.Tensor  # index into T
+    path_P: torch.Tensor  # index into T; empty for a prefix, and for a prompt without one, which have no siblings
+    padding: Padding
+
+    def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        """Return the queries [H, N, D], keys and values of the siblings [K, N, D], and those of the path [K, P, D]."""
+        own = [tensor.index_select(1, self.places_N) for tensor in (query, key, value)]
+        return own + [tensor.index_select(1, self.path_P) for tensor in (key, value)]
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    families: tuple[Siblings, ...]
+
+    def attend(
+        self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Return the attention output [B, T, H, D]. B must be 1."""
+        assert query_BHTD.shape[0] == 1, "the packed row is the batch"
+        out_HTD: torch.Tensor = TreeAttention.apply(query_BHTD[0], key_BKTD[0], value_BKTD[0], self.families, scale)
+        return out_HTD.transpose(0, 1)[None]
+
+
+def plan_tree(layout: PackedLayout) -> TreePlan:
+    """Prepare everything that depends on the layout only, once per micro-batch."""
+    families: dict[int, list[int]] = {}  # by a number for what they share: the parent, or nothing
+    for index, segment in enumerate(layout.segments):
+        if segment.length > 0:
+            families.setdefault(segment.parent if segment.parent >= 0 else -1 - index, []).append(index)
+    device = layout.position_ids.device
+    return TreePlan(tuple(plan_siblings(layout, members, device) for members in families.values()))
+
+
+def plan_siblings(layout: PackedLayout, members: Sequence[int], device: torch.device) -> Siblings:
+    segments = [layout.segments[index] for index in members]
+    padding = Padding.of(tuple(segment.length for segment in segments), device)
+    return Siblings(places_of(segments).to(device), places_of(layout.path(members[0])).to(device), padding)
+
+
+def places_of(segments: Sequence[Segment]) -> torch.Tensor:
+    runs = [torch.arange(segment.start, segment.end) for segment in segments]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+
+class TreeAttention(torch.autograd.Function):
+    """A function (query [H, T, D], key and value [K, T, D], families, scale) -> [H, T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        query, key, value, families, scale = arguments
+        out_HTD = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse_HT = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        for siblings in families:
+            tensors = siblings.take(query, key, value)
+            if len(siblings.path_P):
+                out, lse = attend_responses(tensors, siblings.padding, scale)
+            else:
+                out, lse = (tensor[0] for tensor in flash(*alone(tensors), 0.0, True, scale=scale))
+            out_HTD.index_copy_(1, siblings.places_N, out.to(query.dtype))
+            lse_HT.index_copy_(1, siblings.places_N, lse)
+        ctx.save_for_backward(query, key, value, out_HTD, lse_HT)
+        ctx.families, ctx.scale = families, scale
+        return out_HTD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, out_HTD, lse_HT = ctx.saved_tensors
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=lse_HT.dtype) for tensor in (key, value))
+        for siblings in ctx.families:
+            tensors = siblings.take(query, key, value)
+            grad, out, lse = (tensor.index_select(1, siblings.places_N) for tensor in (grads[0], out_HTD, lse_HT))
+            if len(siblings.path_P):
+                found = response_gradients(grad, tensors, out, lse, siblings.padding, ctx.scale)
+            else:
+                found = gradients_alone(grad, tensors, out, lse, ctx.scale)
+            grad_query.index_copy_(1, siblings.places_N, found[0].to(query.dtype))
+            for places, parts in ((siblings.places_N, found[1:3]), (siblings.path_P, found[3:])):
+                for total, part in zip((grad_key, grad_value), parts, strict=False):
+                    total.index_add_(1, places, part.to(total.dtype))
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+def alone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return query, key and value, [1, H, N, D], for the kernel: causal attention without a path."""
+    query_HND, key_KND, value_KND = tensors[:3]
+    dtype = kernel_dtype(query_HND.dtype, query_HND.shape[1])
+    keys = (for_query_heads(tensor, len(query_HND)) for tensor in (key_KND, value_KND))
+    return [tensor.to(dtype)[None] for tensor in (query_HND, *keys)]
+
+
+def gradients_alone(
+    grad: torch.Tensor, tensors: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, scale: float | None
+) -> list[torch.Tensor]:
+    """Return the gradients of query [H, N, D], key and value [K, N, D]."""
+    inputs = alone(tensors)
+    grad, out = (tensor.to(inputs[0].dtype)[None] for tensor in (grad, out))
+    found = flash_backward(grad, *inputs, out, lse[None], 0.0, True, scale=scale)
+    of_query, *of_keys = (tensor[0] for tensor in found)
+    return [of_query, *(tensor.unflatten(0, (len(tensors[1]), -1)).sum(1) for tensor in of_keys)]
