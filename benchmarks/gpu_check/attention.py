@@ -10,9 +10,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_check.part import Findings, Place, run_part
-from services.trainer.attention import PackedLayout, build_layout, dense_mask
+from services.trainer.attention import PackedLayout, Tree, build_layout, dense_mask
 from services.trainer.attention.flex import plan_flex
 
+FORKED = Tree((160, 70, 40, 300, 20), (-1, 0, 0, 2, 2), torch.arange(-1, 589))  # segments of an episode
 LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens
     "smallest": ([(1, [2])], 0),
     "whole blocks": ([(128, [129, 129]), (128, [129])], 0),
@@ -22,9 +23,10 @@ LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts 
     "behind a long prefix": ([(152, [3, 40, 1]), (131, [200, 7])], 130),
     "many behind a prefix": ([(24, [6, 9])] * 32, 20),
     "alike": ([(9, [5, 5]), (9, [5, 4]), (8, [5, 5])], 0),
+    "episodes that fork": ([(152, [3, FORKED, 40]), (131, [FORKED, FORKED, 7])], 130),
     "long prompt": ([(512, [128] * 8)], 0),
 }
-TINY_LAYOUTS = ("smallest", "long", "behind a long prefix", "alike")
+TINY_LAYOUTS = ("smallest", "long", "behind a long prefix", "alike", "episodes that fork")
 HEADS = {  # dtype: query heads, key/value heads, head size; (12, 2) and (28, 4) are of Qwen2.5 1.5B and 7B
     torch.bfloat16: [(12, 2, 128), (28, 4, 128), (6, 2, 16)],
     torch.float32: [(12, 2, 128), (6, 2, 16), (3, 1, 64)],

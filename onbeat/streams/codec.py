@@ -96,9 +96,10 @@ def used_digest(digests: Mapping[str, str]) -> str:
 
 def check_group(group: RolloutGroup) -> None:
     """Check a group before it is submitted. Raise ValueError naming the group, the response and the problem."""
-    timings = group.timings
-    for name in ("generate_s", "score_s", "worker_busy_s"):
-        duration_s = getattr(timings, name)
+    turns = [turn for response in group.responses for turn in response.turns]
+    durations = [(name, getattr(group.timings, name)) for name in ("generate_s", "score_s", "worker_busy_s")]
+    durations += [(name, getattr(turn, name)) for turn in turns for name in ("waited_s", "generate_s")]
+    for name, duration_s in durations:
         if not 0 <= duration_s <= MAX_DURATION_S:
             reason = f"its {name} is {duration_s}, not seconds from 0 to {MAX_DURATION_S:.0f}"
             raise ValueError(f"group {group.group_id}: {reason}")

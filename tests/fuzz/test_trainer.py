@@ -20,6 +20,13 @@ def set_token(group: RolloutGroup) -> None:
     group.responses[1].token_ids[-1] = 2**32 - 1
 
 
+def set_observed_token(group: RolloutGroup) -> None:
+    response = group.responses[1]
+    response.turns.add(
+        num_shared=len(group.prompt_token_ids), num_sampled=len(response.token_ids), observed_token_ids=[1, 2**32 - 1]
+    )
+
+
 def set_nan(group: RolloutGroup) -> None:
     group.responses[1].rollout_logprobs[-1] = math.nan
 
@@ -33,6 +40,7 @@ def set_infinite(group: RolloutGroup) -> None:
     [
         (set_prompt_token, f"token id {tiny_config().vocab_size}, the model has {tiny_config().vocab_size} tokens"),
         (set_token, "token id 4294967295"),
+        (set_observed_token, "token id 4294967295"),
         (set_nan, "response 1: a logprob is not finite"),
         (set_infinite, "response 1: a logprob is not finite"),
     ],

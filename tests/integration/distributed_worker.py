@@ -32,6 +32,7 @@ from services.trainer.model.optimizer import MasterAdamW
 from services.trainer.model.sharding import call, deal, gather_full, load_full, shard
 from services.trainer.policy import Policy, load_policy
 from services.trainer.world import PeerLost, World
+from tests.unit.episode_fixtures import SHAPES, make_episodes
 from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -40,9 +41,10 @@ STATE = TrainState("job", next_iteration=3, policy_version=3, published_version=
 
 
 def groups(count=5):
-    """Unequal ones."""
-    lengths = [(3, 1, 4), (7, 2), (1, 1, 1), (5, 5, 2, 3), (2,)]
-    return [make_group(f"0-{i}", prompt_length=2 + 3 * i, response_lengths=lengths[i]) for i in range(count)]
+    """Unequal ones; the last one has an episode that forks."""
+    lengths = [(3, 1, 4), (7, 2), (1, 1, 1), (5, 5, 2, 3)]
+    found = [make_group(f"0-{i}", 2 + 3 * i, response_lengths) for i, response_lengths in enumerate(lengths)]
+    return [*found, make_episodes("0-4", 14, [2, SHAPES["several levels"]])][:count]
 
 
 def backward(model, some_groups, weight=1.0):

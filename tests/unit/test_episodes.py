@@ -1,5 +1,6 @@
 """Episodes are trained as trees: what is packed once equals every path computed alone."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.objectives.base import Logprobs, Responses
+from onbeat.streams.codec import check_group
 from services.trainer.attention import dense_mask, plan_attention
 from services.trainer.attention.short import ShortPlan
 from services.trainer.attention.tree import TreePlan
@@ -389,6 +391,16 @@ def test_metrics_are_means_over_episodes():
         "episode/failed_crashed": 1,
     }
     assert report["response_tokens"] == 16 + 9 + 4 + 2 * 3, "what was sampled"
+
+
+@pytest.mark.parametrize("name", ["waited_s", "generate_s"])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_turn_of_impossible_duration_is_refused(name, seconds):
+    group = make_episodes()
+    check_group(group)
+    setattr(group.responses[1].turns[2], name, seconds)
+    with pytest.raises(ValueError, match=f"group 0-0: its {name} is {seconds}, not seconds from 0"):
+        check_group(group)
 
 
 def test_responses_without_turns_report_no_episodes():
