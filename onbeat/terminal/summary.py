@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from onbeat.client import AsyncClient
@@ -110,7 +110,8 @@ async def examples(client: AsyncClient, job_id: str, iteration: int) -> list[Sam
 def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> None:
     if not samples:
         return
-    table = Table("prompt", "response", "reward", title=title, title_justify="left", expand=True)
+    texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
+    table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
     for sample in samples:
         table.add_row(Text(clip(sample.prompt)), Text(clip(text_of(sample))), f"{sample.reward:g}")
     console.print()

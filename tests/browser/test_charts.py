@@ -235,6 +235,12 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
     assert others == ["reward/right_std", "train/odd"]
 
 
+async def test_what_says_nothing_is_no_difference_of_jobs(modules: Page) -> None:
+    config = {"lora": None, "schedule": {"mode": "sync", "earlier_ends": []}, "optimizer": {"betas": [0.9, 0.95]}}
+    found = await call(modules, "compare.js", "(m, a) => [...m.flatten(a)]", config)
+    assert found == [["schedule.mode", "sync"], ["optimizer.betas", "[0.9,0.95]"]]
+
+
 async def test_values_that_hardly_move_are_told_apart(modules: Page) -> None:
     script = "(m, a) => a.map((ys) => m.digitsFor(ys.map((y, x) => [x, y])))"
     values = [[10.79, 10.81], [0.2, 0.9], [1, 1], [], [-5e-7, 3e-7], [1000.0001, 1000.0002]]

@@ -192,10 +192,10 @@ function headOf({ id, title, lines, unit, isPercent, isLog, domain }, index) {
   return { title: name, unit, isPercent, isLog, domain, testId: `chart-${id}`, isWide: index === 0, height: index ? 168 : 260 };
 }
 
-/** {"data": {"type": "jsonl"}} -> "data.type": jsonl. Lists are values; null is a key that is not there. */
-function flatten(value, path = "", found = new Map()) {
+/** {"data": {"type": "jsonl"}} -> "data.type": jsonl. Lists are values; null and [] are keys that are not there. */
+export function flatten(value, path = "", found = new Map()) {
   for (const [name, each] of Object.entries(value)) {
-    if (each === null) continue;
+    if (each === null || (Array.isArray(each) && !each.length)) continue;
     if (typeof each === "object" && !Array.isArray(each)) flatten(each, `${path}${name}.`, found);
     else found.set(path + name, typeof each === "string" ? each : JSON.stringify(each));
   }

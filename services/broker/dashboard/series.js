@@ -88,6 +88,13 @@ export const CHARTS = [
     lines: [{ name: "cosine", series: "train/grad_cosine" }],
   },
   {
+    id: "learning-rate",
+    title: "Learning rate",
+    domain: [0, 0],
+    description: "Of the iteration's last step, after warm-up and decay.",
+    lines: [{ name: "rate", series: "train/learning_rate" }],
+  },
+  {
     id: "length",
     title: "Response length",
     unit: "tokens",

@@ -1,0 +1,23 @@
+"""Example responses in a terminal: whole, in every script and at every width."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from onbeat.terminal.summary import print_examples
+from onbeat.types import Sample
+
+CHINESE = "小明有三个苹果、妈妈又给了他五个苹果、他吃掉了两个、请问现在他一共还有多少个苹果。答案是六个苹果🍎🍏。"
+GERMAN = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft ist ein Wort."
+
+
+@pytest.mark.parametrize("width", [30, 60, 81, 100, 200])
+@pytest.mark.parametrize("text", [CHINESE, GERMAN])
+def test_a_long_text_is_never_cut(text: str, width: int) -> None:
+    told = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
+    sample = Sample(prompt="", response=text, reward=1.0, **told)
+    out = io.StringIO()
+    print_examples(Console(file=out, width=width), "iteration 0", [sample])
+    lines = [line.split("│") for line in out.getvalue().splitlines() if "│" in line]
+    assert "".join(cells[2].strip() for cells in lines).replace(" ", "") == text.replace(" ", "")
