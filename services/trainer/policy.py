@@ -97,7 +97,8 @@ class Policy:
             for each in (model, old, None if reference is model else reference):
                 if each is not None:
                     shard(each, world, dtype, stored)
-        optimizer = MasterAdamW(model, config.optimizer, config.decay_ends)
+        num_updates = config.training.num_updates_per_iteration
+        optimizer = MasterAdamW(model, config.optimizer, config.decay_ends, num_updates)
         control = GradientControl(config.gac, world)
         return cls(model, reference, OldPolicy(old, is_sharded), optimizer, control, dtype, is_sharded)
 

@@ -4,11 +4,13 @@ import pytest
 
 from onbeat.config import OptimizerConfig
 from services.trainer.model.optimizer import scheduled_learning_rate
+from tests.unit.trainer_fixtures import job_config, recorded_iterations, train
 
 
 def rates(num_steps, **options):
     config = OptimizerConfig(learning_rate=0.5, **options)
-    return [scheduled_learning_rate(config, step, num_steps) for step in range(1, num_steps + 1)]
+    steps = range(1, num_steps + 1)
+    return [scheduled_learning_rate(config, step, num_steps, config.num_warmup_iterations) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,14 @@ def rates(num_steps, **options):
 )
 def test_warm_up_comes_before_the_decay(options, expected):
     assert rates(5, **options) == pytest.approx([0.5 * share for share in expected], abs=1e-6)
+
+
+def test_warm_up_counts_iterations_and_not_their_updates(tmp_path):
+    config = job_config(
+        optimizer={"learning_rate": 0.03, "num_warmup_iterations": 1},
+        training={"num_updates_per_iteration": 2},
+        schedule={"num_iterations": 2},
+    )
+    _, link = train(config, recorded_iterations(2), tmp_path)
+    rates_of_last_steps = [metrics["train/learning_rate"] for _, _, metrics in link.commits]
+    assert rates_of_last_steps == pytest.approx([0.02, 0.03])  # after steps 2 and 4; the warm-up has 2

@@ -33,10 +33,17 @@ Written = Callable[[list[str]], None]  # called with names of parameters that ha
 class MasterAdamW:
     """The optimizer. After gradients have added up, call `rescale`, `clip`, `step` once each, in this order."""
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, decay_ends: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: OptimizerConfig,
+        decay_ends: Sequence[int] = (0,),
+        num_updates_per_iteration: int = 1,
+    ) -> None:
         """Create the masters. `decay_ends`: steps to which the learning rate decays, ascending; a job that was given
         more iterations has several."""
         self.config, self._decay_ends = config, decay_ends
+        self._num_warmup_steps = config.num_warmup_iterations * num_updates_per_iteration
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}
         self._buckets = [(names, self._adamw(names)) for names in buckets(self.masters)]
@@ -112,7 +119,7 @@ class MasterAdamW:
         """
         self.num_steps += 1
         end = next((end for end in self._decay_ends if self.num_steps <= end), self._decay_ends[-1])
-        learning_rate = scheduled_learning_rate(self.config, self.num_steps, end)
+        learning_rate = scheduled_learning_rate(self.config, self.num_steps, end, self._num_warmup_steps)
         for names, adamw in self._buckets:
             adamw.param_groups[0]["lr"] = learning_rate
             adamw.step()
@@ -157,12 +164,11 @@ class MasterAdamW:
         self.write_parameters(self.masters)
 
 
-def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int) -> float:
-    """Return the learning rate of a step, counted from 1: linear warm-up, then the decay to 0 after step `end`.
+def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int, warmup: int) -> float:
+    """Return the learning rate of a step, counted from 1: `warmup` linear steps, then the decay to 0 after step `end`.
 
-    A job of 10 steps, learning rate 1, 2 warm-up iterations: 1/3, 2/3, then with linear decay 1, 7/8, 6/8, ... 1/8.
+    A job of 10 steps, learning rate 1, 2 steps of warm-up: 1/3, 2/3, then with linear decay 1, 7/8, 6/8, ... 1/8.
     """
-    warmup = config.num_warmup_iterations
     if step <= warmup:
         return config.learning_rate * (step / (warmup + 1))
     done = (step - 1 - warmup) / max(1, end - warmup)  # share of the steps after the warm-up, below 1
