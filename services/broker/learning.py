@@ -171,7 +171,8 @@ def explain_solved(c: Course) -> Finding:
 def look_at_held_out(c: Course) -> Finding | None:
     """Look for a held-out reward that falls, twice in a row, while that of training rises."""
     best, newest = c.best, c.evaluations[-2:]
-    if best is None or best in newest or not all(is_below(each, best) for each in newest):
+    num_prompts = c.config.held_out[0].num_prompts if c.config.held_out else 1  # the scores are those of the first set
+    if best is None or best in newest or not all(is_below(each, best, num_prompts) for each in newest):
         return None
     if not rises(rewards_of(c.around_best), rewards_of(c.recent)):
         return None
@@ -266,10 +267,10 @@ def best_of(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     return max(evaluations, key=lambda record: -math.inf if record.reward_mean is None else record.reward_mean)
 
 
-def is_below(one: EvaluationRecord, best: EvaluationRecord) -> bool:
+def is_below(one: EvaluationRecord, best: EvaluationRecord, num_prompts: int) -> bool:
     """Return whether a held-out reward is lower than the best by more than chance explains. Prompts count, not their
     responses, which are alike."""
     if one.reward_mean is None or best.reward_mean is None:
         return False
-    spread = math.hypot(one.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(max(1, one.num_groups))
+    spread = math.hypot(one.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(num_prompts)
     return best.reward_mean - one.reward_mean > SIGMAS * spread

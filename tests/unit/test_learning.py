@@ -142,9 +142,14 @@ def test_parts_that_never_vary_are_named() -> None:
 
 
 def test_held_out_that_falls_while_training_rises_is_a_problem() -> None:
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
     falls = [evaluation(number, reward) for number, reward in ((0, 0.3), (10, 0.6), (20, 0.4), (30, 0.38), (40, 0.35))]
-    assert "schedule.num_iterations = 10" in problems(find(learning(), falls))["schedule.num_iterations"]
+    many = {"data": data, "num_prompts": 64}
+    found = problems(find(learning(), falls, evaluation=many))
+    assert "schedule.num_iterations = 10" in found["schedule.num_iterations"]
     stays = [evaluation(number, 0.6) for number in range(0, 50, 10)]
-    assert problems(find(learning(), stays)) == {}
+    assert problems(find(learning(), stays, evaluation=many)) == {}
     flat = [iteration(number, 0.5, **{"rollout/uniform_groups": 0.0}) for number in range(40)]
-    assert problems(find(flat, falls)) == {}  # both fall: that is another matter
+    assert problems(find(flat, falls, evaluation=many)) == {}  # both fall: that is another matter
+    sets = [{"name": "few", "data": data, "num_prompts": 4}, {"name": "many", "data": data, "num_prompts": 60}]
+    assert problems(find(learning(), falls, evaluation={"sets": sets})) == {}  # four prompts say little
