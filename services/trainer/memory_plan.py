@@ -1,16 +1,14 @@
 """`python -m services.trainer.memory_plan JOB.json` estimates the memory of a job's trainer before it runs.
 
-Most of it is a number of bytes for each parameter. The memory that a pass keeps for its backward is counted on tensors
-that have a shape and no memory (the meta device): twice, for the model with few layers, so that one layer's share is
-known. Nothing of the model is read but its configuration.
+Most of it is a number of bytes for each parameter. The memory of a pass is counted on tensors that have a shape and no
+memory (the meta device). Nothing of the model is read but its configuration.
 
 The peak is in one of two moments:
 
-    pass      gradients, activations, and the two versions that rollouts may still ask for
-    publish   after the step: no gradients or activations, and a third version
+    pass      gradients, activations, and the versions that rollouts may still ask for
+    publish   after the step: no gradients or activations, and one more version
 """
 
-import copy
 import json
 import sys
 import weakref
@@ -39,17 +37,18 @@ from services.trainer.model.model import (
     target_logprobs,
 )
 from services.trainer.passes.choice import choose_passes
-from services.trainer.passes.shrink import shrink_depth
 from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name
 from services.trainer.policy import has_old_policies
 from services.trainer.settings import Settings
+from services.trainer.weights.store import num_served
 
 META = "meta"
-DEPTHS = (2, 4)  # layers of the models that are tracked; more where the kinds of layers repeat after more
 PROGRAM_BYTES = 450_000_000  # memory of a process that has imported PyTorch and transformers; measured
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4  # float32, for each trained parameter
-NUM_SERVED = 2  # versions that are kept in full (`WeightStore`)
-DELTAS, DELTAS_OF_LORA = 0.5, 0.1  # of a version's bytes, all that are kept; they change from job to job
+# On a CPU a pass takes more than its tensors: kernels' own memory, and gaps that the allocator keeps. For a row of the
+# quick start 581 MB of tensors took 872 MB.
+PASS_ON_HOST = 1.5
+DELTAS, DELTAS_OF_LORA = 0.5, 0.1  # of a bfloat16 version's bytes, all that are kept; they change from job to job
 
 Parts = dict[str, int]  # bytes by what they are
 
@@ -93,14 +92,15 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
     gathered = (sizes.num_outside_layers * 2 + one_layer * 2) * item if shared > 1 else 0  # and the root's gradient
     in_pass = {
         "gradients": trained * GRADIENT_BYTES // shared,
-        "activations": sizes.pass_bytes,
+        "activations": int(sizes.pass_bytes * (PASS_ON_HOST if placement.is_on_host else 1.0)),
         **({"gathered layers": gathered} if gathered else {}),
     }
     version = whole * item // shared
-    num_held = config.max_staleness + 1 if has_old_policies(config) else 0
-    deltas = int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
-    served = {"published versions": max(NUM_SERVED, num_held) * version, "deltas": deltas}
-    published = served | {"published versions": max(NUM_SERVED + 1, num_held + 1) * version}
+    num_held = num_served(config)
+    # Those of float32 take no memory: they are parts of the version that they lead to.
+    deltas = 0 if item == MASTER_BYTES else int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
+    served = {"published versions": num_held * version, "deltas": deltas}
+    published = served | {"published versions": (num_held + 1) * version}
     program = {"program": PROGRAM_BYTES}
     if placement.is_on_host:
         moments = [held | in_pass | served | program, held | published | program]
@@ -110,31 +110,24 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
 
 def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int) -> Sizes:
     """Measure a model without building it in memory. Raises ValueError as `add_adapters` does."""
-    batch = largest_row(config, prompt_tokens)
-    depth = model_config.get_text_config().num_hidden_layers
-    model = empty_model(config, model_config, passes, depth)
-    few, more = (min(depth, layers) for layers in DEPTHS)
-    taken = [tracked_pass(empty_model(config, model_config, passes, layers), batch) for layers in (few, more)]
-    each = (taken[1] - taken[0]) // max(1, more - few)
+    model = empty_model(config, model_config, passes)
     parameters = list(model.parameters())
     return Sizes(
         num_parameters=sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name),
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_outside_layers=sum(p.numel() for p in set(parameters) - set(model.get_decoder().layers.parameters())),
-        pass_bytes=taken[0] + each * (depth - few),
-        num_layers=depth,
+        pass_bytes=tracked_pass(model, largest_row(config, prompt_tokens)),
+        num_layers=model_config.get_text_config().num_hidden_layers,
     )
 
 
-def empty_model(config: JobConfig, model_config: Any, passes: Passes, num_layers: int) -> Any:
+def empty_model(config: JobConfig, model_config: Any, passes: Passes) -> Any:
     from transformers import AutoModelForCausalLM
 
     register_attention()
-    cut = copy.deepcopy(model_config)
-    shrink_depth(cut.get_text_config(), num_layers)
     dtype = DTYPES[config.model.dtype]
     with torch.device(META):
-        model = AutoModelForCausalLM.from_config(cut, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
     model.passes, model.config.use_cache = passes, False
     if config.training.has_gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -221,7 +214,8 @@ class KeptInputs(torch.autograd.Function):
 
 
 def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
-    """Pack as many whole groups as the token budget takes, with responses of full length; of a larger group, a part.
+    """Pack as many whole groups as the token budget takes, with responses of full length, or one more where shorter
+    responses fill the budget better; of a larger group, a part.
 
     An episode may sample the tokens of all of its turns, and no more than the context takes. How many it will observe
     is not known: they count within the budget only.
@@ -237,6 +231,10 @@ def largest_row(config: JobConfig, prompt_tokens: int) -> MicroBatch:
         size, num_groups = max(1, (budget - prompt_tokens) // response_places), 1
     else:
         num_groups = max(1, min(rollout.num_prompts_per_iteration, budget // places))
+        shorter = (budget // (num_groups + 1) - prompt_tokens) // size
+        longer_row = (num_groups + 1) * (prompt_tokens + size * shorter)
+        if num_groups < rollout.num_prompts_per_iteration and shorter > 0 and longer_row > num_groups * places:
+            num_groups, response_places = num_groups + 1, shorter
     response = Response(token_ids=[0] * (response_places + 1), rollout_logprobs=[0.0] * (response_places + 1))
     group = RolloutGroup(group_id="0-0", prompt_token_ids=[0] * prompt_tokens, responses=[response] * size)
     return pack([Part.whole(group)] * num_groups, torch.device(META), is_prefix_shared=False)

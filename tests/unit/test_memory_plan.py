@@ -33,8 +33,11 @@ def real_pass_bytes(model):
     return live.peak
 
 
-def test_planned_activations_are_those_of_a_real_pass() -> None:
-    wide = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
+@pytest.mark.parametrize(("num_layers", "width", "vocab_size"), [(6, 256, 256), (24, 512, 32_768)])
+def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_size) -> None:
+    """Also where the gradient of the embedding takes more than what a few layers keep."""
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": width, "intermediate_size": 512}
+    wide = tiny_config(**sizes, vocab_size=vocab_size)
     sizes = measure_sizes(config_of(), wide, Passes(), PROMPT)
     model = tiny_model(wide, torch.float32)
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
@@ -66,12 +69,19 @@ def test_checkpointing_and_lora_are_planned_as_less() -> None:
 @pytest.mark.parametrize(
     ("sections", "dtype", "placement", "expected"),
     [
-        # weights 4, moments 8, gradients 4, two versions 8, deltas 4 bytes for each of a million parameters
-        ({}, "float32", Placement(), {"weights": 4, "optimizer": 8, "gradients": 4, "published versions": 8}),
-        ({}, "bfloat16", Placement(), {"weights": 2, "optimizer": 12, "gradients": 4, "published versions": 4}),
+        # weights 4, moments 8, gradients 4, one version 4 bytes for each of a million parameters
+        ({}, "float32", Placement(), {"weights": 4, "optimizer": 8, "gradients": 4, "published versions": 4}),
+        ({}, "float32", Placement(), {"deltas": 0}),
+        ({}, "bfloat16", Placement(), {"weights": 2, "optimizer": 12, "gradients": 4, "published versions": 2}),
+        ({}, "bfloat16", Placement(), {"deltas": 1}),
         ({}, "bfloat16", Placement(num_ranks=2), {"weights": 2, "optimizer": 4, "gradients": 2}),
         ({"objective": {"kl": {"coef": 0.1}}}, "float32", Placement(), {"reference model": 4}),
-        ({"schedule": {"mode": "bounded", "max_staleness": 2}}, "float32", Placement(), {"older policies": 4}),
+        (
+            {"schedule": {"mode": "bounded", "max_staleness": 2}},
+            "float32",
+            Placement(),
+            {"older policies": 4, "published versions": 12},
+        ),
     ],
 )
 def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expected) -> None:
@@ -79,6 +89,14 @@ def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expec
     sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
     parts = plan_trainer(config, sizes, placement)["host"]
     assert {name: parts[name] / MB for name in expected} == expected
+
+
+@pytest.mark.parametrize(("budget", "places"), [(512, 416), (400, 400), (280, 280), (208, 208), (150, 124)])
+def test_the_largest_row_fills_the_budget(budget, places) -> None:
+    """A group has 40 prompt tokens and 4 responses of up to 43 tokens, whose last one is not fed back: 208 places."""
+    rollout = {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 43}
+    config = config_of(rollout=rollout, training={"max_tokens_per_micro_batch": budget})
+    assert memory_plan.largest_row(config, PROMPT).layout.num_places == places
 
 
 def test_a_gpu_holds_no_published_versions() -> None:

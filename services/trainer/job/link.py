@@ -27,7 +27,7 @@ from services.trainer.spans import Span, to_record
 from services.trainer.stats import Advantages
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.server import WeightServer
-from services.trainer.weights.store import Snapshot, WeightStore
+from services.trainer.weights.store import Snapshot, WeightStore, num_served
 from services.trainer.world import World
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class JobLink:
         self._rank, self._num_replicas = rank, num_replicas
         self._consumer = f"rank-{rank}"  # stable, so that a successor finds what its predecessor had taken
         self._num_recorded: dict[int, int] = {}  # iteration -> micro-batches under this rank
-        self._store = WeightStore(num_kept=config.max_staleness + 1 + (config.evaluation is not None))
+        self._store = WeightStore(num_served(config))
         self._server: WeightServer | None = None
         self._address = ""
         self._meter = CommitMeter()

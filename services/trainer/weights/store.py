@@ -13,6 +13,7 @@ import torch
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
+from onbeat.config import JobConfig
 from onbeat.weights import delta
 from onbeat.weights.client import Step
 from onbeat.weights.framing import Manifest, TensorEntry
@@ -181,6 +182,11 @@ def take_snapshot(
     for name, tensor in tensors:
         writer.put(name, tensor)
     return writer.finish(order, world)
+
+
+def num_served(config: JobConfig) -> int:
+    """Return how many versions rollouts may ask for: those of open iterations, and one that is still evaluated."""
+    return config.max_staleness + 1 + (config.evaluation is not None)
 
 
 class WeightStore:
