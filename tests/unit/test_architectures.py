@@ -14,6 +14,7 @@ EXPECTED = {
     "gemma2": "not packed",
     "cohere2, long sequences": "not packed",
     "deepseek_v4": "refused",
+    "gemma4": "packed",  # with pictures, whose tokens no text has
     "qwen3_moe": "packed",  # experts
     "falcon, ALiBi": "not packed",  # chooses its attention when it is built
     "falcon_h1, head with a multiplier": "not packed",  # its logits are more than a product

@@ -35,7 +35,9 @@ CHOSEN_EXPERTS = re.compile(r"experts?_per_tok|moe_(k|top_?k)$|top_k_experts")
 EXPERTS = re.compile(r"experts?(_num)?$|experts_num|expert_num")
 LAYERS = re.compile(r"layers$|layer_end_index$|first_k_dense")
 PATTERN = re.compile(r"period|interval|every|idx|layer_ids|offset|pattern|freq|first_k|step$|layer_end|block_type")
-SPECIAL_TOKEN = re.compile(r"token_(id|index)$")
+MEDIA = "image|video|audio|vision|boi|eoi|boa|eoa"  # beginnings and ends included; no text has their tokens
+MEDIA_TOKEN = re.compile(rf"({MEDIA}).*token_(id|index)$")
+SPECIAL_TOKEN = re.compile(rf"^(?!.*({MEDIA})).*token_(id|index)$")
 STATE = re.compile(r"state(_size)?$")
 
 
@@ -50,6 +52,7 @@ def shrunken(config: Any, longest_tokens: float, num_layers: int = NUM_LAYERS, i
     text = small.get_text_config()
     for holder in {id(each): each for each in (small, text)}.values():
         replace_numbers(holder, SPECIAL_TOKEN, lambda value: value % VOCAB_SIZE)
+        replace_numbers(holder, MEDIA_TOKEN, lambda value: value % VOCAB_SIZE + VOCAB_SIZE)
     shrink_depth(text, num_layers if has_pattern(text) else 2)
     replace_numbers(text, r"vocab_size", lambda value: VOCAB_SIZE)
     replace_numbers(text, EXPERTS, lambda value: min(value, NUM_EXPERTS))
