@@ -75,6 +75,9 @@ class Verdict(StrEnum):
     CLOSED = "closed"  # the job is not running
 
 
+DATASETS_FOLDER = "datasets"  # of uploaded files, in the broker's data folder
+
+
 class Record(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
@@ -165,6 +168,16 @@ class WeightUpdate(Record):
     open_s: float | None = None
     held_s: float | None = None  # from the last verified tensor to the engine open; None: not reported
     num_faults: int = 0  # problems on the way that were overcome
+
+
+class DatasetRecord(Record):
+    """An uploaded data file. `path`: what a job writes as its `data.path`. `sha256`: None where it was copied there."""
+
+    name: str
+    path: str
+    num_bytes: int
+    sha256: str | None = None
+    uploaded_at: float
 
 
 class WeightsRecord(Record):

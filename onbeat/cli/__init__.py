@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, doctor, jobs, keys, model, plan, replay, stack, top
+from onbeat.cli import audit, data, doctor, jobs, keys, model, plan, replay, stack, top
 from onbeat.cli.options import CaFile
 
 FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+: ")
@@ -26,6 +26,7 @@ app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("replay")(replay.replay)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(data.app, name="data")
 app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
 app.command("workers")(jobs.workers)

@@ -29,12 +29,20 @@ def create(
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Submit a job and print its id."""
+    """Submit a job and print its id. Data files that it names relative to its own file are uploaded."""
+    from onbeat.client.datasets import take_local_files
     from onbeat.config import read_job_file
 
     config = read_job_file(job, overrides or [])
+    files = take_local_files(config, job.parent)
 
-    job_id = ask(url, api_key, data_dir, lambda client: client.jobs.create(config, idempotency_key)).id
+    async def submit(client: "AsyncClient") -> str:
+        for file in files:
+            await client.datasets.push(file)
+            typer.echo(f"{file.source} is {file.path} of the broker", err=True)
+        return (await client.jobs.create(config, idempotency_key)).id
+
+    job_id = ask(url, api_key, data_dir, submit)
     typer.echo(job_id)
     if is_watched:
         watch(job_id, url, api_key, data_dir)

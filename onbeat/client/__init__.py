@@ -6,7 +6,8 @@ with Client() as client:
 """
 
 from onbeat.client.asynchronous import AsyncClient
-from onbeat.client.blocking import Client, Jobs
+from onbeat.client.blocking import Client, Datasets, Jobs
+from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Series, Update
 from onbeat.client.transport import DEFAULT_URL, BrokerUnreachable
 from onbeat.errors import ApiError
@@ -15,9 +16,11 @@ __all__ = [
     "DEFAULT_URL",
     "ApiError",
     "AsyncClient",
+    "AsyncDatasets",
     "AsyncJobs",
     "BrokerUnreachable",
     "Client",
+    "Datasets",
     "Jobs",
     "Series",
     "Update",

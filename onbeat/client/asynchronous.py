@@ -2,6 +2,7 @@
 
 from functools import cached_property
 
+from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, parse_list
 from onbeat.client.notebook import Records
 from onbeat.client.transport import Transport
@@ -14,6 +15,10 @@ class AsyncClient(Transport):
     @cached_property
     def jobs(self) -> AsyncJobs:
         return AsyncJobs(self)
+
+    @cached_property
+    def datasets(self) -> AsyncDatasets:
+        return AsyncDatasets(self)
 
     def __repr__(self) -> str:
         return f"AsyncClient({self.base_url!r})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from onbeat.client.asynchronous import AsyncClient
+from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, Update
 
 P = ParamSpec("P")
@@ -126,6 +127,14 @@ class Jobs(Blocking[AsyncJobs]):
             raise
 
 
+class Datasets(Blocking[AsyncDatasets]):
+    """The blocking form of AsyncDatasets."""
+
+    push = blocking(AsyncDatasets.push)
+    list = blocking(AsyncDatasets.list)
+    delete = blocking(AsyncDatasets.delete)
+
+
 class Client(Blocking[AsyncClient]):
     """A blocking REST client; use it as `with Client(url) as client`, or close it."""
 
@@ -138,6 +147,7 @@ class Client(Blocking[AsyncClient]):
     ) -> None:
         super().__init__(AsyncClient(base_url, api_key, timeout_s, ca_file), LoopThread())
         self.jobs = Jobs(self._twin.jobs, self._thread)
+        self.datasets = Datasets(self._twin.datasets, self._thread)
 
     @property
     def base_url(self) -> str:

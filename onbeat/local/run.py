@@ -1,11 +1,9 @@
 """`onbeat run`: one job on a local stack, from nothing to the summary, and nothing left behind."""
 
 import asyncio
-import hashlib
 import os
-import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
@@ -15,7 +13,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from onbeat.client import AsyncClient
-from onbeat.config import FileData, JobConfig
+from onbeat.client.datasets import DataFile, take_local_files
+from onbeat.config import JobConfig
 from onbeat.errors import ApiError, OnbeatError
 from onbeat.local.stack import LocalStack, StackOptions, describe_places
 from onbeat.local.state import create_data_dir, running_stack
@@ -32,10 +31,13 @@ UP_POOL = "default"
 
 
 class JobRun:
-    """One job on the broker at `url`: submit or continue, follow, summarise; or pause."""
+    """One job with its data files on the broker at `url`: submit or continue, follow, summarise; or pause."""
 
-    def __init__(self, url: str, config: JobConfig, report_path: Path | None, console: Console) -> None:
-        self._url, self._config, self._report_path, self._console = url, config, report_path, console
+    def __init__(
+        self, url: str, config: JobConfig, files: Sequence[DataFile], report_path: Path | None, console: Console
+    ) -> None:
+        self._url, self._config, self._files = url, config, files
+        self._report_path, self._console = report_path, console
         self.job: JobRecord | None = None  # once it is submitted
 
     async def run(self, is_fresh: bool, tick: Callable[[], None]) -> JobState:
@@ -62,6 +64,8 @@ class JobRun:
                 )
             else:
                 self._console.print(f"unfinished job {job.id} ({job.name}) goes first; --fresh cancels it")
+        for file in self._files:
+            await client.datasets.push(file)
         return await client.jobs.create(self._config)
 
     async def _finish(self, client: AsyncClient, progress: JobProgress) -> None:
@@ -94,11 +98,13 @@ def run_job(
     if report_path is not None:
         check_report_path(report_path)
     create_data_dir(options.data_dir)
-    config = stage_data(config, job_folder, options.data_dir)
+    job = config.model_dump(mode="json")
+    files = take_local_files(job, job_folder, options.data_dir)
+    config = JobConfig.model_validate(job)
     with terminations_as_interrupts():
         try:
             with open_stack(replace(options, pool=config.pool), console) as (url, tick):
-                run = JobRun(url, config, report_path, console)
+                run = JobRun(url, config, files, report_path, console)
                 exit_code = run_or_pause(run, is_fresh, tick, console)
         except KeyboardInterrupt:
             console.print("stopped; the same command continues where the job stands")
@@ -190,37 +196,3 @@ def is_same(job: JobRecord, config: JobConfig) -> bool:
         return JobConfig.model_validate(job.config) == config
     except ValidationError:
         return False  # it is of another version of Onbeat
-
-
-def stage_data(config: JobConfig, job_folder: Path, data_dir: Path) -> JobConfig:
-    """Copy the job's data files to where the broker may read them: paths in a local job are relative to its file."""
-    if isinstance(config.data, FileData):
-        config = config.model_copy(update={"data": stage_file(config.data, "data", job_folder, data_dir)})
-    evaluation = config.evaluation
-    if evaluation is None:
-        return config
-    if isinstance(evaluation.data, FileData):
-        staged = stage_file(evaluation.data, "evaluation.data", job_folder, data_dir)
-        evaluation = evaluation.model_copy(update={"data": staged})
-    sets = []
-    for index, each in enumerate(evaluation.sets):
-        data = each.data
-        if isinstance(data, FileData):
-            data = stage_file(data, f"evaluation.sets.{index}.data", job_folder, data_dir)
-        sets.append(each.model_copy(update={"data": data}))
-    return config.model_copy(update={"evaluation": evaluation.model_copy(update={"sets": sets})})
-
-
-def stage_file(data: FileData, field: str, job_folder: Path, data_dir: Path) -> FileData:
-    source = (job_folder / data.path).resolve()
-    if not source.is_file():
-        raise ValueError(f"{field}.path: there is no file {source}; a path is relative to the job file")
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    target = data_dir / "datasets" / f"{source.stem}-{digest}{source.suffix}"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f"{target.name}.new")
-        shutil.copyfile(source, draft)
-        draft.replace(target)
-    return data.model_copy(update={"path": str(target)})

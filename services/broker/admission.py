@@ -66,19 +66,27 @@ class Admission:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
 
     async def review(self, config: JobConfig) -> None:
-        """Raise JobRefused with everything that is wrong; the data is only opened when all else is right."""
+        """Raise JobRefused with everything that is wrong. The data is not opened while the numbers are impossible."""
         errors = review_numbers(config) + review_free_values(config) + review_environment(config)
         for use in reward_uses(config):
             errors += review_reward(use) + await self._review_pattern(use)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
+        if not review_numbers(config):
+            errors += await self._review_data(config)
         if errors:
             raise JobRefused(errors)
-        try:
-            await self._process.read(DatasetSpec.of_job(config), 0, 1)
-            for held_out in config.held_out:
-                await read_set(held_out, config.seed, self._process, num_prompts=1)
-        except DatasetError as error:
-            raise JobRefused([FieldError(field=error.field, message=error.message)]) from error
+
+    async def _review_data(self, config: JobConfig) -> list[FieldError]:
+        """Open all data. Of each the first thing that is wrong is named."""
+        reads = [self._process.read(DatasetSpec.of_job(config), 0, 1)]
+        reads += [read_set(held_out, config.seed, self._process, num_prompts=1) for held_out in config.held_out]
+        errors = []
+        for read in reads:
+            try:
+                await read
+            except DatasetError as error:
+                errors.append(FieldError(field=error.field, message=error.message))
+        return errors
 
     async def _review_pattern(self, use: RewardUse) -> list[FieldError]:
         option, options = PATTERN_OPTIONS.get(use.reward.name), use.reward.options

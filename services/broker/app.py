@@ -11,7 +11,19 @@ from fastapi import FastAPI
 from onbeat.streams.ledger import Ledger
 from services.broker.admission import Admission
 from services.broker.alike import Alike
-from services.broker.api import chat, dashboard, doctor, health, jobs, pools, problems, samples, stream, timeline
+from services.broker.api import (
+    chat,
+    dashboard,
+    datasets,
+    doctor,
+    health,
+    jobs,
+    pools,
+    problems,
+    samples,
+    stream,
+    timeline,
+)
 from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
 from services.broker.chats import ChatDesk, ChatLimits
@@ -19,11 +31,12 @@ from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
-from services.broker.middleware import BodyLimit, Envelope, Gate, RequestTimer
+from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, RequestTimer
 from services.broker.quota import Quota
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.timeline import Timelines
+from services.broker.uploads import Uploads
 
 if TYPE_CHECKING:
     from services.broker.tracing import Tracer
@@ -77,11 +90,12 @@ def create_app(
         timelines=Timelines(ledger),
         alike=Alike(ledger),
         chats=ChatDesk(ledger, chat_limits(settings), is_stopping),
+        uploads=Uploads(settings.data_dir, settings.max_dataset_bytes),
     )
     add_middleware(app, settings, meters)
     problems.install(app)
     # doctor comes before jobs: else JOB:explain is a job's id
-    for api in (chat, dashboard, doctor, jobs, samples, stream, timeline, pools, health):
+    for api in (chat, dashboard, datasets, doctor, jobs, samples, stream, timeline, pools, health):
         app.include_router(api.router)
     return app
 
@@ -90,7 +104,10 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
     """Add the middleware, the innermost first. Raises ValueError for a keys file that is missing or broken."""
     keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
     limit = RateLimit(settings.requests_per_s, settings.request_burst)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.request_timeout_s)
+    timeout_s, remedy = settings.request_timeout_s, "the broker's ONBEAT_MAX_DATASET_BYTES sets the limit"
+    rule = BodyRule(settings.max_body_bytes, timeout_s)
+    upload_rule = BodyRule(settings.max_dataset_bytes, settings.upload_timeout_s, timeout_s, remedy)
+    app.add_middleware(BodyLimit, rule=rule, upload_rule=upload_rule)
     app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
     app.add_middleware(Envelope)
     app.add_middleware(RequestTimer, meters=meters)

@@ -18,6 +18,7 @@ OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they reveal only wh
 DASHBOARD = re.compile(r"/|/assets/(?:vendor/)?[^/]+")
 READING = frozenset({"GET", "HEAD"})
 SUBMITTING = re.compile(r"/v1/(jobs(/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
+UPLOADING = re.compile(r"/v1/datasets/[^/]+")  # with PUT
 
 CALLER = "onbeat.caller"  # in the scope: the ApiKey, once it is known
 RELOAD_S = 1.0
@@ -31,7 +32,13 @@ def required_role(method: str, path: str) -> Role | None:
         return None if path in OPEN_PATHS or DASHBOARD.fullmatch(path) else Role.READ
     if method == "POST" and SUBMITTING.fullmatch(path):
         return Role.SUBMIT
+    if is_upload(method, path):
+        return Role.SUBMIT
     return Role.ADMIN
+
+
+def is_upload(method: str, path: str) -> bool:
+    return method == "PUT" and UPLOADING.fullmatch(path) is not None
 
 
 class KeyRing:

@@ -9,6 +9,7 @@ import math
 import re
 import secrets
 import time
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.api_keys import ApiKey
 from services.broker.api.problems import REQUEST_ID, ProblemResponse, problem
-from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, required_role
+from services.broker.auth import CALLER, OPEN_PATHS, READING, KeyRing, RateLimit, is_upload, required_role
 from services.broker.metrics import Meters, known_method
 from services.broker.settings import is_loopback
 
@@ -184,36 +185,49 @@ def note_access(scope: Scope, status: int, location: str) -> None:
     access_log.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)
 
 
-class BodyLimit:
-    """A limit that rejects bodies larger than `max_bytes` or not received within `timeout_s` of the headers. Responses
-    are not limited."""
+@dataclass(frozen=True)
+class BodyRule:
+    """The limits of a body: its size, the time from the headers to its end, and `silence_s` between two parts."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
-        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
+    max_bytes: int
+    timeout_s: float
+    silence_s: float = math.inf
+    remedy: str = "put large data into files"
+
+
+class BodyLimit:
+    """A limit that rejects bodies that are too large or too late. Responses are not limited."""
+
+    def __init__(self, app: ASGIApp, rule: BodyRule, upload_rule: BodyRule) -> None:
+        self._app, self._rule, self._upload_rule = app, rule, upload_rule
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        detail = f"at most {self._max_bytes} bytes are taken; put large data into files"
+        rule = self._upload_rule if is_upload(scope["method"], scope["path"]) else self._rule
+        detail = f"at most {rule.max_bytes} bytes are taken; {rule.remedy}"
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced[:20]) > self._max_bytes:
+        if announced.isdigit() and int(announced[:20]) > rule.max_bytes:
             return await problem(413, "Request too large", detail)(scope, receive, send)
         num_bytes, is_complete = 0, False
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        now = asyncio.get_running_loop().time
+        deadline = now() + rule.timeout_s
 
         async def receive_limited() -> Message:
             nonlocal num_bytes, is_complete
             if is_complete:  # a further call waits for the end of the connection
                 return await receive()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, now() + rule.silence_s)):
                     message = await receive()
             except TimeoutError:
-                late = f"the body was not here {self._timeout_s:g} s after its headers"
+                late = f"the body was not here {rule.timeout_s:g} s after its headers"
+                if now() < deadline:
+                    late = f"nothing more of the body came for {rule.silence_s:g} s"
                 raise HTTPException(408, late, {"Connection": "close"}) from None
             is_complete = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
+            if num_bytes > rule.max_bytes:
                 raise HTTPException(413, detail)
             return message
 

@@ -41,6 +41,8 @@ class Settings(RedisSettings, BaseSettings):
         description="model folders of the trainers can be seen here, so a missing one is refused; false: not checked",
     )
     max_body_bytes: int = Field(1024 * 1024, ge=1024, description="a larger request is refused")
+    max_dataset_bytes: int = Field(10 * 10**9, ge=1024, description="a larger data file is not taken")
+    upload_timeout_s: float = Field(3600.0, gt=0, description="for the whole upload of a data file")
     max_pending_jobs: int = Field(
         1000, ge=1, description="jobs of one API key, or of all callers without keys, that may be pending at a time"
     )

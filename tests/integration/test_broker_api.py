@@ -226,14 +226,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("misspelt key of a reward", {"reward": [{"name": "exact", "wight": 2}]}, "reward.0.wight", "did you mean weight?"),
     ("unknown second reward", {"reward": [{"name": "exact"}, {"name": "exat"}]}, "reward.1.name", "exact"),
-    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "put it there"),
+    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "`onbeat data push` uploads it"),
     ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
     ("missing field", {"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
     (
         "missing held-out file",
         {"evaluation": {"data": {"type": "jsonl", "path": "gone.jsonl"}}},
         "evaluation.data.path",
-        "put it there",
+        "`onbeat data push` uploads it",
     ),
     (
         "held-out data without answers",
@@ -974,11 +974,20 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
     parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "weights", "metrics", "samples")
     groups = ("groups/{group_id}", "groups/{group_id}/alike")
     of_job = (f"{job}/{part}" for part in (*parts, *groups, "events", "audit", "stream", "timeline"))
-    of_all = ("/v1/jobs", "/v1/job-schema", "/v1/models", "/v1/doctor", "/v1/workers", "/v1/pools/{pool}")
+    of_all = (
+        "/v1/jobs",
+        "/v1/datasets",
+        "/v1/job-schema",
+        "/v1/models",
+        "/v1/doctor",
+        "/v1/workers",
+        "/v1/pools/{pool}",
+    )
     reads = (*of_all, job, *of_job, f"{job}:explain")
     moves = ("/v1/jobs", "/v1/chat/completions", *(f"{job}:{verb}" for verb in ("cancel", "pause", "resume")))
     known = {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {("POST", path) for path in moves}
-    assert listed == known | {("DELETE", job)}
+    dataset = "/v1/datasets/{name}"
+    assert listed == known | {("DELETE", job), ("PUT", dataset), ("DELETE", dataset)}
     assert "JobConfig" in json.dumps(spec["paths"]["/v1/jobs"]["post"]["requestBody"])
     assert "Problem" in spec["components"]["schemas"]
     assert "application/problem+json" in spec["paths"]["/v1/jobs"]["post"]["responses"]["422"]["content"]

@@ -105,7 +105,8 @@ def role_for(method: str, path: str) -> Role | None:
         return None
     if method in ("GET", "HEAD"):
         return Role.READ
-    return Role.SUBMIT if method == "POST" and path in FOR_SUBMITTERS else Role.ADMIN
+    is_upload = (method, path) == ("PUT", "/v1/datasets/{name}")
+    return Role.SUBMIT if is_upload or (method == "POST" and path in FOR_SUBMITTERS) else Role.ADMIN
 
 
 @pytest.mark.parametrize(("method", "path"), [*every_route(), *UNKNOWN])

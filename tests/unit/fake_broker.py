@@ -39,6 +39,7 @@ class FakeJobs:
         self.num_streams = 0  # that were opened
         self.ends: list[str] = []  # reasons with which the next streams end at once
         self.is_stopping = False
+        self.uploads: dict[str, bytes] = {}
 
     def create(self, config: dict[str, Any], key: str) -> dict[str, Any]:
         if key not in self.by_key:
@@ -168,6 +169,15 @@ def make_app(fake: FakeJobs) -> FastAPI:
     @app.get("/readyz")
     async def readyz() -> dict[str, str]:
         return {"status": "ready"}
+
+    @app.get("/v1/datasets")
+    async def datasets() -> Any:
+        return {"datasets": [], "max_bytes": 1 << 20}
+
+    @app.put("/v1/datasets/{name}", status_code=201)
+    async def upload(name: str, request: Request) -> Any:
+        body = fake.uploads[name] = await request.body()
+        return {"name": name, "path": f"datasets/{name}", "num_bytes": len(body), "uploaded_at": time.time()}
 
     @app.post("/v1/jobs", status_code=201)
     async def create(request: Request) -> Any:

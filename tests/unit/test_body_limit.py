@@ -7,10 +7,13 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from services.broker.middleware import BodyLimit
+from services.broker.middleware import BodyLimit, BodyRule
 
 TIMEOUT_S = 2.0
-SCOPE: Scope = {"type": "http", "headers": []}
+RULE = BodyRule(1000, TIMEOUT_S)
+UPLOAD = BodyRule(1000, 10 * TIMEOUT_S, silence_s=TIMEOUT_S)
+SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/jobs", "headers": []}
+UPLOADING = SCOPE | {"method": "PUT", "path": "/v1/datasets/rows.jsonl"}
 
 
 async def read_all(_: Scope, receive: Receive, send: Send) -> None:
@@ -56,11 +59,19 @@ def part(more_body: bool) -> Message:
 
 async def test_client_that_listens_for_long_is_not_cut_off(advance: Callable[[float], None]) -> None:
     messages = [(0.0, part(True)), (0.5 * TIMEOUT_S, part(False)), (4 * TIMEOUT_S, {"type": "http.disconnect"})]
-    await BodyLimit(read_all, 1000, TIMEOUT_S)(SCOPE, client(advance, *messages), not_sent)
+    await BodyLimit(read_all, RULE, UPLOAD)(SCOPE, client(advance, *messages), not_sent)
 
 
 async def test_body_has_one_deadline_however_many_parts_come(advance: Callable[[float], None]) -> None:
     messages = [(0.4 * TIMEOUT_S, part(True))] * 10
     with pytest.raises(HTTPException) as refused:
-        await BodyLimit(read_all, 1000, TIMEOUT_S)(SCOPE, client(advance, *messages), not_sent)
+        await BodyLimit(read_all, RULE, UPLOAD)(SCOPE, client(advance, *messages), not_sent)
     assert refused.value.status_code == 408
+
+
+async def test_upload_may_take_long_but_not_fall_silent(advance: Callable[[float], None]) -> None:
+    steady = [(0.9 * TIMEOUT_S, part(True))] * 5 + [(0.0, part(False)), (0.0, {"type": "http.disconnect"})]
+    await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *steady), not_sent)
+    silent = [(0.0, part(True)), (1.1 * TIMEOUT_S, part(True))]
+    with pytest.raises(HTTPException, match="nothing more of the body came for 2 s"):
+        await BodyLimit(read_all, RULE, UPLOAD)(UPLOADING, client(advance, *silent), not_sent)

@@ -55,6 +55,22 @@ def test_create_list_get_cancel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.usefixtures("url")
+def test_create_uploads_the_files_beside_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeJobs
+) -> None:
+    assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART.parent / "from_jsonl.toml")) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "job-1\n"
+    ((name, body),) = fake.uploads.items()
+    assert body == (QUICKSTART.parent / "arithmetic.jsonl").read_bytes()
+    assert fake.jobs["job-1"]["config"]["data"]["path"] == f"datasets/{name}"
+    assert f"arithmetic.jsonl is datasets/{name} of the broker" in printed.err
+    assert onbeat(monkeypatch, "data", "push", str(QUICKSTART), "--name", "other.jsonl") == 0
+    assert capsys.readouterr().out == "datasets/other.jsonl\n"
+    assert onbeat(monkeypatch, "data", "list") == 0
+
+
+@pytest.mark.usefixtures("url")
 def test_watch_in_a_pipe_prints_a_line_per_iteration_and_no_control_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """The local stack with stand-ins for the services: what starts, what restarts, and that nothing survives."""
 
+import copy
 import os
 import shutil
 import signal
@@ -15,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import free_port, redis_service
-from onbeat.local.run import stage_data
 from onbeat.local.scratch import make_scratch
 from onbeat.local.stack import StackOptions, describe_places, service_specs
 from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
@@ -395,24 +396,22 @@ def test_no_room_for_temporary_files_is_told_with_the_folder(monkeypatch: pytest
 # ---- a job's data file -----------------------------------------------------------------------------------------
 
 
-def test_data_file_beside_the_job_is_put_where_the_broker_reads(tmp_path: Path) -> None:
-    config = JobConfig.from_file(EXAMPLES / "from_jsonl.toml")
-    staged = stage_data(config, EXAMPLES, tmp_path)
-    assert staged == stage_data(config, EXAMPLES, tmp_path)
-    path = Path(staged.data.path)  # type: ignore[union-attr]
-    assert path.is_relative_to(tmp_path)
-    assert path.read_text() == (EXAMPLES / "arithmetic.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"no file .*relative to the job file"):
-        stage_data(config, tmp_path, tmp_path)
-
-
-def test_held_out_file_beside_the_job_is_put_there_too(tmp_path: Path) -> None:
+def test_data_files_beside_the_job_are_named_by_content(tmp_path: Path) -> None:
     held_out = ["evaluation.data.type=jsonl", "evaluation.data.path=arithmetic.jsonl"]
-    config = JobConfig.from_file(EXAMPLES / "quickstart.toml", held_out)
-    staged = stage_data(config, EXAMPLES, tmp_path)
-    assert staged.evaluation is not None
-    path = Path(staged.evaluation.data.path)  # type: ignore[union-attr]
-    assert path.read_text() == (EXAMPLES / "arithmetic.jsonl").read_text()
-    assert staged.data == config.data
-    with pytest.raises(ValueError, match=r"evaluation\.data\.path: there is no file"):
-        stage_data(config, tmp_path, tmp_path)
+    job = JobConfig.from_file(EXAMPLES / "from_jsonl.toml", held_out).model_dump(mode="json")
+    again = copy.deepcopy(job)
+    files = take_local_files(job, EXAMPLES, tmp_path)
+    assert [file.source for file in files] == [EXAMPLES / "arithmetic.jsonl"] * 2
+    assert job["data"]["path"] == job["evaluation"]["data"]["path"] == files[0].path
+    assert files[0].name == f"arithmetic-{files[0].sha256[:16]}.jsonl"
+    take_local_files(again, EXAMPLES, tmp_path)
+    assert JobConfig.model_validate(again) == JobConfig.model_validate(job)
+
+
+def test_data_file_that_is_nowhere_is_named_before_the_start(tmp_path: Path) -> None:
+    job = JobConfig.from_file(EXAMPLES / "from_jsonl.toml").model_dump(mode="json")
+    with pytest.raises(ValueError, match=r"data\.path: there is no file .*relative to the job file"):
+        take_local_files(job, tmp_path, tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "arithmetic.jsonl").touch()  # of the broker
+    assert take_local_files(job, tmp_path, tmp_path / "data") == []

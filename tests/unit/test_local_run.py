@@ -203,7 +203,7 @@ def test_run_continues_its_own_job_and_begins_another_file_anew() -> None:
 
     async def submit(url: str, config: JobConfig, *, is_fresh: bool = False) -> JobRecord:
         async with AsyncClient(url) as client:
-            return await JobRun(url, config, None, console)._submit(client, is_fresh)
+            return await JobRun(url, config, [], None, console)._submit(client, is_fresh)
 
     def states() -> list[str]:
         return [fake.record(job_id)["state"] for job_id in fake.jobs]

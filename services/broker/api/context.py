@@ -14,6 +14,7 @@ from services.broker.live import JobStreams
 from services.broker.metrics import Meters
 from services.broker.quota import Quota
 from services.broker.timeline import Timelines
+from services.broker.uploads import Uploads
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Context:
     timelines: Timelines
     alike: Alike
     chats: ChatDesk
+    uploads: Uploads
 
 
 def context_of(request: Request) -> Context:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from onbeat.config import FileData
 from services.broker.datasets import ChatMessage, DatasetError, PromptItem
 
+REMEDY = "`onbeat data push` uploads it, and `onbeat jobs create` what lies beside the job file"
 MAX_SHOWN = 80  # characters of a wrong path
 ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
 NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
@@ -102,9 +103,9 @@ def resolve_path(given: str, data_dir: Path) -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DatasetError("data.path", f"{shown!r} is not a path: {reason}; give that of a file") from error
     if not path.is_relative_to(root):
-        raise DatasetError("data.path", f"{given} is outside the broker's data folder; put the file there")
+        raise DatasetError("data.path", f"{given} is outside the broker's data folder; {REMEDY}")
     if not is_file:
-        raise DatasetError("data.path", f"there is no file {given} in the broker's data folder; put it there")
+        raise DatasetError("data.path", f"there is no file {given} in the broker's data folder; {REMEDY}")
     return path
 
 

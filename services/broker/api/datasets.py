@@ -1,0 +1,94 @@
+"""REST of data files: upload them, list them, remove them. A job names one by its `path`."""
+
+import asyncio
+import json
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from onbeat.streams.inspection import existing_jobs
+from onbeat.types import DatasetRecord, JobState
+from services.broker.api.context import Broker, Context
+from services.broker.api.problems import documented
+from services.broker.uploads import NAME, UploadRefused
+
+router = APIRouter(prefix="/v1", tags=["datasets"], responses=documented(422, 503))
+
+JOBS_AT_ONCE = 100
+AS_BYTES = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+DatasetName = Annotated[str, Path(pattern=f"^{NAME.pattern}$")]
+
+
+class DatasetList(BaseModel):
+    """`max_bytes`: a larger file is not taken."""
+
+    datasets: list[DatasetRecord]
+    max_bytes: int
+
+
+@router.put("/datasets/{name}", status_code=201, responses=documented(409, 413, 507), openapi_extra=AS_BYTES)
+async def put_dataset(
+    name: DatasetName,
+    broker: Broker,
+    request: Request,
+    response: Response,
+    sha256: Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$")] = None,
+) -> DatasetRecord:
+    """Upload a JSONL or Parquet file, as the body. A file is never changed: 200 if it is there already, 409 if another
+    one has the name. `sha256`: what arrives must have this digest."""
+    try:
+        record, is_new = await broker.uploads.receive(name, request.stream(), sha256)
+    except UploadRefused as error:
+        raise HTTPException(error.status, str(error)) from error
+    response.status_code = 201 if is_new else 200
+    return record
+
+
+@router.get("/datasets")
+async def list_datasets(broker: Broker) -> DatasetList:
+    """The data files that a job can name by their `path`, the newest first."""
+    return DatasetList(datasets=await asyncio.to_thread(broker.uploads.list), max_bytes=broker.uploads.max_bytes)
+
+
+@router.delete("/datasets/{name}", status_code=204, responses=documented(404, 409, 507))
+async def delete_dataset(name: DatasetName, broker: Broker) -> None:
+    """Remove a data file that no unfinished job reads."""
+    user = await find_user(broker, name)
+    if user is not None:
+        raise HTTPException(409, f"job {user} reads {name}; delete it when the job is over")
+    try:
+        is_gone = await asyncio.to_thread(broker.uploads.remove, name)
+    except UploadRefused as error:
+        raise HTTPException(error.status, str(error)) from error
+    if not is_gone:
+        raise HTTPException(404, f"there is no dataset {name}; GET /v1/datasets lists those that are there")
+
+
+async def find_user(broker: Context, name: str) -> str | None:
+    """Return the id of an unfinished job that names the file, or None."""
+    for state in (JobState.PENDING, JobState.RUNNING):  # RUNNING: all that were started and are not over
+        first = 0
+        while job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE):
+            for job_id, fields in (await existing_jobs(broker.ledger, job_ids)).items():
+                if names_file(json.loads(fields["config"]), name):
+                    return job_id
+            first += JOBS_AT_ONCE
+    return None
+
+
+def names_file(value: object, name: str) -> bool:
+    """Return whether a `path` anywhere in a job ends in this name."""
+    if isinstance(value, list):
+        return any(names_file(item, name) for item in value)
+    if not isinstance(value, dict):
+        return False
+    path = value.get("path")
+    is_named = isinstance(path, str) and path.rpartition("/")[2] == name
+    return is_named or any(names_file(item, name) for item in value.values())
