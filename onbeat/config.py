@@ -43,9 +43,9 @@ class ReasoningGymData(Section):
     system_prompt: str | None = Field(None, description="put before every question as a system message")
 
 
-class FileData(Section):
-    type: Literal["jsonl", "parquet"]
-    path: str = Field(description="the file, on the broker's machine, inside its data folder")
+class RowData(Section):
+    """How a row becomes a prompt."""
+
     prompt_field: str = Field(
         "prompt", description="a string, or a list of {role, content} messages; `a.b` is field b of the mapping a"
     )
@@ -60,7 +60,24 @@ class FileData(Section):
     shuffle: bool = Field(True, description="draw in a new seeded order in every epoch")
 
 
-DataConfig = Annotated[ReasoningGymData | FileData, Field(discriminator="type")]
+class FileData(RowData):
+    type: Literal["jsonl", "parquet"]
+    path: str = Field(description="the file, on the broker's machine, inside its data folder")
+
+
+class HubData(RowData):
+    """A data set of the Hugging Face hub; the broker needs the package `datasets`."""
+
+    type: Literal["hf"]
+    path: str = Field(
+        description="its id on the hub, `org/name`; or a folder of that shape in the broker's data folder"
+    )
+    subset: str | None = Field(None, description="its configuration, where it has several; GSM8K: `main`")
+    split: str = Field("train", description="of the data set")
+    revision: str | None = Field(None, description="a commit, tag or branch; default: the newest at the first use")
+
+
+DataConfig = Annotated[ReasoningGymData | FileData | HubData, Field(discriminator="type")]
 
 
 class EnvironmentConfig(Section):
@@ -259,7 +276,7 @@ class HeldOutSet:
 
     name: str  # '' of the only one
     field: str  # of the job, that it is in
-    data: ReasoningGymData | FileData
+    data: DataConfig
     num_prompts: int
     rewards: list[RewardConfig]
     solved_at: float

@@ -29,6 +29,7 @@ from onbeat.types import (
 )
 
 STREAM_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 5.0, 10.0)  # before a stream that failed is resumed
+CREATE_S = 120.0  # the broker opens a job's data, and may have to download it
 STREAM_RENEWAL_S = 0.2  # before a stream that ended normally is resumed
 GOOD_STREAM_S = 10.0  # failures count in a row until a stream lasts this long, or delivers an event
 
@@ -53,7 +54,8 @@ class AsyncJobs:
         """Submit a job. Safe to repeat: the same key gives the same job, and every call has a key."""
         body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        answer = await self._client.request("POST", "/v1/jobs", json=body, headers=headers, is_repeatable=True)
+        options = {"json": body, "headers": headers, "timeout": CREATE_S}
+        answer = await self._client.request("POST", "/v1/jobs", is_repeatable=True, **options)
         return JobRecord.model_validate(answer)
 
     async def fork(self, job_id: str, iteration: int, overrides: Sequence[str] = ()) -> JobRecord:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from onbeat.config import FileData, JobConfig, ReasoningGymData
+from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
 from onbeat.rewards import RewardConfig
@@ -32,7 +32,6 @@ MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
 
 
-Data = ReasoningGymData | FileData
 OneOrSeveral = RewardConfig | list[RewardConfig]
 
 
@@ -42,7 +41,7 @@ class RewardUse:
 
     field: str
     reward: RewardConfig
-    data: Sequence[tuple[str, Data]]
+    data: Sequence[tuple[str, DataConfig]]
 
 
 class FieldError(BaseModel):
@@ -139,7 +138,7 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
     return errors
 
 
-def data_sections(config: JobConfig) -> list[tuple[str, Data]]:
+def data_sections(config: JobConfig) -> list[tuple[str, DataConfig]]:
     """Return all data of the job by its field."""
     return [("data", config.data), *((f"{each.field}.data", each.data) for each in config.held_out)]
 
@@ -147,7 +146,7 @@ def data_sections(config: JobConfig) -> list[tuple[str, Data]]:
 def reward_uses(config: JobConfig) -> list[RewardUse]:
     """Return each reward of the job by its field, with the data that it scores."""
     sets = config.evaluation.sets if config.evaluation is not None else []
-    shared: list[tuple[str, Data]] = [("data", config.data)]
+    shared: list[tuple[str, DataConfig]] = [("data", config.data)]
     uses = []
     for held_out, section in zip_longest(config.held_out, [each.reward for each in sets]):
         place = (f"{held_out.field}.data", held_out.data)
@@ -158,7 +157,7 @@ def reward_uses(config: JobConfig) -> list[RewardUse]:
     return (uses_in("reward", config.reward, shared) if config.reward is not None else []) + uses
 
 
-def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, Data]]) -> list[RewardUse]:
+def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, DataConfig]]) -> list[RewardUse]:
     if isinstance(section, RewardConfig):
         return [RewardUse(field, section, data)]
     return [RewardUse(f"{field}.{index}", reward, data) for index, reward in enumerate(section)]
@@ -180,10 +179,10 @@ def review_reward(use: RewardUse) -> list[FieldError]:
         message = f"no reward {name!r} is installed; {nearest(name, {*installed, HTTP_REWARD})}"
         return [FieldError(field=f"{use.field}.name", message=message)]
     for field, data in use.data:
-        if name == "reasoning_gym" and isinstance(data, FileData):
-            message = f"scores only data of type reasoning_gym, {field} is a file; use exact, regex or math with files"
+        if name == "reasoning_gym" and isinstance(data, RowData):
+            message = f"scores only data of type reasoning_gym, {field} has rows; use exact, regex or math with rows"
             return [FieldError(field=f"{use.field}.name", message=message)]
-        if name in REWARDS_THAT_COMPARE and isinstance(data, FileData) and data.answer_field is None:
+        if name in REWARDS_THAT_COMPARE and isinstance(data, RowData) and data.answer_field is None:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [FieldError(field=f"{field}.answer_field", message=message)]
     return review_options(use)

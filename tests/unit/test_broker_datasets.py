@@ -1,6 +1,8 @@
 """Prompts as pure functions of (job, iteration), and every way in which data can be wrong."""
 
+import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from onbeat.config import EvaluationConfig, FileData, JobConfig, ReasoningGymData
+from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
 from services.broker.datasets import DatasetError, DatasetSpec, open_dataset
 from services.broker.datasets.files import epoch_order
 from services.broker.tasks import build_evaluation_tasks, build_tasks, task_seed
@@ -344,3 +346,79 @@ def test_seeds_differ_and_fit_31_bits() -> None:
     assert len(set(seeds)) == 400
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert task_seed(0, 1, 23) != task_seed(0, 12, 3)
+
+
+# ---- a hub -------------------------------------------------------------------------------------------------------
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: data/train.jsonl}
+  - {split: test, path: data/test.jsonl}
+- config_name: stolen
+  data_files: %s
+---
+"""
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path) -> Path:
+    """A folder of the shape that a data set has on the hub; returns the data folder that it is in."""
+    root = tmp_path / "org" / "sums"
+    (root / "data").mkdir(parents=True)
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "?", "answer": "secret"}\n')
+    (root / "README.md").write_text(CARD % (tmp_path / "secret.jsonl"))
+    write_jsonl(root / "data" / "train.jsonl", ROWS)
+    write_jsonl(root / "data" / "test.jsonl", [{"prompt": "held out", "answer": 1072, "level": 0}])
+    return tmp_path
+
+
+def open_hub(data_dir: Path, **options: Any) -> Any:
+    data = HubData.model_validate({"type": "hf", "path": "org/sums", "subset": "main"} | options)
+    return open_dataset(DatasetSpec(data=data, seed=0, num_items=100), data_dir)
+
+
+def test_split_of_a_hub_is_fetched_once_and_kept(hub_folder: Path) -> None:
+    dataset = open_hub(hub_folder, split="test", answer_pattern="0(.+)")
+    assert dataset.item(0).context["answer"] == "72"
+    (kept,) = (hub_folder / "datasets" / ".hub").iterdir()
+    assert kept.name.startswith("org-sums-")
+    shutil.rmtree(hub_folder / "org")
+    assert open_hub(hub_folder, split="test").item(0).messages[0].content == "held out"
+
+
+def test_hub_rows_come_as_those_of_a_file_do(hub_folder: Path) -> None:
+    write_jsonl(hub_folder / "rows.jsonl", ROWS)
+    hub, file = open_hub(hub_folder), open_file(hub_folder)
+    assert [hub.item(index) for index in range(25)] == [file.item(index) for index in range(25)]
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        ({"split": "validation"}, "data.split", "has no split 'validation'; it has: train, test"),
+        ({"subset": "other"}, "data.path", "BuilderConfig 'other' not found. Available: ['main', 'stolen']"),
+        ({"subset": "stolen"}, "data.path", "has a file outside of itself"),
+        ({"path": "../org"}, "data.path", "is no hub id"),
+        ({"path": "/etc"}, "data.path", "is no hub id"),
+        ({"prompt_field": "text"}, "data.prompt_field", "org/sums, row 0 has no 'text'; it has: answer, level, prompt"),
+    ],
+)
+def test_wrong_hub_data_is_refused(hub_folder: Path, options: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        open_hub(hub_folder, **options)
+    assert (caught.value.field, words in caught.value.message) == (field, True), caught.value.message
+
+
+def test_hub_data_without_the_library_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DatasetError, match=r"needs the package `datasets` .* upload it with `onbeat data push`"):
+        open_hub(tmp_path)
+
+
+def test_hub_that_is_not_reachable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError, match="org/sums cannot be fetched: "):
+        open_hub(tmp_path)

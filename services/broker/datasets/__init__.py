@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from onbeat.config import DataConfig, FileData, HeldOutSet, JobConfig
+from onbeat.config import DataConfig, HeldOutSet, JobConfig, ReasoningGymData, RowData
 from onbeat.errors import OnbeatError
 
 
@@ -54,7 +54,7 @@ class DatasetSpec(BaseModel):
         """Return the spec of held-out data. A file is read in its own order. Procedural items come from seeds that
         training never reaches: item i of a dataset is made from seed + i, and a job has fewer than 2**31 prompts."""
         data = held_out.data
-        if isinstance(data, FileData):
+        if isinstance(data, RowData):
             data = data.model_copy(update={"shuffle": False})
         return cls(data=data, seed=(job_seed + 2**31) % 2**32, num_items=held_out.num_prompts)
 
@@ -71,7 +71,7 @@ class PromptDataset(Protocol):
 
 def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
     """Open the dataset; imports only what the type of data needs. Raises DatasetError."""
-    if isinstance(spec.data, FileData):
+    if not isinstance(spec.data, ReasoningGymData):
         from services.broker.datasets.files import FileDataset
 
         return FileDataset.open(spec.data, spec.seed, data_dir)

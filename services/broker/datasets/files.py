@@ -1,4 +1,7 @@
-"""Datasets from JSONL and Parquet files. Rows are read when they are needed: the file may be larger than memory."""
+"""Datasets of rows: JSONL and Parquet files, and splits of a hub.
+
+Rows are read when they are needed: the file may be larger than memory.
+"""
 
 import functools
 import hashlib
@@ -8,12 +11,12 @@ import os
 import random
 import re
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from onbeat.config import FileData
+from onbeat.config import FileData, HubData, RowData
 from services.broker.datasets import ChatMessage, DatasetError, PromptItem
+from services.broker.datasets.hub import fetch_split
 
 REMEDY = "`onbeat data push` uploads it, and `onbeat jobs create` what lies beside the job file"
 MAX_SHOWN = 80  # characters of a wrong path
@@ -36,19 +39,18 @@ class RowReader(Protocol):
 
 
 class FileDataset:
-    def __init__(self, data: FileData, seed: int, path: Path, reader: RowReader) -> None:
+    def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: RowReader) -> None:
         self._data, self._seed, self._path, self._reader = data, seed, path, reader
         self._identity = file_identity(path)
         self._epoch_order = functools.lru_cache(maxsize=2)(self._compute_order)
 
     @classmethod
-    def open(cls, data: FileData, seed: int, data_dir: Path) -> "FileDataset":
-        """Find the file and check its first rows. Raises DatasetError."""
-        path = resolve_path(data.path, data_dir)
+    def open(cls, data: FileData | HubData, seed: int, data_dir: Path) -> "FileDataset":
+        """Find or fetch the file and check its first rows. Raises DatasetError."""
         check_options(data)
-        readers: dict[str, Callable[[Path], RowReader]] = {"jsonl": JsonlReader, "parquet": ParquetReader}
+        path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         try:
-            reader = readers[data.type](path)
+            reader: RowReader = JsonlReader(path) if data.type == "jsonl" else ParquetReader(path)
             if reader.num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
             dataset = cls(data, seed, path, reader)
@@ -109,7 +111,7 @@ def resolve_path(given: str, data_dir: Path) -> Path:
     return path
 
 
-def check_options(data: FileData) -> None:
+def check_options(data: RowData) -> None:
     if data.system_prompt is not None and not data.as_chat:
         raise DatasetError("data.system_prompt", "needs as_chat = true; a plain prompt has no messages")
     if data.answer_pattern is not None:
@@ -121,7 +123,7 @@ def check_options(data: FileData) -> None:
             raise DatasetError("data.answer_pattern", f"is no regular expression: {error}") from error
 
 
-def find_answer(row: Row, data: FileData, where: str) -> Any:
+def find_answer(row: Row, data: RowData, where: str) -> Any:
     """Return the row's answer, None for data without answers. Raises DatasetError."""
     if data.answer_field is None:
         return None
@@ -150,7 +152,7 @@ def pick(row: Row, name: str, field: str, where: str) -> Any:
     return value
 
 
-def to_messages(prompt: Any, data: FileData, where: str) -> list[ChatMessage]:
+def to_messages(prompt: Any, data: RowData, where: str) -> list[ChatMessage]:
     """Return the prompt's messages, [] for a plain prompt. Raises DatasetError if it has neither of the two shapes."""
     if is_text(prompt):
         if not prompt.strip():

@@ -1,0 +1,71 @@
+"""Data sets of a hub, by the library `datasets`. A split is fetched once and kept as a Parquet file.
+
+DATA_DIR/datasets/.hub/NAME.parquet    the split, which jobs read from then on
+DATA_DIR/datasets/.hub/cache           what is being downloaded
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from onbeat.config import HubData
+from onbeat.types import DATASETS_FOLDER
+from services.broker.datasets import DatasetError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+ON_HUB = "hf://"
+MAX_REASON = 300  # characters of what the library says
+
+
+def fetch_split(data: HubData, data_dir: Path) -> Path:
+    """Return the Parquet file of the split. Raises DatasetError with a remedy."""
+    if not HUB_ID.fullmatch(data.path) or ".." in data.path:
+        raise DatasetError("data.path", f"{data.path!r} is no hub id; it is like openai/gsm8k")
+    folder = data_dir.resolve() / DATASETS_FOLDER / ".hub"
+    wanted = json.dumps([data.path, data.subset, data.split, data.revision])
+    target = folder / f"{data.path.replace('/', '-')}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}.parquet"
+    if target.is_file():
+        return target
+    if importlib.util.find_spec("datasets") is None:
+        message = "needs the package `datasets` where the broker runs, which is not installed; download the data set"
+        raise DatasetError("data.type", f"{message} as Parquet, and upload it with `onbeat data push`")
+    try:
+        (folder / "cache").mkdir(parents=True, exist_ok=True)
+        draft = target.with_suffix(".new")
+        with contextlib.chdir(folder / "cache"):  # a folder of the broker that has the name is not the hub's
+            read_split(data, data_dir.resolve(), folder / "cache").to_parquet(draft)
+        draft.replace(target)
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+    except DatasetError:
+        raise
+    except Exception as error:  # the library raises errors of half a dozen others
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:MAX_REASON] or type(cause).__name__
+        raise DatasetError("data.path", f"{data.path} cannot be fetched: {reason}") from error
+    return target
+
+
+def read_split(data: HubData, data_dir: Path, cache: Path) -> Any:
+    """Download and prepare the split. Raises DatasetError, or whatever the library raises."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    local = data_dir / data.path
+    source, revision = (str(local), None) if local.is_dir() else (data.path, data.revision)
+    builder = datasets.load_dataset_builder(source, data.subset, cache_dir=str(cache), revision=revision)
+    for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
+        is_its_own = Path(file).resolve().is_relative_to(local) if local.is_dir() else file.startswith(ON_HUB)
+        if not is_its_own:  # a data set could name files of this machine
+            raise DatasetError("data.path", f"{data.path} has a file outside of itself: {file}")
+    splits = list(builder.info.splits or builder.config.data_files or {})
+    if splits and data.split not in map(str, splits):
+        raise DatasetError(
+            "data.split", f"{data.path} has no split {data.split!r}; it has: {', '.join(map(str, splits))}"
+        )
+    builder.download_and_prepare()
+    return builder.as_dataset(split=data.split)
