@@ -58,6 +58,10 @@ class RowData(Section):
     as_chat: bool = Field(True, description="wrap a string prompt into one user message and apply the chat template")
     system_prompt: str | None = Field(None, description="put before every prompt as a system message")
     shuffle: bool = Field(True, description="draw in a new seeded order in every epoch")
+    max_prompt_tokens: PositiveInt | None = Field(
+        None, description="longer prompts are not trained; counted when the job is submitted, as the model gets them"
+    )
+    on_too_long: Literal["drop", "refuse"] = Field("drop", description="leave such prompts out, or refuse the job")
 
 
 class FileData(RowData):

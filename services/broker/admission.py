@@ -64,25 +64,31 @@ class Admission:
     def __init__(self, data: DatasetProcess, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
 
-    async def review(self, config: JobConfig) -> None:
-        """Raise JobRefused with everything that is wrong. The data is not opened while the numbers are impossible."""
+    async def review(self, config: JobConfig) -> list[str]:
+        """Return what the job's events should say about its data. Raises JobRefused with everything that is wrong; the
+        data is not opened while the numbers are impossible."""
         errors = review_numbers(config) + review_free_values(config) + review_environment(config)
         for use in reward_uses(config):
             errors += review_reward(use) + await self._review_pattern(use)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
+        notes: list[str] = []
         if not review_numbers(config):
-            errors += await self._review_data(config)
+            errors += await self._review_data(config, notes)
         if errors:
             raise JobRefused(errors)
+        return notes
 
-    async def _review_data(self, config: JobConfig) -> list[FieldError]:
-        """Open all data. Of each the first thing that is wrong is named."""
-        reads = [self._process.read(DatasetSpec.of_job(config), 0, 1)]
-        reads += [read_set(held_out, config.seed, self._process, num_prompts=1) for held_out in config.held_out]
+    async def _review_data(self, config: JobConfig, notes: list[str]) -> list[FieldError]:
+        """Open all data, and add to the notes. Of each the first thing that is wrong is named."""
         errors = []
-        for read in reads:
+        try:
+            _, note = await self._process.read_noted(DatasetSpec.of_job(config), 0, 1)
+            notes += [note] * bool(note)
+        except DatasetError as error:
+            errors.append(FieldError(field=error.field, message=error.message))
+        for held_out in config.held_out:
             try:
-                await read
+                await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
                 errors.append(FieldError(field=error.field, message=error.message))
         return errors
@@ -127,7 +133,11 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
     options |= {
         f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
     }
-    errors = []
+    errors = [
+        FieldError(field=f"{field}.max_prompt_tokens", message="only training data has this; leave it out")
+        for field, data in data_sections(config)
+        if field != "data" and isinstance(data, RowData) and data.max_prompt_tokens is not None
+    ]
     for field, value in options.items():
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()

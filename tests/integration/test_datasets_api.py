@@ -18,6 +18,7 @@ from onbeat.errors import ApiError
 from onbeat.streams.ledger import Ledger
 from services.broker import uploads
 from tests.integration.broker_fixtures import job_body, running_broker, write_prompts
+from tests.integration.tiny_models import write_tied_model
 
 ROWS = b'{"prompt": "5 + 9 =", "answer": "14"}\n'
 MAX_BYTES = 1 << 20
@@ -158,10 +159,8 @@ async def test_files_beside_a_job_file_go_with_the_job(client: AsyncClient, tmp_
         await client.datasets.push(file)
     assert job["data"]["path"] == "prompts.jsonl"
     assert job["evaluation"]["data"]["path"].startswith("datasets/sums-")
-    assert (await client.jobs.create(job)).config["evaluation"]["data"] == held_out["data"] | {
-        **{"prompt_field": "prompt", "answer_field": "answer", "answer_pattern": None},
-        **{"as_chat": True, "system_prompt": None, "shuffle": True},
-    }
+    created = await client.jobs.create(job)
+    assert created.config["evaluation"]["data"]["path"] == job["evaluation"]["data"]["path"]
 
 
 async def test_all_that_is_wrong_with_a_job_is_named_at_once(broker: httpx.AsyncClient) -> None:
@@ -172,3 +171,15 @@ async def test_all_that_is_wrong_with_a_job_is_named_at_once(broker: httpx.Async
     fields = [error["field"] for error in refused.json()["errors"]]
     assert sorted(fields) == ["data.path", "evaluation.data.path", "model.path", "reward.name"]
     assert json.dumps(refused.json()).count("onbeat data push") == 2
+
+
+async def test_dropped_prompts_are_an_event_of_the_job(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    model = write_tied_model(tmp_path / "model")
+    (tmp_path / "long.jsonl").write_bytes(ROWS + b'{"prompt": "%s", "answer": "1"}\n' % (b"x" * 200))
+    job = job_on("long.jsonl", model={"path": str(model)})
+    job["data"]["max_prompt_tokens"] = 100
+    created = await broker.post("/v1/jobs", json=job)
+    assert created.status_code == 201, created.text
+    events = (await broker.get(f"/v1/jobs/{created.json()['id']}/events")).json()["events"]
+    (warning,) = [event["message"] for event in events if event["kind"] == "job.warning"]
+    assert "1 of 2 prompts have more than 100 tokens; the longest is line 2" in warning

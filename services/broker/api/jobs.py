@@ -108,13 +108,15 @@ async def create_job(
     if record is None:
         submitter = submitter_of(request)
         async with broker.quota.place(submitter):
-            await broker.admission.review(config)
+            notes = await broker.admission.review(config)
             await review_fork(broker.ledger, config)
             lengths = (config.schedule.num_iterations, config.max_staleness)
             try:
                 is_new = await broker.ledger.jobs.create(job_id, wanted, *lengths, submitter)
             except JobDeleted as error:
                 raise HTTPException(409, str(error)) from error
+        for note in notes if is_new else []:
+            await broker.ledger.event_log.emit(job_id, "job.warning", note)
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)
     if record is None:
         record = await read_job(broker.ledger, job_id)

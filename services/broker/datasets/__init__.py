@@ -43,11 +43,14 @@ class DatasetSpec(BaseModel):
     data: DataConfig
     seed: int
     num_items: int  # the total that the job will take
+    model_path: str = ""  # of the tokenizer, where prompts are counted
 
     @classmethod
     def of_job(cls, config: JobConfig) -> "DatasetSpec":
         num_items = config.schedule.num_iterations * config.rollout.num_prompts_per_iteration
-        return cls(data=config.data, seed=config.seed, num_items=num_items)
+        is_counted = isinstance(config.data, RowData) and config.data.max_prompt_tokens is not None
+        model_path = config.model.path if is_counted else ""
+        return cls(data=config.data, seed=config.seed, num_items=num_items, model_path=model_path)
 
     @classmethod
     def of_evaluation(cls, held_out: HeldOutSet, job_seed: int) -> "DatasetSpec":
@@ -60,6 +63,8 @@ class DatasetSpec(BaseModel):
 
 
 class PromptDataset(Protocol):
+    note: str  # what a job's events should say about the data; '' for nothing
+
     def item(self, index: int) -> PromptItem:
         """Return prompt number `index` of the job, 0 <= index < num_items. Raises DatasetError."""
         ...
@@ -74,7 +79,7 @@ def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
     if not isinstance(spec.data, ReasoningGymData):
         from services.broker.datasets.files import FileDataset
 
-        return FileDataset.open(spec.data, spec.seed, data_dir)
+        return FileDataset.open(spec.data, spec, data_dir)
     from services.broker.datasets.procedural import ReasoningGymDataset
 
     return ReasoningGymDataset.open(spec.data, spec.seed, spec.num_items)

@@ -66,7 +66,7 @@ def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str
         items = [dataset.item(index) for index in range(request.first, request.first + request.count)]
     except DatasetError as error:
         return {"error": {"field": error.field, "message": error.message}}
-    return {"items": [item.model_dump() for item in items]}
+    return {"items": [item.model_dump() for item in items], "note": dataset.note}
 
 
 def problem_of(pattern: str) -> str:

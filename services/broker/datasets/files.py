@@ -11,12 +11,14 @@ import os
 import random
 import re
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from onbeat.config import FileData, HubData, RowData
-from services.broker.datasets import ChatMessage, DatasetError, PromptItem
+from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.hub import fetch_split
+from services.broker.datasets.lengths import choose_rows, count_prompts
 
 REMEDY = "`onbeat data push` uploads it, and `onbeat jobs create` what lies beside the job file"
 MAX_SHOWN = 80  # characters of a wrong path
@@ -42,10 +44,12 @@ class FileDataset:
     def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: RowReader) -> None:
         self._data, self._seed, self._path, self._reader = data, seed, path, reader
         self._identity = file_identity(path)
+        self._rows: Sequence[int] = range(reader.num_rows)  # that are drawn from
+        self.note = ""
         self._epoch_order = functools.lru_cache(maxsize=2)(self._compute_order)
 
     @classmethod
-    def open(cls, data: FileData | HubData, seed: int, data_dir: Path) -> "FileDataset":
+    def open(cls, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> "FileDataset":
         """Find or fetch the file and check its first rows. Raises DatasetError."""
         check_options(data)
         path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
@@ -53,26 +57,35 @@ class FileDataset:
             reader: RowReader = JsonlReader(path) if data.type == "jsonl" else ParquetReader(path)
             if reader.num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
-            dataset = cls(data, seed, path, reader)
+            dataset = cls(data, spec.seed, path, reader)
             for index in range(min(reader.num_rows, NUM_CHECKED_ROWS)):
                 dataset.to_item(index)
+            if spec.model_path:
+                dataset._drop_long(spec.model_path, data_dir)
         except OSError as error:
             raise DatasetError("data.path", f"{data.path} cannot be read: {error.strerror or error}") from error
         return dataset
+
+    def _drop_long(self, model_path: str, data_dir: Path) -> None:
+        limits = {"shuffle", "max_prompt_tokens", "on_too_long"}  # these change no prompt
+        identity = [str(self._path), self._identity, self._data.model_dump(exclude=limits)]
+        items = map(self.to_item, range(self._reader.num_rows))
+        lengths = count_prompts(items, model_path, identity, data_dir)
+        self._rows, self.note = choose_rows(self._data, lengths, self._reader.place)
 
     def is_current(self) -> bool:
         return file_identity(self._path) == self._identity
 
     def item(self, index: int) -> PromptItem:
-        epoch, position = divmod(index, self._reader.num_rows)
-        row = self._epoch_order(epoch)[position] if self._data.shuffle else position
+        epoch, position = divmod(index, len(self._rows))
+        place = self._epoch_order(epoch)[position] if self._data.shuffle else position
         try:
-            return self.to_item(row)
+            return self.to_item(self._rows[place])
         except OSError as error:
             raise DatasetError("data.path", f"{self._data.path} cannot be read: {error.strerror or error}") from error
 
     def _compute_order(self, epoch: int) -> "array[int]":
-        return epoch_order(self._seed, epoch, self._reader.num_rows)
+        return epoch_order(self._seed, epoch, len(self._rows))
 
     def to_item(self, index: int) -> PromptItem:
         data, row = self._data, self._reader.row(index)

@@ -13,6 +13,8 @@ RESERVED_OPTIONS = {"seed": "set the job's seed", "size": "it follows from the n
 class ReasoningGymDataset:
     """A dataset of generated tasks. The unmodified question is the user message."""
 
+    note = ""
+
     def __init__(self, data: ReasoningGymData, seed: int, num_items: int, dataset: Any) -> None:
         self._data, self._seed, self._num_items = data, seed, num_items
         self._dataset = dataset

@@ -29,10 +29,14 @@ class DatasetProcess:
 
     async def read(self, spec: DatasetSpec, first: int, count: int) -> list[PromptItem]:
         """Read items `first` to `first + count - 1`. Raises DatasetError, also when a time or memory limit is hit."""
+        return (await self.read_noted(spec, first, count))[0]
+
+    async def read_noted(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
+        """Read items, and what the job's events should say about the data ('' for nothing). Raises DatasetError."""
         answer = await self._ask({"spec": spec.model_dump(mode="json"), "first": first, "count": count})
         if "error" in answer:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
-        return [PromptItem.model_validate(item) for item in answer["items"]]
+        return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
 
     async def check_pattern(self, pattern: str) -> str:
         """Return why a regular expression cannot be used, or ''. Compiling one can take minutes."""

@@ -1,0 +1,84 @@
+"""The tokens of prompts, counted by a process of the trainer's code: the broker's own imports no tokenizer.
+
+The counts of a file are kept in `DATA_DIR/datasets/.lengths`, as far as that can be written.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from onbeat.config import RowData
+from onbeat.types import DATASETS_FOLDER
+from services.broker.datasets import DatasetError, PromptItem
+
+COUNTER = "services.trainer.prompt_lengths"
+FIELD = "data.max_prompt_tokens"
+MAX_REASON = 300  # characters of what the tokenizer says
+
+
+def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object, data_dir: Path) -> "array[int]":
+    """Return the number of tokens of each prompt. `identity`: differs where the prompts do.
+
+    Raises DatasetError where the model's tokenizer cannot be loaded here.
+    """
+    digest = hashlib.sha256(json.dumps([model_path, identity], default=str).encode()).hexdigest()[:32]
+    kept = data_dir / DATASETS_FOLDER / ".lengths" / digest
+    with contextlib.suppress(OSError, ValueError):
+        return array("i", kept.read_bytes())
+    lengths = array("i", count_in_process(items, model_path))
+    with contextlib.suppress(OSError):  # the data folder may be read-only
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(".new")
+        draft.write_bytes(lengths.tobytes())
+        draft.replace(kept)
+    return lengths
+
+
+def count_in_process(items: Iterator[PromptItem], model_path: str) -> list[int]:
+    if importlib.util.find_spec("transformers") is None:
+        message = (
+            "prompts are counted with the model's tokenizer, and the package `transformers` is not installed where"
+        )
+        raise DatasetError(FIELD, f"{message} the broker runs; leave too long prompts out of the data, and this away")
+    with tempfile.TemporaryFile("w+") as prompts:
+        for item in items:
+            prompts.write(json.dumps(item.model_dump(include={"messages", "text"})) + "\n")
+        prompts.flush()
+        prompts.seek(0)
+        command = [sys.executable, "-P", "-m", COUNTER, model_path]
+        done = subprocess.run(command, stdin=prompts, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:MAX_REASON]
+        message = f"the tokenizer of {model_path} cannot be used where the broker runs: {reason}"
+        raise DatasetError(FIELD, f"{message}; leave too long prompts out of the data, and this away")
+    return list(map(int, done.stdout.split()))
+
+
+def choose_rows(data: RowData, lengths: "array[int]", place: Any) -> tuple["array[int]", str]:
+    """Return the rows that are short enough, and a note for the job's events about the others ('' if there are none).
+
+    `place`: names a row. Raises DatasetError if the job is to be refused.
+    """
+    assert data.max_prompt_tokens is not None
+    kept = array("q", (row for row, length in enumerate(lengths) if length <= data.max_prompt_tokens))
+    num_dropped = len(lengths) - len(kept)
+    if not num_dropped:
+        return kept, ""
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    found = (
+        f"{num_dropped} of {len(lengths)} prompts have more than {data.max_prompt_tokens} tokens; the longest is "
+        f"{place(longest)} with {lengths[longest]}"
+    )
+    if data.on_too_long == "refuse":
+        raise DatasetError(FIELD, f"{found}; shorten them, raise this, or set data.on_too_long = 'drop'")
+    if not kept:
+        raise DatasetError(FIELD, f"{found}; raise it")
+    return kept, f"{found}. They are left out"
