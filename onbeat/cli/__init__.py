@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, data, doctor, jobs, keys, model, plan, replay, stack, top
+from onbeat.cli import audit, chat, data, doctor, draft, jobs, keys, look, model, plan, replay, stack, top
 from onbeat.cli.options import CaFile
 
 FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+: ")
@@ -21,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init")(draft.init)
+app.command("validate")(draft.validate)
 app.command("run")(stack.run)
 app.command("up")(stack.up)
 app.command("down")(stack.down)
@@ -29,6 +31,8 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(data.app, name="data")
 app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
+app.command("chat")(chat.chat)
+app.command("logs")(look.logs)
 app.command("workers")(jobs.workers)
 app.command("top")(top.top)
 app.add_typer(keys.app, name="keys")

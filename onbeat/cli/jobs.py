@@ -1,6 +1,7 @@
 """`onbeat jobs` and `onbeat workers`: everything that a broker is asked."""
 
 import json
+import time
 from collections.abc import Awaitable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -71,22 +72,50 @@ def fork(
 @app.command("list")
 def list_jobs(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state, such as RUNNING.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 50,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Jobs, newest first."""
+    """Jobs, newest first, with the reward of their newest iteration."""
+    from onbeat.terminal.formatting import number
+
     wanted = state.upper() if state else None
-    jobs = ask(url, api_key, data_dir, lambda client: client.jobs.list(wanted))
+
+    async def look(client: "AsyncClient") -> list[tuple["JobRecord", float | None]]:
+        jobs = await client.jobs.list(wanted, limit)
+        return [(job, None if as_json else await newest_reward(client, job)) for job in jobs]
+
+    found = ask(url, api_key, data_dir, look)
     if as_json:
-        print_json(jobs)
+        print_json([job for job, _ in found])
         return
     rows = [
-        (job.id, job.name, job.pool, job.state.value, f"{job.next_iteration}/{job.num_iterations}", when(job))
-        for job in jobs
+        (
+            *(job.id, job.name, job.pool, job.state.value, f"{job.next_iteration}/{job.num_iterations}"),
+            *(number(reward, ".3f"), time_of(job), when(job)),
+        )
+        for job, reward in found
     ]
-    print_table(["id", "name", "pool", "state", "iterations", "created"], rows)
+    print_table(["id", "name", "pool", "state", "iterations", "reward", "time", "created"], rows)
+
+
+async def newest_reward(client: "AsyncClient", job: "JobRecord") -> float | None:
+    """Return the mean reward of the newest committed iteration."""
+    if job.next_iteration <= job.first_iteration:
+        return None
+    records = await client.jobs.iterations(job.id, after=job.next_iteration - 2)
+    return records[0].reward_mean if records else None
+
+
+def time_of(job: "JobRecord") -> str:
+    """Return how long the job ran, or has been running."""
+    from onbeat.terminal.formatting import duration
+
+    if job.started_at is None:
+        return "-"
+    return duration((job.finished_at or time.time()) - job.started_at)
 
 
 @app.command()

@@ -94,6 +94,7 @@ class Jobs(Blocking[AsyncJobs]):
     """The blocking form of AsyncJobs."""
 
     create = blocking(AsyncJobs.create)
+    validate = blocking(AsyncJobs.validate)
     fork = blocking(AsyncJobs.fork)
     list = blocking(AsyncJobs.list)
     get = blocking(AsyncJobs.get)

@@ -58,6 +58,13 @@ class AsyncJobs:
         answer = await self._client.request("POST", "/v1/jobs", is_repeatable=True, **options)
         return JobRecord.model_validate(answer)
 
+    async def validate(self, config: JobConfig | dict[str, Any]) -> Sequence[str]:
+        """Have a job checked that is not created; return notes about its data. A wrong one raises ApiError."""
+        body = config.model_dump(mode="json") if isinstance(config, JobConfig) else config
+        options = {"json": body, "timeout": CREATE_S}
+        answer = await self._client.request("POST", "/v1/jobs:validate", is_repeatable=True, **options)
+        return [str(note) for note in answer["notes"]]
+
     async def fork(self, job_id: str, iteration: int, overrides: Sequence[str] = ()) -> JobRecord:
         """Submit a job that starts from the checkpoint which another one wrote after `iteration` iterations, and counts
         on from there. `overrides`: what is to be different, such as `optimizer.learning_rate=1e-6`."""

@@ -187,7 +187,9 @@ def parse_answer(response: httpx.Response) -> Any:
     if response.is_success and body is not None:
         return body
     if not isinstance(body, dict) or "title" not in body:  # no problem document: from a proxy, or /v1/chat
-        text = response.text.strip()[:200] or "empty answer"
+        of_chat = body.get("error") if isinstance(body, dict) else None
+        said = str(of_chat.get("message", "")) if isinstance(of_chat, dict) else ""
+        text = said or response.text.strip()[:200] or "empty answer"
         raise ApiError(response.status_code, response.reason_phrase or "not a broker's answer", text)
     title = str(body["title"] or response.reason_phrase)
     detail = body.get("detail")

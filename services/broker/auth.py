@@ -17,7 +17,7 @@ OPEN_PATHS = frozenset({"/livez", "/readyz"})  # for probes: they reveal only wh
 # The dashboard's files are the same for every caller; they request their data with a key.
 DASHBOARD = re.compile(r"/|/assets/(?:vendor/)?[^/]+")
 READING = frozenset({"GET", "HEAD"})
-SUBMITTING = re.compile(r"/v1/(jobs(/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
+SUBMITTING = re.compile(r"/v1/(jobs(:validate|/[^/]+:(cancel|pause|resume))?|chat/completions)")  # with POST
 UPLOADING = re.compile(r"/v1/datasets/[^/]+")  # with PUT
 
 CALLER = "onbeat.caller"  # in the scope: the ApiKey, once it is known

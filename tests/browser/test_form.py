@@ -78,7 +78,6 @@ async def test_broken_toml_names_its_line(visit: Visitor, broker: Broker, ledger
 async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit: Visitor, broker: Broker) -> None:
     page = await visit(broker.url, "#/new")
     start = page.get_by_role("button", name="Start from the quick start")
-    await start.click()
     await expect(editor(page)).to_have_value(QUICKSTART.read_text())
     await editor(page).fill("mine = 1")
     await start.click()
@@ -92,7 +91,7 @@ async def test_quick_start_takes_the_place_of_own_text_if_wanted(visit: Visitor,
 async def test_job_like_another_one_has_its_configuration(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger, name="first", schedule={"num_iterations": 7})
     page = await visit(broker.url, f"#/jobs/{job_id}")
-    await page.get_by_role("link", name="New job like this").click()
+    await page.get_by_role("link", name="Duplicate").click()
     await page.get_by_test_id("submit-job").click()
     await expect(page.get_by_role("progressbar", name="0 of 7 iterations")).to_be_visible()
     ids = await ledger.jobs.ids()

@@ -984,7 +984,12 @@ async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
         "/v1/pools/{pool}",
     )
     reads = (*of_all, job, *of_job, f"{job}:explain")
-    moves = ("/v1/jobs", "/v1/chat/completions", *(f"{job}:{verb}" for verb in ("cancel", "pause", "resume")))
+    moves = (
+        "/v1/jobs",
+        "/v1/jobs:validate",
+        "/v1/chat/completions",
+        *(f"{job}:{verb}" for verb in ("cancel", "pause", "resume")),
+    )
     known = {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {("POST", path) for path in moves}
     dataset = "/v1/datasets/{name}"
     assert listed == known | {("DELETE", job), ("PUT", dataset), ("DELETE", dataset)}

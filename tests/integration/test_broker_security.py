@@ -95,7 +95,7 @@ FILES = ("/", "/assets/{name}", "/assets/vendor/{name}")
 DASHBOARD = {(method, path) for method in ("GET", "HEAD") for path in FILES}
 OPEN = {("GET", "/livez"), ("GET", "/readyz"), *DASHBOARD}
 MOVES = {f"/v1/jobs/{{job_id}}:{verb}" for verb in ("cancel", "pause", "resume")}
-FOR_SUBMITTERS = {"/v1/jobs", "/v1/chat/completions", *MOVES}
+FOR_SUBMITTERS = {"/v1/jobs", "/v1/jobs:validate", "/v1/chat/completions", *MOVES}
 UNKNOWN = [("DELETE", "/v1/jobs/{job_id}"), ("POST", "/v1/nothing"), ("PUT", "/v1/jobs"), ("OPTIONS", "/v1/jobs")]
 
 

@@ -165,12 +165,18 @@ async def test_files_beside_a_job_file_go_with_the_job(client: AsyncClient, tmp_
 
 async def test_all_that_is_wrong_with_a_job_is_named_at_once(broker: httpx.AsyncClient) -> None:
     held_out = {"data": {"type": "jsonl", "path": "none-either.jsonl"}, "num_prompts": 1}
+    before = (await broker.get("/v1/jobs")).json()
     job = job_on("none.jsonl", evaluation=held_out, reward={"name": "exakt"}, model={"path": "bundled:none"})
     refused = await broker.post("/v1/jobs", json=job)
     assert refused.status_code == 422
     fields = [error["field"] for error in refused.json()["errors"]]
     assert sorted(fields) == ["data.path", "evaluation.data.path", "model.path", "reward.name"]
     assert json.dumps(refused.json()).count("onbeat data push") == 2
+    checked = await broker.post("/v1/jobs:validate", json=job)
+    assert (checked.status_code, checked.json()["errors"]) == (422, refused.json()["errors"])
+    checked = await broker.post("/v1/jobs:validate", json=job_on("prompts.jsonl"))
+    assert (checked.status_code, checked.json()) == (200, {"notes": []})
+    assert (await broker.get("/v1/jobs")).json() == before
 
 
 async def test_dropped_prompts_are_an_event_of_the_job(broker: httpx.AsyncClient, tmp_path: Path) -> None:

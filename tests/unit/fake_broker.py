@@ -187,6 +187,19 @@ def make_app(fake: FakeJobs) -> FastAPI:
             return problem(422, "Invalid job", "the job was not created", [error])
         return fake.create(config, request.headers["idempotency-key"])
 
+    @app.post("/v1/jobs:validate")
+    async def validate(request: Request) -> Any:
+        if (await request.json())["model"]["path"] == "no-such-model":
+            return problem(422, "Job refused", "", [{"field": "model.path", "message": "unknown model"}])
+        return {"notes": ["2 of 9 prompts are left out"]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Any:
+        said = (await request.json())["messages"]
+        if said[-1]["content"] == "too long":
+            return JSONResponse({"error": {"message": "max_tokens: lower it", "code": "invalid_value"}}, 400)
+        return {"choices": [{"message": {"content": f"{len(said)}: {said[-1]['content']}\x1b[2J"}}]}
+
     @app.get("/v1/jobs")
     async def list_jobs(state: str | None = None, limit: int = 200) -> Any:
         records = [fake.record(job_id) for job_id in reversed(fake.jobs)]

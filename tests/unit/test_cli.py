@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -43,7 +44,7 @@ def test_create_list_get_cancel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out == "job-1\n"
     assert onbeat(monkeypatch, "jobs", "list", "--state", "running") == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split()[:4] == ["ID", "NAME", "POOL", "STATE"]
+    assert header.split() == ["ID", "NAME", "POOL", "STATE", "ITERATIONS", "REWARD", "TIME", "CREATED"]
     assert row.split()[:4] == ["job-1", "quickstart", "default", "RUNNING"]
     assert onbeat(monkeypatch, "jobs", "get", "job-1") == 0
     assert json.loads(capsys.readouterr().out)["config"]["schedule"]["num_iterations"] == 900
@@ -298,3 +299,76 @@ def test_ctrl_c_while_modules_load_shows_no_traceback() -> None:
     code = f"import os, signal, sys; {heard}; from onbeat.start import main; {interrupt}; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.usefixtures("url")
+def test_what_a_job_did_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=3")
+    assert onbeat(monkeypatch, "jobs", "watch", "job-1") == 0
+    capsys.readouterr()
+    assert onbeat(monkeypatch, "jobs", "list") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[3:6] == ["SUCCEEDED", "3/3", "0.200"]
+    assert onbeat(monkeypatch, "jobs", "iterations", "job-1", "--last", "2") == 0
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == [["1", "COMMITTED", "1", "0.100"], ["2", "COMMITTED", "2", "0.200"]]
+    assert onbeat(monkeypatch, "jobs", "metrics", "job-1") == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()][1:] == [
+        ["iteration/reward_mean", "0", "0.2"],
+        ["iteration/reward_std", "0.25", "0.25"],
+        ["train/loss", "1.5", "1.25"],
+    ]
+    assert onbeat(monkeypatch, "jobs", "metrics", "job-1", "iteration/reward_mean", "train/loss") == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["2", "0.2", "-"]
+    assert onbeat(monkeypatch, "jobs", "metrics", "job-1", "loss") == 2
+    assert "has no metric 'loss'; it has: iteration/reward_mean" in capsys.readouterr().err
+    assert onbeat(monkeypatch, "jobs", "events", "job-1") == 0
+    assert "KIND" in capsys.readouterr().out
+
+
+def test_logs_of_local_services_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
+    assert onbeat(monkeypatch, "logs") == 2
+    assert "no stack was started with this data folder" in capsys.readouterr().err
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer.log").write_text("a\nb\x1b[2J\nc\n")
+    assert onbeat(monkeypatch, "logs", "trainer", "-n", "2") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["b\\x1b[2J", "c"]
+    assert onbeat(monkeypatch, "logs", "broker") == 2
+    assert "there are: trainer" in capsys.readouterr().err
+
+
+def test_template_is_a_job_and_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = tmp_path / "my job.toml"
+    assert onbeat(monkeypatch, "init", str(job)) == 0
+    assert JobConfig.from_file(job).name == "my-job"
+    assert onbeat(monkeypatch, "init", str(job)) == 2
+    assert "is there already" in capsys.readouterr().err
+    monkeypatch.delenv("ONBEAT_URL", raising=False)
+    monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
+    assert onbeat(monkeypatch, "validate", str(job)) == 0
+    assert "keys and values are right. No broker was asked" in capsys.readouterr().out
+    assert onbeat(monkeypatch, "validate", str(job), "--set", "rollout.n=3") == 2
+
+
+@pytest.mark.usefixtures("url")
+def test_validate_asks_the_broker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert onbeat(monkeypatch, "validate", str(QUICKSTART)) == 0
+    assert "note: 2 of 9 prompts are left out" in capsys.readouterr().out
+    assert onbeat(monkeypatch, "validate", str(QUICKSTART), "--set", "model.path=no-such-model") == 2
+    assert "model.path: unknown model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("url")
+def test_chat_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert onbeat(monkeypatch, "chat", "job-1", "2 + 2") == 0
+    assert capsys.readouterr().out == "1: 2 + 2\\x1b[2J\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
+    assert onbeat(monkeypatch, "chat", "job-1") == 0
+    printed = capsys.readouterr()
+    assert ("1: one" in printed.out, "3: two" in printed.out) == (True, True)
+    assert "max_tokens: lower it" in printed.err

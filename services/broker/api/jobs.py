@@ -79,6 +79,12 @@ class WorkerList(BaseModel):
     workers: list[WorkerRecord]
 
 
+class Validation(BaseModel):
+    """`notes`: what the events of such a job would say about its data."""
+
+    notes: list[str]
+
+
 class Resumption(BaseModel):
     """What is to be different when a job goes on."""
 
@@ -122,6 +128,14 @@ async def create_job(
         record = await read_job(broker.ledger, job_id)
     response.headers["Location"] = f"/v1/jobs/{job_id}"
     return record
+
+
+@router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
+async def validate_job(config: JobConfig, broker: Broker) -> Validation:
+    """Check a job as `POST /v1/jobs` does, and create nothing. 200: it would be taken."""
+    notes = await broker.admission.review(config)
+    await review_fork(broker.ledger, config)
+    return Validation(notes=notes)
 
 
 def submitter_of(request: Request) -> str:

@@ -259,7 +259,7 @@ class JobPage extends Component {
     const remove = html`<button class="button danger" type="button" data-testid="delete-job" onClick=${() => this.remove()}>Delete</button>`;
     const onChange = (changed) => this.take("job", changed);
     return html`<${JobControls} job=${job} onChange=${onChange}>
-      <a class="button quiet" href="#/new?from=${encodeURIComponent(job.id)}">New job like this</a>
+      <a class="button quiet" href="#/new?from=${encodeURIComponent(job.id)}">Duplicate</a>
       ${isOver(job) && remove}
     <//>`;
   }

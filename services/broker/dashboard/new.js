@@ -6,9 +6,11 @@ import { addressOf, announce, Component, confirmed, createRef, html, pathOf, ren
 
 const QUICKSTART = "assets/quickstart.toml"; // examples/quickstart.toml
 
-/** `params.from`: a job whose configuration it starts with. */
+/** `params.from`: a job whose configuration it starts with; without one, the quick start. */
 export async function show(main, { from }, signal) {
-  const text = from ? `${toToml((await get(pathOf(from), {}, signal)).config)}\n` : "";
+  const text = from
+    ? `${toToml((await get(pathOf(from), {}, signal)).config)}\n`
+    : await (await fetch(QUICKSTART, { signal })).text();
   if (!signal.aborted) render(html`<${NewJob} text=${text} signal=${signal} />`, main);
 }
 

@@ -1,0 +1,71 @@
+"""`onbeat chat JOB`: talk to the policy of a running job."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onbeat.cli.options import ApiKey, DataDir, JobId, Url, connect
+
+if TYPE_CHECKING:
+    from onbeat.client import AsyncClient
+
+ANSWER_S = 330.0  # a broker gives up earlier
+
+
+def chat(
+    job_id: JobId,
+    message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="Ask this and end.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 takes the likeliest token.")] = 1.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Default: as in the job's training.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Talk to the policy of a running job. Without a message: line by line, until Ctrl-D."""
+    options: dict[str, Any] = {"model": job_id, "temperature": temperature}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+
+    async def talk() -> None:
+        async with connect(url, api_key, data_dir) as client:
+            if message is not None:
+                typer.echo(await answer(client, options, [{"role": "user", "content": message}]))
+            else:
+                await converse(client, options)
+
+    asyncio.run(talk())
+
+
+async def converse(client: "AsyncClient", options: dict[str, Any]) -> None:
+    """Read messages from standard input, and keep the conversation. A refused message is no part of it."""
+    from onbeat.errors import OnbeatError
+
+    messages: list[dict[str, str]] = []
+    while (line := await asyncio.to_thread(read_line)) is not None:
+        asked = {"role": "user", "content": line}
+        try:
+            text = await answer(client, options, [*messages, asked])
+        except OnbeatError as error:
+            typer.echo(f"error: {error}", err=True)
+            continue
+        typer.echo(text)
+        messages += [asked, {"role": "assistant", "content": text}]
+
+
+def read_line() -> str | None:
+    """Return the next line that is not empty; None at the end of the input."""
+    try:
+        while not (line := input("> ").strip()):
+            pass
+    except EOFError:
+        return None
+    return line
+
+
+async def answer(client: "AsyncClient", options: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    from onbeat.terminal.summary import clip
+
+    body = options | {"messages": messages}
+    found = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
+    return clip(str(found["choices"][0]["message"]["content"]), max_characters=1_000_000)

@@ -1,0 +1,96 @@
+"""`onbeat init` and `onbeat validate`: a job file, before it is a job."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onbeat.cli.options import ApiKey, DataDir, Job, Overrides, Url, ask
+
+if TYPE_CHECKING:
+    from onbeat.client import AsyncClient
+
+TEMPLATE = """\
+# A job of Onbeat. It runs as it is: `onbeat run {name}`. All keys: docs/reference/job.md.
+name = "{stem}"
+
+[model]
+path = "bundled:smollm2-135m-instruct"    # or a folder ("./my-model"), or a hub id ("org/name")
+
+[data]
+type = "reasoning_gym"
+task = "chain_sum"
+options = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1, allow_negation = false }}
+# Your own rows, one object a line, {{"prompt": "5 + 9 =", "answer": "14"}}:
+# type = "jsonl"
+# path = "questions.jsonl"    # beside this file
+
+[reward]
+name = "regex"                            # the last number in the response has to be the answer
+options = {{ pattern = '(-?\\d+)' }}        # try it: onbeat reward try {name}
+
+[rollout]
+num_prompts_per_iteration = 8
+num_samples_per_prompt = 8
+max_response_tokens = 16
+
+[optimizer]
+learning_rate = 2e-5
+
+[schedule]
+num_iterations = 25
+
+# Score other prompts now and then; nothing of them is trained.
+# [evaluation]
+# every_iterations = 10
+# num_prompts = 32
+# data = {{ type = "jsonl", path = "held_out.jsonl" }}
+"""
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.toml"),
+) -> None:
+    """Write a job file to start from."""
+    name = "".join(character if character.isalnum() and character.isascii() else "-" for character in path.stem)
+    try:
+        with path.open("x") as file:
+            file.write(TEMPLATE.format(name=path.name, stem=name.strip("-") or "job"))
+    except FileExistsError as error:
+        raise ValueError(f"{path} is there already; name another file") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+    typer.echo(f"{path} is written; `onbeat validate {path}` checks it, `onbeat run {path}` trains")
+
+
+def validate(
+    job: Job, overrides: Overrides = None, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
+) -> None:
+    """Check a job without creating it: here, and by the broker if there is one.
+
+    A broker also checks the model, the reward and the rows of the data. Files beside the job file are uploaded to it.
+    """
+    from onbeat.client import DEFAULT_URL, BrokerUnreachable
+    from onbeat.client.datasets import take_local_files
+    from onbeat.config import JobConfig, read_job_file
+
+    JobConfig.from_file(job, overrides)
+    fields = read_job_file(job, overrides or [])
+    files = take_local_files(fields, job.parent)
+
+    async def ask_broker(client: "AsyncClient") -> tuple[str, Sequence[str]]:
+        for file in files:
+            await client.datasets.push(file)
+        return client.base_url, await client.jobs.validate(fields)
+
+    try:
+        broker, notes = ask(url, api_key, data_dir, ask_broker)
+    except BrokerUnreachable as error:
+        if error.url != DEFAULT_URL or error.status is not None:
+            raise
+        typer.echo(f"{job}: its keys and values are right. No broker was asked about model, data and reward")
+        return
+    for note in notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{job}: the broker at {broker} would take it")
