@@ -301,6 +301,14 @@ class Event(Record):
     data: dict[str, Any] = {}
 
 
+class HostMemory(Record):
+    """The memory of the machine or container that a process is in."""
+
+    name: str  # of the machine
+    available_bytes: int
+    total_bytes: int
+
+
 class WorkerRecord(Record):
     """A rollout replica's last heartbeat."""
 
@@ -316,6 +324,7 @@ class WorkerRecord(Record):
     lease_s: float | None = None  # others take over its prompts when it is silent for this long; None: not reported
     hardware: str = ""  # processor or accelerator that it computes on
     bfloat16: str | None = None  # "native" | "emulated" | "missing" there; None: not reported
+    host: HostMemory | None = None
 
 
 class TrainerRecord(Record):
@@ -325,6 +334,8 @@ class TrainerRecord(Record):
     job_id: str | None = None
     state: str  # "idle" (asks for jobs) | "training" | "stopped"
     last_seen_at: float
+    trackers: list[str] | None = None  # types of trackers that are installed there; None: not reported
+    host: HostMemory | None = None
 
 
 class Finding(Record):

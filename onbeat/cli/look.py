@@ -1,4 +1,4 @@
-"""What a job has done: `onbeat jobs iterations`, `metrics`, `events`; and `onbeat logs`, what local services wrote."""
+"""Views of what a job has done: `onbeat jobs iterations`, `metrics`, `events`; and `onbeat logs` of local services."""
 
 import json
 from collections.abc import Iterator, Sequence

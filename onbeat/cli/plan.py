@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="What a job will need, before it runs.", no_args_is_help=True)
 DEADLINE_S = 300.0
 GB = 1e9
+TYPICAL_PROMPT_TOKENS = 128
 OTHERS_BYTES = 330_000_000  # broker, Redis and the command: measured
 
 Plan = dict[str, dict[str, int]]  # bytes, by process and part
@@ -101,6 +104,8 @@ def ask(module: str, request: dict[str, Any]) -> Any:
 
 
 def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
+    from onbeat.memory import read_memory
+
     lines = []
     for process, parts in plan.items():
         each = f", each of {num_ranks} ranks" if num_ranks > 1 and process.startswith("trainer") else ""
@@ -111,7 +116,7 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
     total = OTHERS_BYTES + sum(
         sum(parts.values()) * (num_ranks if process == "trainer" else 1) for process, parts in plan.items()
     )
-    available = available_bytes()
+    available = read_memory().available_bytes
     lines.append(f"{total / GB:7.2f} GB  in all, with broker and Redis; {available / GB:.2f} GB are available here")
     if total > available:
         lines.append(
@@ -125,10 +130,43 @@ def by_size(item: tuple[str, int]) -> int:
     return -item[1]
 
 
-def available_bytes() -> int:
-    """Return the bytes that programs can still get, or all that there are where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def warn_of_memory(config: "JobConfig", num_rollouts: int, engine: str, say: Callable[[str], None]) -> None:
+    """Compare what the job will take with what is free here, in a thread, and say one sentence if it is more.
+
+    A job that cannot be planned, an engine without a plan, and accelerators are passed over in silence.
+    """
+    from onbeat.hardware.accelerators import available_devices
+
+    if available_devices(os.environ)[1] or engine != "vllm":
+        return
+
+    def compare() -> None:
+        try:
+            plan = plan_memory(with_dtype(config), TYPICAL_PROMPT_TOKENS, 1, is_on_gpu=False, max_num_seqs=64)
+        except (ValueError, OSError):
+            return
+        if text := shortage_text(plan, num_rollouts, available):
+            say(text)
+
+    from onbeat.memory import read_memory
+
+    available = read_memory().available_bytes  # before anything is started
+    threading.Thread(target=compare, daemon=True).start()
+
+
+def shortage_text(plan: Plan, num_rollouts: int, available_bytes: int) -> str:
+    """Return a sentence for a job that takes more than is free; '' if it fits.
+
+    >>> shortage_text({"trainer": {"weights": 4_000_000_000}}, 1, 2_000_000_000).partition(":")[0]
+    'memory'
+    """
+    sizes = {name: sum(parts.values()) * (1 if name == "trainer" else num_rollouts) for name, parts in plan.items()}
+    total = OTHERS_BYTES + sum(sizes.values())
+    if total <= available_bytes:
+        return ""
+    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in sizes.items())
+    return (
+        f"memory: at its peak the job may take {total / GB:.1f} GB ({parts}), and {available_bytes / GB:.1f} GB were "
+        "free before the start. If the machine becomes slow: lower training.max_tokens_per_micro_batch, set "
+        "training.has_gradient_checkpointing, or add a [lora] section (`onbeat plan memory` shows each part)"
+    )

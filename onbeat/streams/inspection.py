@@ -16,7 +16,7 @@ from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.event_log import to_event
-from onbeat.types import SILENT_S, Event, TrainerRecord, WorkerRecord
+from onbeat.types import SILENT_S, Event, HostMemory, TrainerRecord, WorkerRecord
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
@@ -165,9 +165,18 @@ async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:
 # ---- trainers ----------------------------------------------------------------------------------------------------
 
 
-async def trainer_heartbeat(ledger: Ledger, pool: str, trainer_id: str, state: str, job_id: str | None) -> None:
+async def trainer_heartbeat(
+    ledger: Ledger,
+    pool: str,
+    trainer_id: str,
+    state: str,
+    job_id: str | None,
+    trackers: list[str] | None = None,
+    host: HostMemory | None = None,
+) -> None:
     """Record a trainer's heartbeat, also when it stops: it stays listed, and waits for a trainer count from there."""
-    record = TrainerRecord(id=trainer_id, job_id=job_id, state=state, last_seen_at=await ledger.now())
+    now = await ledger.now()
+    record = TrainerRecord(id=trainer_id, job_id=job_id, state=state, last_seen_at=now, trackers=trackers, host=host)
     await ledger.redis.hset(keys.trainers(pool), trainer_id, record.model_dump_json())
 
 

@@ -14,10 +14,12 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
 from onbeat.rewards import RewardConfig
-from services.broker.datasets import DatasetError, DatasetSpec
+from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetProcess
+from services.broker.hub import review_hub_model
 from services.broker.models import review_model
+from services.broker.rewards import review_on_data
 from services.broker.tasks import read_set
 
 REWARD_GROUP = "onbeat.rewards"
@@ -71,18 +73,26 @@ class Admission:
         for use in reward_uses(config):
             errors += review_reward(use) + await self._review_pattern(use)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
+        if self._has_model_folders:
+            errors += [FieldError(field=f, message=m) for f, m in await review_hub_model(config.model.path)]
         notes: list[str] = []
         if not review_numbers(config):
-            errors += await self._review_data(config, notes)
+            of_data, first = await self._review_data(config, notes)
+            errors += of_data
+            for use in reward_uses(config):
+                if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not review_reward(use):
+                    complaints, of_reward = await review_on_data(use.field, use.reward, first)
+                    errors += [FieldError(field=f, message=m) for f, m in complaints]
+                    notes += of_reward
         if errors:
             raise JobRefused(errors)
         return notes
 
-    async def _review_data(self, config: JobConfig, notes: list[str]) -> list[FieldError]:
-        """Open all data, and add to the notes. Of each the first thing that is wrong is named."""
-        errors = []
+    async def _review_data(self, config: JobConfig, notes: list[str]) -> tuple[list[FieldError], PromptItem | None]:
+        """Open all data, and add to the notes. Return the first thing that is wrong with each, and the first prompt."""
+        errors, first = [], None
         try:
-            _, note = await self._process.read_noted(DatasetSpec.of_job(config), 0, 1)
+            (first,), note = await self._process.read_noted(DatasetSpec.of_job(config), 0, 1)
             notes += [note] * bool(note)
         except DatasetError as error:
             errors.append(FieldError(field=error.field, message=error.message))
@@ -91,7 +101,7 @@ class Admission:
                 await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
                 errors.append(FieldError(field=error.field, message=error.message))
-        return errors
+        return errors, first
 
     async def _review_pattern(self, use: RewardUse) -> list[FieldError]:
         option, options = PATTERN_OPTIONS.get(use.reward.name), use.reward.options

@@ -13,6 +13,7 @@ from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs, trainer_heartbeats
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, TrainerRecord, WorkerRecord
+from services.broker.doctor_memory import explain_memory
 from services.broker.explain import RECENT_S, count, explain_job
 
 DEADLINE_S = 10.0  # for the whole diagnosis
@@ -131,7 +132,8 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
         *(fields.get("pool", "default") for fields in (await existing_jobs(ledger, unfinished)).values()),
     }
     now = await ledger.now()
-    findings = []
+    findings: list[Finding] = []
+    everywhere: list[TrainerRecord | WorkerRecord] = []
     for pool in sorted(pools):
         of_trainers, of_rollouts = await trainer_heartbeats(ledger, pool), await ledger.workers.heartbeats(pool)
         trainers, workers = of_trainers.records, of_rollouts.records
@@ -140,7 +142,8 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
         processes: list[TrainerRecord | WorkerRecord] = [*trainers, *workers]
         findings += [finding for process in processes if (finding := explain_silence(process, now))]
         findings += [finding for process in processes if (finding := await explain_hang(ledger, process, now))]
-    return findings
+        everywhere += processes
+    return findings + explain_memory(everywhere, now)
 
 
 def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerRecord], now: float) -> Finding:

@@ -1,6 +1,7 @@
 """The rollout replica: it finds a running job of the pool, serves it, and repeats. No other replica depends on it."""
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
+from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
+from onbeat.memory import read_host
 from onbeat.streams.inspection import forget_old_rollouts, live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
@@ -85,6 +88,9 @@ class Worker:
             await session.run()
             await self._emit("worker.left")
             self._session = None
+            del session  # it holds the pulled weights
+            gc.collect()
+            give_back_freed()
 
     async def _find_job(self) -> Session | None:
         running = [job for job in await self._candidates() if not job.is_paused]
@@ -176,6 +182,7 @@ class Worker:
             lease_s=settings.lease_s,
             hardware=str(self._hardware),
             bfloat16=self._hardware.bfloat16,
+            host=read_host(),
         )
         session = self._session
         if session is None:

@@ -225,7 +225,7 @@ async def test_broken_reward_is_an_error_of_the_right_kind_never_a_zero(scorer, 
 
 @pytest.mark.parametrize("options", [{"unknown": 1}, {"response": "again"}])
 async def test_option_that_the_reward_does_not_know_is_its_refusal(scorer, options):
-    with pytest.raises(RewardRefused, match="raised: TypeError"):
+    with pytest.raises(RewardRefused, match="options: TypeError"):
         await score(scorer, request("2", name="exact", options=options, context={"answer": "2"}))
 
 

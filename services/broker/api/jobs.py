@@ -26,7 +26,7 @@ from onbeat.types import (
     WeightsRecord,
     WorkerRecord,
 )
-from services.broker.api.context import Broker
+from services.broker.api.context import Broker, Context
 from services.broker.api.problems import documented
 from services.broker.api.toml_body import MEDIA_TYPE as TOML
 from services.broker.api.toml_body import TomlRoute
@@ -36,6 +36,7 @@ from services.broker.fork import review_fork
 from services.broker.quota import ANYBODY
 from services.broker.records import job_record, place_in_queue, read_weights
 from services.broker.resume import resume_over
+from services.broker.trackers import review_trackers
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
 
@@ -114,8 +115,7 @@ async def create_job(
     if record is None:
         submitter = submitter_of(request)
         async with broker.quota.place(submitter):
-            notes = await broker.admission.review(config)
-            await review_fork(broker.ledger, config)
+            notes = await review(broker, config)
             lengths = (config.schedule.num_iterations, config.max_staleness)
             try:
                 is_new = await broker.ledger.jobs.create(job_id, wanted, *lengths, submitter)
@@ -133,9 +133,15 @@ async def create_job(
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
 async def validate_job(config: JobConfig, broker: Broker) -> Validation:
     """Check a job as `POST /v1/jobs` does, and create nothing. 200: it would be taken."""
+    return Validation(notes=await review(broker, config))
+
+
+async def review(broker: Context, config: JobConfig) -> list[str]:
+    """Return notes about the job's data. Raises JobRefused."""
     notes = await broker.admission.review(config)
     await review_fork(broker.ledger, config)
-    return Validation(notes=notes)
+    await review_trackers(broker.ledger, config)
+    return notes
 
 
 def submitter_of(request: Request) -> str:

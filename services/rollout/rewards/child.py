@@ -11,6 +11,7 @@ It speaks JSON lines: one request on stdin, several answers on stdout, each with
 The parent limits wall-clock time: it kills this process.
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ class Scorer:
         try:
             self._budget.grant(LOAD_S)
             reward = load_reward(request["reward"])
+            kind = "options"
+            check_options(reward, request["options"])
             self._send("loaded")
             kind = "raised"
             for position, response in enumerate(request["responses"]):
@@ -67,6 +70,15 @@ class Scorer:
     def _send(self, step: str, **fields: Any) -> None:
         self._answers.write(json.dumps({"request": self._request, "step": step, **fields}, allow_nan=False) + "\n")
         self._answers.flush()
+
+
+def check_options(reward: RewardFunction, options: dict[str, Any]) -> None:
+    """Raise TypeError for options that the reward's signature does not take."""
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # some functions written in C have none
+        return
+    signature.bind("", {}, **options)
 
 
 def score(reward: RewardFunction, response: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Scored(Answer):
 class Failed(Answer):
     step: Literal["failed"]
     position: int
-    kind: Literal["load", "raised", "invalid", "memory"]
+    kind: Literal["load", "options", "raised", "invalid", "memory"]
     message: str
 
 

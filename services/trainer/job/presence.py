@@ -5,9 +5,11 @@ import logging
 
 from redis.exceptions import RedisError
 
+from onbeat.memory import read_host
 from onbeat.streams.inspection import forget_old_trainers, trainer_heartbeat
 from onbeat.streams.ledger import Ledger
 from services.trainer.job.background import Background
+from services.trainer.trackers import installed_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,11 @@ class Presence:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _send(self, state: str) -> None:
-        await trainer_heartbeat(self._ledger, self._pool, self._trainer_id, state, self.job_id)
+        await trainer_heartbeat(
+            *(self._ledger, self._pool, self._trainer_id, state, self.job_id),
+            trackers=installed_trackers(),
+            host=read_host(),
+        )
 
     def close(self) -> None:
         """Stop the heartbeat and report `stopped`, if Redis can be reached."""

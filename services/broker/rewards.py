@@ -1,0 +1,82 @@
+"""The trial of a reward on the data's own answer, in the limited process that rollouts score with.
+
+It needs what the reward imports. Where that is not installed beside the broker, the rollouts find out.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from onbeat.rewards import RewardConfig
+from services.broker.datasets import PromptItem
+
+CHILD = "services.rollout.rewards.child"
+TRIAL_S = 20.0  # for starting Python, importing the reward and scoring one response
+MAX_SHOWN = 80  # characters of an answer
+REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # the whole answer
+MARK = "#### "  # of the answer at the end of a solution, as in GSM8K
+OWN_REWARDS = ("exact", "math", "regex", "reasoning_gym")
+
+Answer = dict[str, Any]
+
+
+async def review_on_data(
+    field: str, reward: RewardConfig, item: PromptItem | None
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return complaints (field, message) and notes about the reward in that field of the job.
+
+    `item`: the first prompt; None: it has no data.
+    """
+    answer = item.context.get("answer") if item is not None else None
+    if reward.name in REWARDS_THAT_COMPARE and isinstance(answer, str) and MARK in answer:
+        shown = repr(answer[-MAX_SHOWN:])
+        message = f"the answer of the first prompt ends with {shown}, which reward {reward.name} compares as a whole; "
+        return [("data.answer_pattern", message + "set it to '#### (.+)'")], []
+    if reward.name in OWN_REWARDS and reward.name != "math":  # these have been checked, and take any answer
+        return [], []
+    context, responses = ({}, []) if item is None or answer is None else (item.context, [str(answer)])
+    failed = await find_failure(reward, context, responses)
+    if failed is None or failed["kind"] not in ("options", "raised"):
+        return [], []
+    if failed["kind"] == "options":
+        return [(f"{field}.options", f"reward {reward.name} does not take these: {failed['message']}")], []
+    message = (
+        f"reward {reward.name} fails on the first prompt's own answer {str(answer)[:MAX_SHOWN]!r}: {failed['message']}"
+    )
+    return ([(f"{field}.name", message)], []) if reward.name in OWN_REWARDS else ([], [message])
+
+
+async def find_failure(reward: RewardConfig, context: dict[str, Any], responses: list[str]) -> Answer | None:
+    """Score the responses in a process of their own. Return how that failed; None where it did not, or ended early."""
+    request = {
+        "request": 1,
+        "reward": reward.name,
+        "options": reward.options,
+        "context": context,
+        "responses": responses,
+    }
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", CHILD, str(reward.timeout_s), str(reward.memory_limit_mb)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")},
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            printed, _ = await child.communicate(json.dumps(request).encode() + b"\n")
+    except TimeoutError:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # and what the reward has started
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()
+    with contextlib.suppress(ValueError):
+        answers = [json.loads(line) for line in printed.splitlines()]
+        return next((answer for answer in answers if answer.get("step") == "failed"), None)
+    return None

@@ -1,0 +1,149 @@
+"""What is refused before a job is created: rewards, trackers and models that cannot work."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from onbeat.config import JobConfig
+from onbeat.streams.inspection import trainer_heartbeat
+from onbeat.streams.ledger import Ledger
+from services.broker.datasets import PromptItem
+from services.broker.hub import review_hub_model
+from services.broker.rewards import review_on_data
+from tests.integration.broker_fixtures import job_body, running_broker, write_prompts
+
+SOLUTION = "Tom has 3 + 4 = 7 apples.\n#### 7"
+
+
+@pytest_asyncio.fixture
+async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        yield client
+
+
+async def refusals(broker: httpx.AsyncClient, **sections: Any) -> list[dict[str, str]]:
+    answer = await broker.post("/v1/jobs", json=job_body(**sections))
+    assert answer.status_code in (201, 422), answer.text
+    return list(answer.json()["errors"]) if answer.status_code == 422 else []
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with rewards of a user, which this process and those that it starts see as installed."""
+    site = tmp_path / "site"
+    info = site / "own-1.dist-info"
+    info.mkdir(parents=True)
+    (site / "own_rewards.py").write_text(
+        "def short(response, context, *, limit):\n    return float(len(response) < limit)\n"
+        "def strict(response, context):\n    return float(response.split('=')[1])\n"
+    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[onbeat.rewards]\nshort = own_rewards:short\nstrict = own_rewards:strict\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(str(site))
+
+
+@pytest.mark.usefixtures("own_rewards")
+async def test_options_that_a_reward_does_not_take_are_refused(broker: httpx.AsyncClient) -> None:
+    (error,) = await refusals(broker, reward={"name": "short", "options": {"limit2": 3}})
+    assert error["field"] == "reward.options"
+    assert "missing a required" in error["message"] or "unexpected keyword argument 'limit2'" in error["message"]
+    assert await refusals(broker, reward={"name": "short", "options": {"limit": 3}}) == []
+
+
+@pytest.mark.usefixtures("own_rewards")
+async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.AsyncClient) -> None:
+    created = await broker.post("/v1/jobs", json=job_body(reward={"name": "strict"}))
+    assert created.status_code == 201, created.text
+    events = (await broker.get(f"/v1/jobs/{created.json()['id']}/events")).json()["events"]
+    (warning,) = [event["message"] for event in events if event["kind"] == "job.warning"]
+    assert "reward strict fails on the first prompt's own answer" in warning
+
+
+@pytest.mark.parametrize(
+    "reward", [{"name": "math"}, {"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}}]
+)
+async def test_answer_inside_its_field_is_refused_with_the_pattern(
+    broker: httpx.AsyncClient, tmp_path: Path, reward: dict[str, Any]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "How many?", "answer": SOLUTION}) + "\n")
+    (error,) = await refusals(broker, reward=reward)
+    assert error["field"] == "data.answer_pattern"
+    assert "set it to '#### (.+)'" in error["message"]
+    assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
+
+
+async def test_answer_that_is_no_mathematics_is_refused() -> None:
+    config = JobConfig.model_validate(job_body(reward={"name": "math"}))
+    for answer, is_right in (("1/2", True), ("", False)):
+        complaints, notes = await review_on_data(config, PromptItem(text="?", context={"answer": answer}))
+        assert (complaints == [], notes) == (is_right, [])
+
+
+# ---- trackers ----------------------------------------------------------------------------------------------------
+
+
+async def test_tracker_that_no_trainer_has_is_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    wanted = {"pool": "tracked", "tracking": [{"type": "mlflow"}]}
+    assert await refusals(broker, **wanted) == []  # no trainer, so nothing is known
+    await trainer_heartbeat(ledger, "tracked", "t1", "idle", None, trackers=["wandb"])
+    (error,) = await refusals(broker, **wanted)
+    assert error["field"] == "tracking.0.type"
+    assert "mlflow is not installed where the trainers of pool tracked run" in error["message"]
+    await trainer_heartbeat(ledger, "tracked", "t2", "idle", None, trackers=["mlflow"])
+    assert await refusals(broker, **wanted) == []
+
+
+# ---- models of a hub ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    return tmp_path / "hub"
+
+
+async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache: Path) -> None:
+    ((field, message),) = await review_hub_model("org/name")
+    assert (field, "the hub http://127.0.0.1:1 does not answer" in message) == ("model.path", True)
+    snapshot = empty_cache / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert await review_hub_model("org/name") == []
+    assert await review_hub_model("bundled:smollm2-135m-instruct") == await review_hub_model("/a/folder") == []
+
+
+@pytest.mark.usefixtures("empty_cache")
+async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        status = b"200 OK" if b"/api/models/org/there " in asked else b"404 Not Found"
+        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server:
+        assert await review_hub_model("org/there") == []
+        ((_, message),) = await review_hub_model("org/gone")
+    assert "has no model org/gone" in message
+
+
+@pytest.mark.usefixtures("empty_cache")
+async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ((_, message),) = await review_hub_model("org/name")
+    assert "HF_HUB_OFFLINE is set" in message

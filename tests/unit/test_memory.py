@@ -1,0 +1,62 @@
+"""Memory: what a machine has, what the doctor and `onbeat run` say when it is short."""
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli import plan
+from onbeat.config import JobConfig
+from onbeat.memory import read_host, read_memory
+from onbeat.types import HostMemory, TrainerRecord, WorkerRecord
+from services.broker.doctor_memory import MAX_FINDINGS, explain_memory
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+MEMINFO = (
+    "MemTotal:       24000000 kB\nMemFree:         100 kB\nMemAvailable:   10000000 kB\nHugePages_Total:       0\n"
+)
+
+
+def test_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    machine = read_memory(tmp_path / "meminfo", tmp_path)
+    assert (machine.available_bytes, machine.total_bytes) == (10_240_000_000, 24_576_000_000)
+    for name, text in {"max": "4000", "current": "3000", "stat": "anon 1500\ninactive_file 1500\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    limited = read_memory(tmp_path / "meminfo", tmp_path)
+    assert (limited.available_bytes, limited.total_bytes) == (2500, 4000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_memory(tmp_path / "meminfo", tmp_path) == machine
+    assert read_host().available_bytes > 0
+
+
+def trainer(name: str, host: str, free_gb: float, state: str = "training") -> TrainerRecord:
+    memory = HostMemory(name=host, available_bytes=int(free_gb * 1e9), total_bytes=24_000_000_000)
+    return TrainerRecord(id=name, state=state, last_seen_at=100.0, host=memory)
+
+
+def test_doctor_names_a_machine_without_memory_once() -> None:
+    worker = WorkerRecord(id="rollout-0", state="idle", last_seen_at=99.0, host=trainer("x", "box", 0.3).host)
+    old = WorkerRecord(id="rollout-1", state="idle", last_seen_at=99.0)  # of an earlier version
+    fine, ended = trainer("trainer-1", "other", 5.0), trainer("trainer-2", "gone", 0.1, "stopped")
+    (finding,) = explain_memory([trainer("trainer-0", "box", 0.9), worker, old, fine, ended], now=101.0)
+    assert finding.is_problem
+    assert "box has 0.3 of 24.0 GB of memory left, so trainer-0, rollout-0 may become very slow" in finding.sentence
+    assert explain_memory([worker], now=200.0) == []  # silent: the doctor says that already
+    many = [trainer(f"trainer-{index}", f"box-{index}", index / 100) for index in range(50)]
+    assert len(explain_memory(many, now=100.0)) == MAX_FINDINGS
+
+
+def test_run_warns_when_the_job_takes_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    needs = {"trainer": {"weights": 4_000_000_000}, "engine core": {"cache": 1_500_000_000}}
+    monkeypatch.setattr(plan, "plan_memory", lambda *_, **__: needs)
+    monkeypatch.setattr("threading.Thread.start", lambda self: self.run())
+    monkeypatch.setattr("onbeat.hardware.accelerators.available_devices", lambda _: ("", []))
+    config = JobConfig.from_file(QUICKSTART)
+    for free_gb, num_warnings in ((100, 0), (6, 1)):
+        free = trainer("x", "box", free_gb).host
+        monkeypatch.setattr("onbeat.memory.read_memory", lambda free=free: free)
+        plan.warn_of_memory(config, 2, "vllm", said.append)
+        assert len(said) == num_warnings
+    assert "may take 7.3 GB (trainer 4.0, engine core 3.0), and 6.0 GB were free" in said[0]
+    assert plan.shortage_text(needs, 1, 100_000_000_000) == ""
