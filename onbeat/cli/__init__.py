@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, chat, data, doctor, draft, jobs, keys, look, model, plan, replay, stack, top
+from onbeat.cli import audit, chat, data, doctor, draft, jobs, keys, look, model, plan, replay, reward, stack, top
 from onbeat.cli.options import CaFile
 
 FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+: ")
@@ -38,6 +38,7 @@ app.command("top")(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 app.add_typer(plan.app, name="plan")
+app.add_typer(reward.app, name="reward")
 
 
 def show_version(is_wanted: bool) -> None:

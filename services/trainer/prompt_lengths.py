@@ -1,6 +1,7 @@
 """`python -m services.trainer.prompt_lengths MODEL` counts the tokens of prompts, as a rollout tokenises them.
 
-It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line.
+It reads one JSON object a line, `{"messages": [...]}` or `{"text": ...}`, and writes one number a line. With `--text`
+behind the model it writes `{"num_tokens": ..., "text": ...}`, with the prompt as the model gets it.
 """
 
 import json
@@ -11,13 +12,12 @@ from services.trainer.model import bundled
 from services.trainer.settings import Settings
 
 
-def count_tokens(tokenizer: Any, prompt: dict[str, Any]) -> int:
-    """Count the tokens of a prompt. This does what `PromptEncoder` of the rollout does."""
+def tokenise(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
+    """Tokenise a prompt as `PromptEncoder` of the rollout does."""
     if not prompt.get("messages"):
-        return len(tokenizer(prompt["text"])["input_ids"])
-    return len(
-        tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
-    )
+        return list(tokenizer(prompt["text"])["input_ids"])
+    encoded = tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 def main() -> None:
@@ -30,7 +30,11 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     for line in sys.stdin:
-        sys.stdout.write(f"{count_tokens(tokenizer, json.loads(line))}\n")
+        token_ids = tokenise(tokenizer, json.loads(line))
+        found: Any = len(token_ids)
+        if "--text" in sys.argv[2:]:
+            found = {"num_tokens": len(token_ids), "text": tokenizer.decode(token_ids)}
+        sys.stdout.write(f"{json.dumps(found)}\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from onbeat.config import FileData
 from onbeat.streams.codec import Message, PromptTask
 from services.broker.datasets import DatasetError, DatasetSpec, lengths, open_dataset
 from services.rollout.prompts import PromptEncoder
-from services.trainer.prompt_lengths import count_tokens
+from services.trainer.prompt_lengths import tokenise
 from tests.integration.tiny_models import build_tokenizer
 
 ROWS = [{"prompt": "x" * size, "answer": "1"} for size in (5, 300, 20, 40, 500)]
@@ -29,13 +29,13 @@ def open_rows(folder: Path, **options: Any) -> Any:
     return open_dataset(DatasetSpec(data=data, seed=0, num_items=100, model_path=str(folder / "model")), folder)
 
 
-def test_prompts_are_counted_as_rollouts_tokenise_them() -> None:
+def test_prompts_are_tokenised_as_rollouts_do() -> None:
     tokenizer = build_tokenizer()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     tasks = [PromptTask(text="2 + 2 ="), PromptTask(messages=[Message(**message) for message in messages])]
     encoder = PromptEncoder(tokenizer, None)
-    counted = [count_tokens(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
-    assert counted == [len(encoder.encode(task)) for task in tasks]
+    found = [tokenise(tokenizer, prompt) for prompt in ({"text": "2 + 2 ="}, {"messages": messages})]
+    assert found == [encoder.encode(task) for task in tasks]
 
 
 def test_too_long_prompts_are_dropped_in_every_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,151 @@
+"""`onbeat reward try`: a job's reward on the first rows of its data, without an engine, a broker or a trainer."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onbeat.cli.options import ApiKey, DataDir, Job, Overrides, Url, ask
+
+if TYPE_CHECKING:
+    from onbeat.config import JobConfig
+
+DEADLINE_S = 300.0
+DATA_MEMORY_MB = 8192
+ROWS, REWARDS, PROMPTS = (
+    "services.broker.datasets.child",
+    "services.rollout.rewards.child",
+    "services.trainer.prompt_lengths",
+)
+
+app = typer.Typer(help="Rewards, before a job uses them.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Rewards, before a job uses them."""
+
+
+@app.command("try")
+def try_reward(
+    job: Job,
+    overrides: Overrides = None,
+    num_rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Of the data, the first ones.")] = 5,
+    job_id: Annotated[
+        str | None,
+        typer.Option("--job", metavar="JOB", help="Show what this job recorded instead: its newest samples."),
+    ] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Print prompts as the model gets them, responses, and the reward of each with its parts.
+
+    The responses are the data's own answer, and none at all: the first should score high, the second low.
+    """
+    from onbeat.config import JobConfig
+
+    if job_id is not None:
+        samples = ask(url, api_key, data_dir, lambda client: client.jobs.samples(job_id, limit=num_rows))
+        for sample in samples:
+            show_prompt(f"{sample.group_id}, response {sample.index}", sample.prompt)
+            show_score("response", sample.response, {"reward": sample.reward, "parts": sample.reward_parts})
+        return
+    config = JobConfig.from_file(job, overrides)
+    if config.reward.name == "http":
+        raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
+    items = read_rows(config, job.parent, data_dir, num_rows)
+    prompts, problem = render_prompts(config, items)
+    if problem:
+        typer.echo(f"the prompts are shown without the model's template: {problem}")
+    responses = [(index, name, text) for index, item in enumerate(items) for name, text in responses_to(item)]
+    scores = score(config, [(items[index]["context"], text) for index, _, text in responses])
+    for number, (index, name, text) in enumerate(responses):
+        if name == responses_to(items[index])[0][0]:  # the first one of the row
+            show_prompt(f"row {index}", prompts[index])
+        show_score(name, text, scores.get(number, {"message": "the scoring process has ended"}))
+
+
+def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return responses to score, by what they are."""
+    answer = item["context"].get("answer")
+    return [("own answer", str(answer))] * (answer is not None) + [("empty", "")]
+
+
+def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: int) -> list[dict[str, Any]]:
+    """Return the first prompts of the data, with their contexts. Raises ValueError naming the field that is wrong."""
+    from onbeat.client.datasets import file_sections
+    from onbeat.local.state import resolve_data_dir
+
+    job = config.model_dump(mode="json")
+    root = resolve_data_dir(data_dir)
+    for field, section in file_sections(job):
+        if field == "data" and (folder / section["path"]).is_file():
+            section["path"], root = str((folder / section["path"]).resolve()), Path("/")
+    if "shuffle" in job["data"]:
+        job["data"] |= {"shuffle": False, "max_prompt_tokens": None}
+    spec = {"data": job["data"], "seed": config.seed, "num_items": count}
+    request = {"spec": spec, "first": 0, "count": count, "timeout_s": DEADLINE_S}
+    (answer,) = ask_service(ROWS, [str(root), str(DATA_MEMORY_MB)], [request])
+    if "error" in answer:
+        raise ValueError(f"{answer['error']['field']}: {answer['error']['message']}")
+    return list(answer["items"])
+
+
+def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
+    """Return the prompts as the model gets them, and why that is not known ('' if it is)."""
+    requests = [{"messages": item["messages"], "text": item["text"]} for item in items]
+    try:
+        answers = ask_service(PROMPTS, [config.model.path, "--text"], requests)
+    except ValueError as error:
+        plain = [item["text"] or "\n".join(f"{m['role']}: {m['content']}" for m in item["messages"]) for item in items]
+        return plain, str(error)
+    return [f"{answer['text']}  ({answer['num_tokens']} tokens)" for answer in answers], ""
+
+
+def score(config: "JobConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
+    """Score responses to contexts in the process, and with the limits, of a rollout. Return its answers by number."""
+    reward = config.reward
+    what = {"reward": reward.name, "options": reward.options}
+    requests = [
+        {"request": number, "context": context, "responses": [response]} | what
+        for number, (context, response) in enumerate(responses)
+    ]
+    answers = ask_service(REWARDS, [str(reward.timeout_s), str(reward.memory_limit_mb)], requests)
+    return {answer["request"]: answer for answer in answers if answer["step"] in ("scored", "failed")}
+
+
+def ask_service(module: str, arguments: Sequence[str], requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers of a program that speaks JSON lines: this process imports nothing heavy. Raises ValueError."""
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{module} took longer than {DEADLINE_S:.0f} s") from error
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if not answers:
+        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
+    return answers
+
+
+def show_prompt(title: str, prompt: str) -> None:
+    from onbeat.terminal.summary import clip
+
+    typer.echo(f"\n{title}\n  prompt      {clip(prompt)!r}")
+
+
+def show_score(name: str, response: str, answer: dict[str, Any]) -> None:
+    from onbeat.terminal.formatting import printable
+    from onbeat.terminal.summary import clip
+
+    if "reward" in answer:
+        parts = "".join(f"  {part} {value:g}" for part, value in answer["parts"].items())
+        told = f"reward {answer['reward']:g}{parts}"
+    else:
+        told = f"failed: {printable(answer.get('message', answer))}"
+    typer.echo(f"  {name:<12}{clip(response)!r}\n  {'':<12}{told}")
