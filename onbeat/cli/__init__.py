@@ -8,7 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from onbeat.cli import audit, chat, data, doctor, draft, jobs, keys, look, model, plan, replay, reward, stack, top
+from onbeat.cli import (
+    audit,
+    chat,
+    data,
+    doctor,
+    draft,
+    finished,
+    jobs,
+    keys,
+    look,
+    model,
+    plan,
+    replay,
+    reward,
+    stack,
+    top,
+)
 from onbeat.cli.options import CaFile
 
 FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+: ")
@@ -32,6 +48,8 @@ app.add_typer(data.app, name="data")
 app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
+app.command("view")(finished.view)
+app.command("report")(finished.report)
 app.command("logs")(look.logs)
 app.command("workers")(jobs.workers)
 app.command("top")(top.top)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,8 @@ def run_job(
         except KeyboardInterrupt:
             console.print("stopped; the same command continues where the job stands")
             return INTERRUPTED
+    if exit_code != INTERRUPTED and running_stack(options.data_dir) is None:
+        console.print(f"see it again: onbeat view {shlex.quote(str(options.data_dir))}", soft_wrap=True)
     if exit_code == INTERRUPTED and run.job is not None:
         console.print(describe_stop(run.job, options.data_dir), soft_wrap=True)
     return exit_code

@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,7 @@ class StackOptions:
     rollout_cores: Sequence[int] | None = None
     trainer_cores: Sequence[int] | None = None
     port: int | None = None  # the broker's; default: any free one
+    is_view: bool = False  # only Redis, and a broker that changes nothing
 
 
 class LocalStack:
@@ -128,6 +129,8 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
         missing=http_probe(f"http://{HOST}:{port}/readyz"),
         ready_deadline_s=60.0,
     )
+    if options.is_view:
+        return [replace(broker, env={**broker.env, "ONBEAT_IS_READ_ONLY": "true"})]
     trainer_env = {
         "ONBEAT_TRAINER_ID": "trainer-0",
         "ONBEAT_CPU_CORES": format_cores(plan.trainer),

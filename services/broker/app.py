@@ -31,7 +31,7 @@ from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
-from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, RequestTimer
+from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly, RequestTimer
 from services.broker.quota import Quota
 from services.broker.retention import Retention
 from services.broker.settings import Settings
@@ -109,6 +109,8 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
     upload_rule = BodyRule(settings.max_dataset_bytes, settings.upload_timeout_s, timeout_s, remedy)
     app.add_middleware(BodyLimit, rule=rule, upload_rule=upload_rule)
     app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
+    if settings.is_read_only:
+        app.add_middleware(ReadOnly)
     app.add_middleware(Envelope)
     app.add_middleware(RequestTimer, meters=meters)
 
@@ -125,9 +127,12 @@ class Background:
         self._retention = Retention(ledger, settings.job_retention_days)
         self._tracer = create_tracer(settings, ledger, meters)
         self._on_end = on_end
+        self._is_read_only = settings.is_read_only
         self._tasks: list[asyncio.Task[None]] = []  # the conductor first
 
     def start(self) -> None:
+        if self._is_read_only:
+            return
         self._tasks = [
             asyncio.create_task(self._conductor.run(), name="conductor"),
             asyncio.create_task(self._retention.run(), name="retention"),
@@ -138,7 +143,7 @@ class Background:
             self._tracer.start()
 
     def is_conducting(self) -> bool:
-        return bool(self._tasks) and not self._tasks[0].done()
+        return self._is_read_only or (bool(self._tasks) and not self._tasks[0].done())
 
     async def close(self) -> None:
         for task in self._tasks:

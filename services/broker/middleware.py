@@ -82,6 +82,19 @@ class Gate:
         return refuse_haste(wait_s, "more requests than this broker takes from one caller") if wait_s else None
 
 
+class ReadOnly:
+    """A gate that lets only requests pass that change nothing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in READING:
+            detail = "this broker only shows what was recorded; `onbeat up` in the same folder goes on with it"
+            return await problem(403, "Forbidden", detail)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
 def size_of_headers(scope: Scope) -> int:
     return len(scope["path"]) + len(scope["query_string"]) + sum(len(n) + len(value) for n, value in scope["headers"])
 

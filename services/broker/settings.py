@@ -40,6 +40,7 @@ class Settings(RedisSettings, BaseSettings):
         True,
         description="model folders of the trainers can be seen here, so a missing one is refused; false: not checked",
     )
+    is_read_only: bool = Field(False, description="true: jobs can be looked at, and nothing moves them; `onbeat view`")
     max_body_bytes: int = Field(1024 * 1024, ge=1024, description="a larger request is refused")
     max_dataset_bytes: int = Field(10 * 10**9, ge=1024, description="a larger data file is not taken")
     upload_timeout_s: float = Field(3600.0, gt=0, description="for the whole upload of a data file")

@@ -42,6 +42,7 @@ MADE_PATHS = {
 PARSED_ONLY = {
     "onbeat up": "the stack that the tests watch is up already; tests/unit/test_local.py and tests/e2e start it",
     "onbeat down": "would end the stack that the tests watch",
+    "onbeat view": "runs until Ctrl-C; tests/unit/test_report_page.py has its parts",
     "onbeat jobs fork": "needs a job that wrote a checkpoint after 20 iterations; tests/integration/test_fork.py forks",
     "onbeat keys new": "tests/integration/test_broker_security.py runs it",
     "onbeat keys list": "the same",

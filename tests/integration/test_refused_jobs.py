@@ -147,3 +147,17 @@ async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ((_, message),) = await review_hub_model("org/name")
     assert "HF_HUB_OFFLINE is set" in message
+
+
+# ---- a broker that only shows ------------------------------------------------------------------------------------
+
+
+async def test_broker_that_only_shows_changes_nothing(ledger: Ledger, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path, is_read_only=True) as broker:
+        for method, path in (("POST", "/v1/jobs"), ("PUT", "/v1/datasets/a.jsonl"), ("DELETE", "/v1/jobs/job-1")):
+            refused = await broker.request(method, path, json=job_body())
+            assert (refused.status_code, "only shows" in refused.json()["detail"]) == (403, True)
+        assert (await broker.get("/readyz")).status_code == 200
+        assert (await broker.get("/v1/jobs")).status_code == 200
+        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]

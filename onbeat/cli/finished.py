@@ -1,0 +1,57 @@
+"""`onbeat view` and `onbeat report`: a run that is over."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onbeat.cli.options import ApiKey, DataDir, JobId, Url, ask
+
+
+def view(
+    folder: Annotated[Path, typer.Argument(help="The data folder of a run.")] = Path(".onbeat"),
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8800 if it is free.")] = None,
+) -> None:
+    """Show the dashboard of what was recorded in a data folder, until Ctrl-C. Nothing can be changed there."""
+    from onbeat.local.redis_server import free_port
+    from onbeat.local.run import terminations_as_interrupts
+    from onbeat.local.stack import LocalStack, StackOptions
+    from onbeat.local.state import running_stack
+
+    folder = folder.expanduser().resolve()
+    state = running_stack(folder)
+    if state is not None:
+        typer.echo(f"a stack runs on {folder} already: open {state.url}")
+        return
+    if not (folder / "redis").is_dir():
+        raise ValueError(f"{folder} is no data folder of a run: it has no folder redis")
+    options = StackOptions(folder, port=port or free_port(preferred=8800), is_view=True)
+    with terminations_as_interrupts():
+        try:
+            with LocalStack(options, command="view", report=typer.echo) as stack:
+                typer.echo(f"open {stack.url}; Ctrl-C ends it")
+                while True:
+                    stack.check()
+                    time.sleep(0.5)
+        except KeyboardInterrupt:
+            typer.echo("ended")
+
+
+def report(
+    job_id: JobId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write a job's numbers, curves and responses into one HTML file, which can be sent to others."""
+    from onbeat.terminal.report import check_report_path
+    from onbeat.terminal.report_page import build_page
+
+    check_report_path(output)
+    page = ask(url, api_key, data_dir, lambda client: build_page(client, job_id))
+    draft = output.with_name(f".{output.name}.new")  # a reader never sees half of it
+    draft.write_text(page, encoding="utf-8")
+    draft.replace(output)
+    typer.echo(f"{output} is written")
