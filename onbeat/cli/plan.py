@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,8 @@ DEADLINE_S = 300.0
 GB = 1e9
 TYPICAL_PROMPT_TOKENS = 128
 OTHERS_BYTES = 330_000_000  # broker, Redis and the command: measured
+
+CHILDREN: list["subprocess.Popen[str]"] = []  # that are planning
 
 Plan = dict[str, dict[str, int]]  # bytes, by process and part
 
@@ -94,13 +97,19 @@ def ask(module: str, request: dict[str, Any]) -> Any:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
         command = [sys.executable, "-P", "-m", module, str(path)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"planning took longer than {DEADLINE_S:.0f} s; try again while less runs here") from error
-    if done.returncode != 0:
-        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
-    return json.loads(done.stdout)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            CHILDREN.append(child)
+            try:
+                printed, complaints = child.communicate(timeout=DEADLINE_S)
+            except subprocess.TimeoutExpired as error:
+                child.kill()
+                text = f"planning took longer than {DEADLINE_S:.0f} s; try again while less runs here"
+                raise ValueError(text) from error
+            finally:
+                CHILDREN.remove(child)
+    if child.returncode != 0:
+        raise ValueError(complaints.strip().splitlines()[-1] if complaints.strip() else f"{module} failed")
+    return json.loads(printed)
 
 
 def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
@@ -130,28 +139,46 @@ def by_size(item: tuple[str, int]) -> int:
     return -item[1]
 
 
-def warn_of_memory(config: "JobConfig", num_rollouts: int, engine: str, say: Callable[[str], None]) -> None:
-    """Compare what the job will take with what is free here, in a thread, and say one sentence if it is more.
+@contextmanager
+def memory_warning(config: "JobConfig", num_rollouts: int, engine: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Compare what the job will take with what is free here, beside the block, and say one sentence if it is more.
 
     A job that cannot be planned, an engine without a plan, and accelerators are passed over in silence.
     """
     from onbeat.hardware.accelerators import available_devices
+    from onbeat.memory import read_memory
 
-    if available_devices(os.environ)[1] or engine != "vllm":
+    if available_devices(os.environ)[1] or engine != "vllm" or not is_converted(config.model.path):
+        yield
         return
+    available, is_over = read_memory().available_bytes, threading.Event()  # before anything is started
 
     def compare() -> None:
         try:
             plan = plan_memory(with_dtype(config), TYPICAL_PROMPT_TOKENS, 1, is_on_gpu=False, max_num_seqs=64)
         except (ValueError, OSError):
             return
-        if text := shortage_text(plan, num_rollouts, available):
+        if (text := shortage_text(plan, num_rollouts, available)) and not is_over.is_set():
             say(text)
 
-    from onbeat.memory import read_memory
+    thread = threading.Thread(target=compare, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        while thread.is_alive():  # it may start one more process
+            for child in list(CHILDREN):
+                child.kill()
+            thread.join(0.05)
 
-    available = read_memory().available_bytes  # before anything is started
-    threading.Thread(target=compare, daemon=True).start()
+
+def is_converted(model_path: str) -> bool:
+    """Return False for a bundled model that no trainer has converted yet: planning would do it a second time."""
+    if not model_path.startswith("bundled:"):
+        return True
+    cache = Path(os.environ.get("ONBEAT_CACHE_DIR") or Path.home() / ".cache" / "onbeat")
+    return (cache / "models" / model_path.removeprefix("bundled:") / "config.json").is_file()
 
 
 def shortage_text(plan: Plan, num_rollouts: int, available_bytes: int) -> str:

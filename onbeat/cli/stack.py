@@ -30,14 +30,15 @@ def run(
     Exit code 0 only if the job SUCCEEDED. Ctrl-C, SIGTERM and a closed terminal keep the work: the same command
     continues the job. With a stack of `onbeat up`, the job runs there.
     """
-    from onbeat.cli.plan import warn_of_memory
+    from onbeat.cli.plan import memory_warning
     from onbeat.config import JobConfig
     from onbeat.local.run import run_job
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     config = JobConfig.from_file(job, overrides)
-    warn_of_memory(config, num_rollouts, engine, typer.echo)
-    raise typer.Exit(run_job(config, job.parent, options, report, is_fresh))
+    with memory_warning(config, num_rollouts, engine, typer.echo):
+        exit_code = run_job(config, job.parent, options, report, is_fresh)
+    raise typer.Exit(exit_code)
 
 
 def up(

@@ -1,5 +1,7 @@
 """Memory: what a machine has, what the doctor and `onbeat run` say when it is short."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -50,13 +52,35 @@ def test_run_warns_when_the_job_takes_more_than_is_free(monkeypatch: pytest.Monk
     said: list[str] = []
     needs = {"trainer": {"weights": 4_000_000_000}, "engine core": {"cache": 1_500_000_000}}
     monkeypatch.setattr(plan, "plan_memory", lambda *_, **__: needs)
-    monkeypatch.setattr("threading.Thread.start", lambda self: self.run())
+    monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
+    monkeypatch.setattr("threading.Thread.is_alive", lambda _: False)
     monkeypatch.setattr("onbeat.hardware.accelerators.available_devices", lambda _: ("", []))
-    config = JobConfig.from_file(QUICKSTART)
+    config = JobConfig.from_file(QUICKSTART, ["model.path=/a/model"])
     for free_gb, num_warnings in ((100, 0), (6, 1)):
         free = trainer("x", "box", free_gb).host
         monkeypatch.setattr("onbeat.memory.read_memory", lambda free=free: free)
-        plan.warn_of_memory(config, 2, "vllm", said.append)
+        with plan.memory_warning(config, 2, "vllm", said.append):
+            pass
         assert len(said) == num_warnings
     assert "may take 7.3 GB (trainer 4.0, engine core 3.0), and 6.0 GB were free" in said[0]
     assert plan.shortage_text(needs, 1, 100_000_000_000) == ""
+
+
+def test_plan_ends_with_the_run_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.hardware.accelerators.available_devices", lambda _: ("", []))
+    with plan.memory_warning(JobConfig.from_file(QUICKSTART, ["model.path=/a/model"]), 1, "vllm", pytest.fail):
+        deadline = time.monotonic() + 30
+        while not plan.CHILDREN and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (child,) = plan.CHILDREN
+    assert child.returncode == -signal.SIGKILL
+    assert plan.CHILDREN == []
+
+
+def test_bundled_model_is_not_converted_for_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONBEAT_CACHE_DIR", str(tmp_path))
+    assert not plan.is_converted("bundled:tiny")
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    assert plan.is_converted("bundled:tiny")
+    assert plan.is_converted("/a/model")
