@@ -13,6 +13,7 @@ from onbeat.cli.options import ApiKey, DataDir, Job, Overrides, Url, ask
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
+    from onbeat.rewards import RewardConfig
 
 DEADLINE_S = 300.0
 DATA_MEMORY_MB = 8192
@@ -56,18 +57,23 @@ def try_reward(
             show_score("response", sample.response, {"reward": sample.reward, "parts": sample.reward_parts})
         return
     config = JobConfig.from_file(job, overrides)
-    if config.reward.name == "http":
+    if config.environment is not None:
+        raise ValueError("the reward of this job comes from its environment, which plays whole episodes; use --job")
+    if any(reward.name == "http" for reward in config.rewards):
         raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
     items = read_rows(config, job.parent, data_dir, num_rows)
     prompts, problem = render_prompts(config, items)
     if problem:
         typer.echo(f"the prompts are shown without the model's template: {problem}")
     responses = [(index, name, text) for index, item in enumerate(items) for name, text in responses_to(item)]
-    scores = score(config, [(items[index]["context"], text) for index, _, text in responses])
+    contexts = [(items[index]["context"], text) for index, _, text in responses]
+    scores = [(reward.part, score(reward, contexts)) for reward in config.rewards]
     for number, (index, name, text) in enumerate(responses):
         if name == responses_to(items[index])[0][0]:  # the first one of the row
             show_prompt(f"row {index}", prompts[index])
-        show_score(name, text, scores.get(number, {"message": "the scoring process has ended"}))
+        for part, found in scores:
+            label = name if part is None else f"{name}, {part}"
+            show_score(label, text, found.get(number, {"message": "the scoring process has ended"}))
 
 
 def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
@@ -107,9 +113,8 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
     return [f"{answer['text']}  ({answer['num_tokens']} tokens)" for answer in answers], ""
 
 
-def score(config: "JobConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
+def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
     """Score responses to contexts in the process, and with the limits, of a rollout. Return its answers by number."""
-    reward = config.reward
     what = {"reward": reward.name, "options": reward.options}
     requests = [
         {"request": number, "context": context, "responses": [response]} | what
