@@ -16,10 +16,10 @@ def audit(
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
-    head: Annotated[str, typer.Option(help="The head of an earlier audit: the log must still contain it.")] = "",
+    head: Annotated[str, typer.Option(help="Head that an earlier audit printed; the log must still contain it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Re-check a job's log of groups and versions; exit code 0 only if nothing is wrong."""
+    """Check a job's log of groups and versions again. The exit code is 0 only if nothing is wrong."""
     report = ask(url, api_key, data_dir, lambda client: client.jobs.audit(job_id, head))
     if as_json:
         print_json(report)

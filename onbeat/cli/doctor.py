@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from onbeat.types import Diagnosis
 
 MaybeJobId = Annotated[
-    str | None, typer.Argument(metavar="[JOB]", help="Only this job. Default: all of the installation.")
+    str | None, typer.Argument(metavar="[JOB]", help="Only this job. Default: the whole installation.")
 ]
 
 
@@ -24,7 +24,7 @@ def doctor(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong and who waits for whom; exit code 0 only if nothing is wrong."""
+    """Report what is wrong and which process waits for which. The exit code is 0 only if nothing is wrong."""
     from onbeat.client import BrokerUnreachable
 
     def ask_for(client: "AsyncClient") -> "Awaitable[Diagnosis]":

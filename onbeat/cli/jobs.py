@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-app = typer.Typer(help="Submit, watch and steer jobs.", no_args_is_help=True)
+app = typer.Typer(help="Submit, watch and control jobs.", no_args_is_help=True)
 
 
 @app.command()
 def create(
     job: Job,
     overrides: Overrides = None,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key never creates a second job.")] = None,
-    is_watched: Annotated[bool, typer.Option("--watch", help="Follow the job until it is final.")] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="A repeated call with the same key creates no second job.")
+    ] = None,
+    is_watched: Annotated[bool, typer.Option("--watch", help="Follow the job until it ends.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
@@ -54,15 +56,15 @@ def fork(
     job_id: JobId,
     iteration: Annotated[
         int,
-        typer.Option("--from", min=1, help="Start from the checkpoint that the job wrote after so many iterations."),
+        typer.Option("--from", min=1, help="Start from the checkpoint that the job wrote after this many iterations."),
     ],
     overrides: Overrides = None,
-    is_watched: Annotated[bool, typer.Option("--watch", help="Follow the new job until it is final.")] = False,
+    is_watched: Annotated[bool, typer.Option("--watch", help="Follow the new job until it ends.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Submit a job that starts from a checkpoint of another one, with other settings where `--set` says so."""
+    """Submit a job that starts from a checkpoint of another one. `--set` changes its settings."""
     new_id = ask(url, api_key, data_dir, lambda client: client.jobs.fork(job_id, iteration, overrides or [])).id
     typer.echo(new_id)
     if is_watched:
@@ -78,7 +80,7 @@ def list_jobs(
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Jobs, newest first, with the reward of their newest iteration."""
+    """List the jobs, newest first, with the reward of their newest iteration."""
     from onbeat.terminal.formatting import number
 
     wanted = state.upper() if state else None
@@ -120,13 +122,13 @@ def time_of(job: "JobRecord") -> str:
 
 @app.command()
 def get(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """One job, as JSON."""
+    """Print one job as JSON."""
     print_json(ask(url, api_key, data_dir, lambda client: client.jobs.get(job_id)))
 
 
 @app.command()
 def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """Follow a job until it is final; exit code 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
+    """Follow a job until it ends. The exit code is 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.terminal.follow import follow
     from onbeat.terminal.summary import print_summary
@@ -152,13 +154,13 @@ def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 
 @app.command()
 def cancel(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """End a job. What it has committed stays."""
+    """Cancel a job. Its committed iterations are kept."""
     move("cancel", job_id, url, api_key, data_dir)
 
 
 @app.command()
 def pause(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """Hold a job until it is resumed."""
+    """Pause a job until it is resumed."""
     move("pause", job_id, url, api_key, data_dir)
 
 
@@ -166,20 +168,20 @@ def pause(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 def resume(
     job_id: JobId,
     num_iterations: Annotated[
-        int | None, typer.Option("--iterations", min=1, help="In all, for a job that SUCCEEDED: more than it had.")
+        int | None, typer.Option("--iterations", min=1, help="New total, for a job that SUCCEEDED; more than it had.")
     ] = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Go on with a job that is paused, FAILED or CANCELLED; or with one that SUCCEEDED, for more iterations."""
+    """Resume a job that is paused, FAILED or CANCELLED, or one that SUCCEEDED, for more iterations."""
     record = ask(url, api_key, data_dir, lambda client: client.jobs.resume(job_id, num_iterations))
     typer.echo(f"{job_id} {record.state.value}")
 
 
 @app.command()
 def delete(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """Remove a job that is over, for good. Its checkpoints stay on the trainer's disk."""
+    """Delete a job that has ended. Its checkpoints stay on the trainer's disk."""
 
     async def remove(client: "AsyncClient") -> str | None:
         checkpoint = (await client.jobs.get(job_id)).checkpoint
@@ -200,15 +202,15 @@ def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir:
 @app.command()
 def samples(
     job_id: JobId,
-    iteration: Annotated[int | None, typer.Option(min=0, help="Default: the newest.")] = None,
-    evaluation: Annotated[int | None, typer.Option(min=0, help="A few of this evaluation instead.")] = None,
-    limit: Annotated[int, typer.Option(min=1)] = 10,
+    iteration: Annotated[int | None, typer.Option(min=0, help="Iteration to show. Default: the newest.")] = None,
+    evaluation: Annotated[int | None, typer.Option(min=0, help="Show responses of this evaluation instead.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Largest number of responses.")] = 10,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Responses with their rewards, for humans to read."""
+    """Show responses with their rewards."""
     from onbeat.terminal.summary import print_examples
 
     def ask_for(client: "AsyncClient") -> "Awaitable[Sequence[Sample]]":
@@ -230,7 +232,7 @@ def samples(
 def evaluations(
     job_id: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
 ) -> None:
-    """Scores on the held-out set."""
+    """Show the scores on the held-out set."""
     from onbeat.terminal.formatting import number
 
     found = ask(url, api_key, data_dir, lambda client: client.jobs.evaluations(job_id))
@@ -257,12 +259,12 @@ def evaluations(
 @app.command()
 def report(
     job_id: JobId,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; default: the terminal.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: the terminal.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """The numbers of every iteration and their totals, as JSON."""
+    """Print the numbers of every iteration and their totals as JSON."""
     from onbeat.terminal.report import build_report, check_report_path, write_report
 
     if output is not None:
@@ -281,7 +283,7 @@ def workers(
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Rollout replicas and what they do."""
+    """List the rollouts and what they do."""
     from onbeat.terminal.job_view import worker_line
 
     found = ask(url, api_key, data_dir, lambda client: client.workers(pool))

@@ -23,12 +23,14 @@ def new(
     path: KeysPath,
     role: Annotated[
         Literal["read", "submit", "admin"],
-        typer.Option(help="read looks; submit also creates, pauses, resumes and cancels jobs; admin may do anything."),
+        typer.Option(help="read: look only; submit: also create, pause, resume and cancel jobs; admin: do anything."),
     ],
-    name: Annotated[str, typer.Option(help="Whose key it is, such as ci.")],
-    expires_days: Annotated[int | None, typer.Option(min=1, max=36500, help="Default: it does not expire.")] = None,
+    name: Annotated[str, typer.Option(help="Name of its owner, such as ci.")],
+    expires_days: Annotated[
+        int | None, typer.Option(min=1, max=36500, help="Days until it expires. Default: it does not.")
+    ] = None,
 ) -> None:
-    """Make a key and print it, this once: the file keeps only its hash. Brokers know it within a second or two."""
+    """Make a key and print it once: the file keeps only its hash. Brokers accept it within a second or two."""
     from datetime import timedelta
 
     from onbeat.api_keys import Role, keys_to_edit, new_key
@@ -44,7 +46,7 @@ def new(
 
 @app.command("list")
 def list_keys(path: KeysPath) -> None:
-    """Every key by its id."""
+    """List the keys with their ids."""
     from datetime import UTC, datetime
 
     from onbeat.api_keys import read_keys
@@ -61,9 +63,11 @@ def list_keys(path: KeysPath) -> None:
 @app.command()
 def revoke(
     path: KeysPath,
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `onbeat keys list` shows it.", show_default=False)],
+    key_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of the key, as `onbeat keys list` shows it.", show_default=False)
+    ],
 ) -> None:
-    """Take a key out of the file. Brokers refuse it within a second or two."""
+    """Remove a key from the file. Brokers refuse it within a second or two."""
     from onbeat.api_keys import keys_to_edit
 
     try:

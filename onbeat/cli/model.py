@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Manage models on this machine.", no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Models on this machine."""
+    """Manage models on this machine."""
 
 
 @app.command()

@@ -17,42 +17,50 @@ Answer = TypeVar("Answer")
 Url = Annotated[
     str | None,
     typer.Option(
-        envvar="ONBEAT_URL", help="The broker. Default: the stack of the data folder, else http://127.0.0.1:8800."
+        envvar="ONBEAT_URL", help="URL of the broker. Default: the data folder's stack, else http://127.0.0.1:8800."
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="ONBEAT_API_KEY", help="Sent to the broker. Other users see options, but not the variable."),
+    typer.Option(
+        envvar="ONBEAT_API_KEY", help="API key. Other users of the machine can see options, but not the variable."
+    ),
 ]
 CaFile = Annotated[
     Path | None,
     typer.Option(
-        envvar="ONBEAT_CA_FILE", help="PEM authority of the broker's certificate. Default: those of the system."
+        envvar="ONBEAT_CA_FILE", help="PEM file of the authority of the broker's certificate. Default: the system's."
     ),
 ]
 DataDir = Annotated[
     Path | None,
-    typer.Option(envvar="ONBEAT_DATA_DIR", help="Redis, checkpoints and logs of the local stack. Default: ./.onbeat"),
+    typer.Option(
+        envvar="ONBEAT_DATA_DIR", help="Folder of the local stack: Redis, checkpoints, logs. Default: ./.onbeat"
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job: --set schedule.num_iterations=5"),
 ]
 Job = Annotated[Path, typer.Argument(help="A job file, TOML or JSON; see examples/.", show_default=False)]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="As `onbeat jobs list` shows it.", show_default=False)]
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="Its id, as `onbeat jobs list` shows it.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-NumRollouts = Annotated[int, typer.Option("--rollouts", min=1, max=64, help="Rollout replicas.")]
-Engine = Annotated[str, typer.Option(help="What generates: vllm, transformers, or an installed engine's name.")]
+NumRollouts = Annotated[int, typer.Option("--rollouts", min=1, max=64, help="Number of rollouts.")]
+Engine = Annotated[str, typer.Option(help="Inference engine: vllm, transformers, or the name of an installed one.")]
 RolloutCores = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="CPU cores of all rollouts, such as 0-3,6. Default: the first half, or all of fewer than four.",
+        help="CPU cores of all rollouts, such as 0-3,6. Default: the first half, or all if there are fewer than four.",
     ),
 ]
 TrainerCores = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="CPU cores of the trainer. Default: the rest, or all of fewer than four."),
+    typer.Option(
+        metavar="LIST", help="CPU cores of the trainer. Default: the rest, or all if there are fewer than four."
+    ),
 ]
 
 

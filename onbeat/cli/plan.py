@@ -18,7 +18,7 @@ from onbeat.cli.options import AsJson, Job, Overrides
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
 
-app = typer.Typer(help="What a job will need, before it runs.", no_args_is_help=True)
+app = typer.Typer(help="Estimate what a job will need before it runs.", no_args_is_help=True)
 DEADLINE_S = 300.0
 GB = 1e9
 TYPICAL_PROMPT_TOKENS = 128
@@ -31,26 +31,24 @@ Plan = dict[str, dict[str, int]]  # bytes, by process and part
 
 @app.callback()
 def group() -> None:
-    """What a job will need, before it runs."""
+    """Estimate what a job will need before it runs."""
 
 
 @app.command()
 def memory(
     job: Job,
     overrides: Overrides = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the longest prompt.")] = 128,
-    num_ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Ranks of the trainer that share one model (FSDP2).")
-    ] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 128,
+    num_ranks: Annotated[int, typer.Option("--ranks", min=1, help="Trainer ranks that share one model (FSDP2).")] = 1,
     is_on_gpu: Annotated[
-        bool, typer.Option("--gpu", help="The trainer computes on a GPU, and the engine on another.")
+        bool, typer.Option("--gpu", help="Plan a trainer on a GPU of its own, with the engine on another.")
     ] = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses that an engine generates at a time.")] = 64,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a trainer and a rollout take at their peak, part by part.
 
-    All responses are taken to run to their limit. `model.dtype = "auto"` is planned for this machine.
+    It assumes that all responses reach their limit. `model.dtype = "auto"` is planned for this machine.
     """
     from onbeat.config import JobConfig
 

@@ -12,14 +12,14 @@ from onbeat.cli.options import DataDir, JobId
 
 def replay(
     job_id: JobId,
-    iteration: Annotated[int, typer.Option(min=0, help="A committed iteration.")],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or npu.")] = "auto",
+    iteration: Annotated[int, typer.Option(min=0, help="Number of a committed iteration.")],
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda or npu.")] = "auto",
     cores: Annotated[
-        str, typer.Option(metavar="LIST", help="CPU cores; as many as the trainer had, for equal bits.")
+        str, typer.Option(metavar="LIST", help="CPU cores to use. Equal bits need as many as the trainer had.")
     ] = "",
     data_dir: DataDir = None,
 ) -> None:
-    """Replay an iteration from its stream; exit code 0 only if the weights agree bit for bit."""
+    """Replay an iteration from its stream. The exit code is 0 only if the weights agree bit for bit."""
     from onbeat.local.state import resolve_data_dir, running_stack
     from onbeat.local.supervisor import inherited_environment
 

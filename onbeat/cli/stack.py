@@ -19,7 +19,7 @@ def run(
     report: Annotated[Path | None, typer.Option(help="Write the numbers of the run to this JSON file.")] = None,
     is_fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Begin anew: cancel the unfinished job of this file instead of continuing it."),
+        typer.Option("--fresh", help="Start over: cancel the unfinished job of this file instead of continuing it."),
     ] = False,
     rollout_cores: RolloutCores = None,
     trainer_cores: TrainerCores = None,
@@ -27,8 +27,8 @@ def run(
 ) -> None:
     """Start everything on this machine, train, show progress, stop everything.
 
-    Exit code 0 only if the job SUCCEEDED. Ctrl-C, SIGTERM and a closed terminal keep the work: the same command
-    continues the job. With a stack of `onbeat up`, the job runs there.
+    The exit code is 0 only if the job SUCCEEDED. Ctrl-C, SIGTERM and a closed terminal keep the work: the same command
+    continues the job. If a stack of `onbeat up` is running, the job runs there.
     """
     from onbeat.cli.plan import memory_warning
     from onbeat.config import JobConfig
@@ -45,7 +45,7 @@ def up(
     num_rollouts: NumRollouts = 1,
     engine: Engine = "vllm",
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="The broker's. Default: 8800 if it is free.")
+        int | None, typer.Option(min=1, max=65535, help="Port of the broker. Default: 8800 if it is free.")
     ] = None,
     rollout_cores: RolloutCores = None,
     trainer_cores: TrainerCores = None,
@@ -70,7 +70,7 @@ def up(
 
 
 def down(data_dir: DataDir = None) -> None:
-    """Stop the local stack. Unfinished jobs go on with the next `onbeat up`."""
+    """Stop the local stack. Unfinished jobs continue with the next `onbeat up`."""
     from onbeat.local.daemon import stop_in_background
     from onbeat.local.state import resolve_data_dir
 

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def top(
-    pool: Annotated[str | None, typer.Option(help="Only this pool. Default: `default` and those of all jobs.")] = None,
-    is_once: Annotated[bool, typer.Option("--once", help="One plain table, as in a pipe.")] = False,
+    pool: Annotated[
+        str | None, typer.Option(help="Only this pool. Default: `default` and the pools of all jobs.")
+    ] = None,
+    is_once: Annotated[bool, typer.Option("--once", help="Print one plain table and exit, as in a pipe.")] = False,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Jobs and rollouts as they run, every 2 s; q or Ctrl-C ends it."""
+    """Show jobs and rollouts as they run, refreshed every 2 s; q or Ctrl-C ends it."""
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.terminal.live import can_redraw
     from onbeat.terminal.top import plain_lines, show_top, take_snapshot

@@ -93,16 +93,20 @@ async def examine_storage(ledger: Ledger) -> list[Finding]:
     try:
         info = await ledger.redis.info("persistence") | await ledger.redis.info("memory")
     except ResponseError as error:
-        sentence = f"Redis does not tell whether it keeps its data on disk, this user may not run INFO: {error}"
+        sentence = (
+            f"Redis does not report whether it keeps its data on disk, because this user may not run INFO: {error}"
+        )
         return [Finding(sentence=sentence, who="redis")]
     findings = [await explain_persistence(ledger, info)]
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     if limit and info.get("maxmemory_policy") != "noeviction":
-        sentence = "Redis throws keys away when memory is short, those of jobs included: maxmemory-policy is "
-        sentence += f"{info['maxmemory_policy']}; set noeviction"
+        sentence = "Redis evicts keys when memory is short, those of jobs included: maxmemory-policy is "
+        sentence += f"{info['maxmemory_policy']}; set it to noeviction"
         findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
     if limit and used > FULL * limit:
-        sentence = f"Redis uses {used / 1e6:.0f} of {limit / 1e6:.0f} MB (maxmemory); give it more, or run fewer jobs"
+        sentence = (
+            f"Redis uses {used / 1e6:.0f} of {limit / 1e6:.0f} MB (maxmemory); give it more memory, or run fewer jobs"
+        )
         findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
     return findings
 
@@ -165,8 +169,10 @@ def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:
     sentence = (
         f"{count(len(names), 'heartbeat')} of pool {pool} cannot be read, and {'is' if len(names) == 1 else 'are'} "
     )
-    sentence += f"left out ({shown}): of another version of Onbeat, or not of Onbeat. The next trainer and the next "
-    sentence += "rollout that start in this pool remove what nobody writes again"
+    sentence += (
+        f"left out ({shown}): another version of Onbeat wrote them, or another program. The next trainer and the next "
+    )
+    sentence += "rollout that start in this pool remove those that are not written again"
     return [Finding(sentence=sentence, who=pool, is_problem=True)]
 
 
@@ -178,8 +184,8 @@ def explain_silence(process: TrainerRecord | WorkerRecord, now: float) -> Findin
         return Finding(sentence=sentence, who=process.id, is_problem=True)
     if process.state == "stopped" or not SILENT_S < silent_s < RECENT_S:
         return None
-    sentence = f"{process.id} was last seen {silent_s:.0f} s ago ({process.state}) and did not say farewell: it died, "
-    sentence += "is cut off, or its clock is behind"
+    sentence = f"{process.id} was last seen {silent_s:.0f} s ago ({process.state}) and did not sign off: it died, "
+    sentence += "lost its connection, or its clock is behind"
     return Finding(sentence=sentence, who=process.id, is_problem=True, since_s=silent_s)
 
 
@@ -196,9 +202,9 @@ async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, no
     if over_s < LEAVING_S:
         return None
     sentence = (
-        f"{process.id} still works on {process.job_id}, which is {fields['state']} since {over_s:.0f} s: it hangs; "
+        f"{process.id} still works on {process.job_id}, which has been {fields['state']} for {over_s:.0f} s: it hangs; "
     )
-    sentence += "kill it, whoever supervises it starts it again"
+    sentence += "kill it, and its supervisor starts it again"
     return Finding(sentence=sentence, job_id=process.job_id, who=process.id, is_problem=True, since_s=over_s)
 
 
@@ -221,8 +227,8 @@ async def examine_jobs(ledger: Ledger) -> list[Finding]:
             sentence += "an admin delete it"
             findings.append(Finding(sentence=sentence, job_id=job_id, is_problem=True))
     num_unfinished, num_ended = len(started) + counts.pop(JobState.PENDING), sum(counts.values())
-    total = f"{count(num_unfinished + num_ended, 'job')}, {num_unfinished} of them not ended"
-    more = f"; only {len(explained)} of these are explained here, the oldest" if num_unfinished > len(explained) else ""
+    total = f"{count(num_unfinished + num_ended, 'job')}, {num_unfinished} of them unfinished"
+    more = f"; only the oldest {len(explained)} of these are explained here" if num_unfinished > len(explained) else ""
     return [*findings, Finding(sentence=total + more, who="broker")]
 
 

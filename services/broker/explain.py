@@ -65,7 +65,7 @@ async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
 def explain_end(fields: Fields, state: JobState, now: float) -> Finding:
     since_s = max(0.0, now - float(fields["finished_at"]))
     done = f"after {fields['next_iteration']} of {fields['num_iterations']} iterations"
-    sentence = f"{fields['id']} is {state} since {since_s:.0f} s, {done}"
+    sentence = f"{fields['id']} has been {state} for {since_s:.0f} s, {done}"
     if "error" in fields:
         sentence += f": {fields['error']}"
     is_failed = state is JobState.FAILED
@@ -74,7 +74,7 @@ def explain_end(fields: Fields, state: JobState, now: float) -> Finding:
 
 def explain_pending(s: Situation) -> list[Finding]:
     pool, pending_s = s.config.pool, s.now - queued_at(s.fields)
-    start = f"{s.job_id} is PENDING for {pending_s:.0f} s: "
+    start = f"{s.job_id} has been PENDING for {pending_s:.0f} s: "
     idle, busy = s.live_trainers("idle"), s.live_trainers("training")
     about: dict[str, Any] = {"who": s.job_id, "waits_for": f"a trainer of pool {pool}", "since_s": pending_s}
     if idle:
@@ -106,8 +106,8 @@ def explain_running(s: Situation) -> list[Finding]:
 
 def explain_paused(s: Situation) -> list[Finding]:
     sentence = (
-        f"{s.job_id} is PAUSED since {s.state_since_s:.0f} s by its user, and may stay so for ever: "
-        f"`onbeat jobs resume {s.job_id}` lets it go on, `onbeat jobs cancel {s.job_id}` ends it"
+        f"{s.job_id} has been PAUSED by its user for {s.state_since_s:.0f} s and stays paused without a limit: "
+        f"`onbeat jobs resume {s.job_id}` continues it, `onbeat jobs cancel {s.job_id}` ends it"
     )
     pause = s.find(sentence, who=s.job_id, waits_for="its user", since_s=s.state_since_s)
     if s.lease_left_s > 0:
@@ -116,7 +116,7 @@ def explain_paused(s: Situation) -> list[Finding]:
 
 
 def explain_cancelling(s: Situation) -> list[Finding]:
-    start = f"{s.job_id} is CANCELLING since {s.state_since_s:.0f} s: "
+    start = f"{s.job_id} has been CANCELLING for {s.state_since_s:.0f} s: "
     about: dict[str, Any] = {"who": s.job_id, "since_s": s.state_since_s, "next": "the broker ends the job"}
     if s.lease_left_s <= 0:
         return [s.find(start + "no trainer holds it, so the broker ends it within a second", deadline_s=1.0, **about)]
@@ -172,17 +172,19 @@ def explain_trainer(s: Situation) -> Finding:
     pool, left_s = s.config.pool, s.lease_left_s
     if left_s <= 0:
         others = s.live_trainers("idle")
-        sentence = f"{s.owner} stopped, died or is cut off: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
+        sentence = (
+            f"{s.owner} stopped, died or lost its connection: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
+        )
         none = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
         sentence += f"{others[0]} takes over" if others else none
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}
         return s.find(sentence, who=s.owner, is_problem=True, **about)
-    doing = s.fields.get("doing") or "has not told what it does"
+    doing = s.fields.get("doing") or "its activity is not reported"
     doing_s = max(0.0, s.now - float(s.fields.get("doing_since", s.fields.get("started_at", s.now))))
     record = s.trainers.get(s.owner)
     is_silent = record is not None and s.silence_s(record) > SILENT_S
     silence = f", and it was last seen {s.silence_s(record):.0f} s ago" if record and is_silent else ""
-    sentence = f"{s.owner} holds {s.job_id}: {doing}, since {doing_s:.0f} s"
+    sentence = f"{s.owner} holds {s.job_id}: {doing}, for {doing_s:.0f} s"
     sentence += f" (its lease runs out in {left_s:.0f} s, unless renewed{silence})"
     about = {"waits_for": doing, "since_s": doing_s, "next": "another trainer may take over", "deadline_s": left_s}
     return s.find(sentence, who=s.owner, is_problem=is_silent, **about)
@@ -205,16 +207,16 @@ def explain_opening(s: Situation) -> Finding | None:
     iteration, published = int(s.fields["next_iteration"]), s.fields.get("policy_version", "none")
     about: dict[str, Any] = {"who": s.job_id, "since_s": s.silent_s}
     if iteration >= s.config.schedule.num_iterations:
-        sentence = f"all {iteration} iterations are committed, but {s.owner} did not finish the job yet"
+        sentence = f"all {iteration} iterations are committed, but {s.owner} has not finished the job yet"
         return s.find(sentence, waits_for=s.owner, **about)
     if s.iterations:
         return None
     wanted = max(0, iteration - s.config.max_staleness)
     if published == "none" or int(published) < wanted:
-        sentence = f"iteration {iteration} is not opened: it needs policy version {wanted}, and trainer {s.owner} has "
+        sentence = f"iteration {iteration} is not open: it needs policy version {wanted}, and trainer {s.owner} has "
         return s.find(f"{sentence}published {published}", waits_for=s.owner, **about)
     is_slow = s.silent_s > SLOW_OPENING_S
-    sentence = f"iteration {iteration} is not opened yet: a broker prepares its prompts, since {s.silent_s:.0f} s"
+    sentence = f"iteration {iteration} is not open yet: a broker has been preparing its prompts for {s.silent_s:.0f} s"
     sentence += "; see the log of the broker" if is_slow else ""
     return s.find(sentence, waits_for="broker", is_problem=is_slow, **about)
 
@@ -259,7 +261,7 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
         parts.append(f"{len(back)} handed back and free again (attempt {attempt} at most)")
     if fresh := [entry for entry in unit.waiting.values() if entry not in s.leases]:
         since_s = max(0.0, s.now - min(int(entry.split("-")[0]) for entry in fresh) / 1000)
-        parts.append(f"{len(fresh)} unclaimed since {since_s:.0f} s: {why_unclaimed(s)}")
+        parts.append(f"{len(fresh)} unclaimed for {since_s:.0f} s: {why_unclaimed(s)}")
     return parts
 
 
@@ -274,14 +276,14 @@ def why_unclaimed(s: Situation) -> str:
         ]
         return "no rollout serves this job; " + ", ".join(others[:5])
     if all(worker.state == "generating" for worker in ours):
-        return "no rollout has room"
+        return "every rollout is at capacity"
     return ", ".join(f"{worker.id} is {worker.state}" for worker in ours[:5] if worker.state != "generating")
 
 
 def explain_deadline(s: Situation) -> Finding:
     deadline_s = s.config.schedule.iteration_deadline_s
     left_s = max(0.0, deadline_s - s.silent_s)
-    sentence = f"no progress since {s.silent_s:.0f} s; {JOB_FAILS} in {left_s:.0f} s if nothing arrives"
+    sentence = f"no progress for {s.silent_s:.0f} s; {JOB_FAILS} in {left_s:.0f} s if nothing arrives"
     about = {"since_s": s.silent_s, "next": JOB_FAILS, "deadline_s": left_s}
     is_late = s.silent_s > deadline_s / 2
     return s.find(f"{sentence} (schedule.iteration_deadline_s)", who=s.job_id, is_problem=is_late, **about)
@@ -313,7 +315,7 @@ def silent_rollouts(s: Situation) -> list[Finding]:
 def explain_silence(s: Situation, worker_id: str, leases: list[Lease]) -> Finding:
     worker = s.workers.get(worker_id)
     since_s = s.silence_s(worker) if worker else None
-    seen = f"was last seen {since_s:.0f} s ago ({worker.state})" if worker else "is not listed any more"
+    seen = f"was last seen {since_s:.0f} s ago ({worker.state})" if worker else "is no longer listed"
     if not leases:
         return s.find(f"{worker_id} {seen}; it holds nothing", who=worker_id, is_problem=True, since_s=since_s)
     left_s = None

@@ -48,13 +48,13 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ProblemResponse | None:
         if size_of_headers(scope) > MAX_HEADER_BYTES:
-            detail = f"URL and headers together take at most {MAX_HEADER_BYTES} bytes"
+            detail = f"URL and headers together may have at most {MAX_HEADER_BYTES} bytes"
             return problem(431, "Request header fields too large", detail)
         role, headers = required_role(scope["method"], scope["path"]), Headers(scope=scope)
         if (
             "transfer-encoding" in headers and "content-length" in headers
         ):  # RFC 9112, 6.1: one of the two lengths is false
-            detail = "a body is announced by Content-Length or by Transfer-Encoding, not by both"
+            detail = "a request may have Content-Length or Transfer-Encoding, not both"
             return problem(400, "Bad request", detail, headers={"Connection": "close"})
         is_probe = role is None and scope["path"] in OPEN_PATHS
         if self._keys is None and self._is_local and not is_probe and not is_from_here(headers):
@@ -73,13 +73,13 @@ class Gate:
             return too_hasty
         if not key.role.includes(role):
             return problem(
-                403, "Forbidden", f"this takes an API key of role {role}; the one sent has the role {key.role}"
+                403, "Forbidden", f"this call needs an API key of role {role}; the one sent has the role {key.role}"
             )
         return None
 
     def _refuse_haste(self, who: str) -> ProblemResponse | None:
         wait_s = self._limit.wait_s(who)
-        return refuse_haste(wait_s, "more requests than this broker takes from one caller") if wait_s else None
+        return refuse_haste(wait_s, "more requests than this broker accepts from one caller") if wait_s else None
 
 
 class ReadOnly:
@@ -109,7 +109,7 @@ def bearer_token(headers: Headers) -> str:
 def refuse_unknown(*, has_key: bool) -> ProblemResponse:
     """Refuse any key that is not in force in the same way, so that the answer does not reveal which ids exist."""
     if has_key:
-        detail = "the API key is not known, or is revoked or expired; ask whoever runs this broker for another one"
+        detail = "the API key is unknown, revoked or expired; ask the operator of this broker for another one"
         challenge = 'Bearer realm="onbeat", error="invalid_token"'
     else:
         detail = "send an API key as 'Authorization: Bearer KEY'; the onbeat command takes it from ONBEAT_API_KEY"
@@ -139,7 +139,7 @@ def refuse_page(headers: Headers) -> ProblemResponse:
     return problem(
         403,
         "Forbidden",
-        f"this broker has no API keys and answers programs of this machine only: Host is {headers.get('host', '')!r}, "
+        f"this broker has no API keys and answers only programs on this machine: Host is {headers.get('host', '')!r}, "
         f"Origin {headers.get('origin', '')!r}. Call it as 127.0.0.1, or give it keys (ONBEAT_API_KEYS_FILE)",
     )
 
@@ -218,7 +218,7 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         rule = self._upload_rule if is_upload(scope["method"], scope["path"]) else self._rule
-        detail = f"at most {rule.max_bytes} bytes are taken; {rule.remedy}"
+        detail = f"a request may have at most {rule.max_bytes} bytes here; {rule.remedy}"
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > rule.max_bytes:
             return await problem(413, "Request too large", detail)(scope, receive, send)
@@ -234,7 +234,7 @@ class BodyLimit:
                 async with asyncio.timeout_at(min(deadline, now() + rule.silence_s)):
                     message = await receive()
             except TimeoutError:
-                late = f"the body was not here {rule.timeout_s:g} s after its headers"
+                late = f"the body did not arrive within {rule.timeout_s:g} s of its headers"
                 if now() < deadline:
                     late = f"nothing more of the body came for {rule.silence_s:g} s"
                 raise HTTPException(408, late, {"Connection": "close"}) from None

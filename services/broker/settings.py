@@ -23,37 +23,47 @@ class Settings(RedisSettings, BaseSettings):
 
     host: str = Field("127.0.0.1", description="interface that the REST API listens on")
     port: int = Field(8800, ge=1, le=65535, description="port of the REST API")
-    api_keys_file: Path | None = Field(None, description="hashes of the API keys, made by `onbeat keys`; read again")
+    api_keys_file: Path | None = Field(
+        None, description="file with the hashes of the API keys, made by `onbeat keys`; read again when it changes"
+    )
     allow_anonymous: bool = Field(
-        False, description="true: without a keys file, whoever reaches the port from wherever is an admin"
+        False, description="true: without a keys file, any client that can reach the port has the role admin"
     )
-    tls_cert: Path | None = Field(None, description="PEM certificate of the REST API, with its chain; with tls_key")
+    tls_cert: Path | None = Field(None, description="PEM certificate of the REST API, with its chain; needs tls_key")
     tls_key: Path | None = Field(None, description="PEM private key of the REST API, not encrypted")
-    requests_per_s: float = Field(100.0, gt=0, description="of one API key, or address without keys, in the long run")
-    request_burst: int = Field(1000, ge=1, description="requests of one key or address at once")
-    trusted_proxies: str = Field(
-        "", description="addresses or networks, comma separated, whose X-Forwarded-For names the caller"
+    requests_per_s: float = Field(
+        100.0, gt=0, description="sustained rate of one API key, or of one address without keys"
     )
-    max_connections: int = Field(1000, ge=1, description="to the REST API at a time; more are answered 503")
-    data_dir: Path = Field(Path(".onbeat"), description="the only folder that jsonl and parquet data may lie in")
+    request_burst: int = Field(1000, ge=1, description="requests that one key or address may send at once")
+    trusted_proxies: str = Field(
+        "", description="comma-separated addresses or networks of proxies whose X-Forwarded-For names the caller"
+    )
+    max_connections: int = Field(
+        1000, ge=1, description="open connections to the REST API; further ones are answered 503"
+    )
+    data_dir: Path = Field(Path(".onbeat"), description="the only folder that jsonl and parquet data are read from")
     has_model_folders: bool = Field(
         True,
-        description="model folders of the trainers can be seen here, so a missing one is refused; false: not checked",
+        description="true: the broker sees the trainers' model folders and refuses a missing one; false: not checked",
     )
     is_read_only: bool = Field(False, description="true: jobs can be looked at, and nothing moves them; `onbeat view`")
-    max_body_bytes: int = Field(1024 * 1024, ge=1024, description="a larger request is refused")
+    max_body_bytes: int = Field(1024 * 1024, ge=1024, description="largest body of a request; a larger one is refused")
     max_dataset_bytes: int = Field(10 * 10**9, ge=1024, description="a larger data file is not taken")
-    upload_timeout_s: float = Field(3600.0, gt=0, description="for the whole upload of a data file")
+    upload_timeout_s: float = Field(3600.0, gt=0, description="time limit for the whole upload of a data file")
     max_pending_jobs: int = Field(
-        1000, ge=1, description="jobs of one API key, or of all callers without keys, that may be pending at a time"
+        1000, ge=1, description="pending jobs that one API key may have, or all callers without keys together"
     )
     request_timeout_s: float = Field(
-        30.0, gt=0, description="for the headers of a request to arrive, and once more for its body"
+        30.0, gt=0, description="time limit for the headers of a request, and once more for its body"
     )
-    dataset_timeout_s: float = Field(120.0, gt=0, description="for producing the prompts of one iteration")
-    dataset_memory_mb: int = Field(8192, ge=512, description="address space of the process that produces prompts")
-    admission_timeout_s: float = Field(30.0, gt=0, description="for opening a job's data before the job is accepted")
-    job_retention_days: float = Field(0.0, ge=0, description="jobs that are over are deleted after so long; 0: never")
+    dataset_timeout_s: float = Field(120.0, gt=0, description="time limit for preparing the prompts of one iteration")
+    dataset_memory_mb: int = Field(8192, ge=512, description="address space of the process that prepares prompts")
+    admission_timeout_s: float = Field(
+        30.0, gt=0, description="time limit for opening a job's data before the job is accepted"
+    )
+    job_retention_days: float = Field(
+        0.0, ge=0, description="jobs that have ended are deleted after this time; 0: never"
+    )
     otlp_endpoint: str | None = Field(
         None, description="base URL of an OpenTelemetry collector (OTLP over HTTP) that gets traces; not set: no traces"
     )
@@ -63,12 +73,16 @@ class Settings(RedisSettings, BaseSettings):
     otlp_tls_ca: Path | None = Field(
         None, description="PEM authority of the collector's certificate; default: those of the system"
     )
-    otlp_timeout_s: float = Field(10.0, gt=0, le=20, description="for one request to the collector")
-    trace_every_iterations: int = Field(1, ge=1, description="every n-th iteration of a job is traced: 0, n, 2n, ...")
-    chat_queue: int = Field(16, ge=1, description="chats of a job that wait for a rollout; more are answered 429")
-    chat_take_s: float = Field(10.0, gt=0, le=50, description="for a rollout to take a chat; then it is answered 503")
-    chat_answer_s: float = Field(300.0, gt=0, description="for the whole answer of a chat")
-    chat_max_tokens: int = Field(4096, ge=1, description="that an answer of a chat may be asked to have")
+    otlp_timeout_s: float = Field(10.0, gt=0, le=20, description="time limit for one request to the collector")
+    trace_every_iterations: int = Field(1, ge=1, description="trace every n-th iteration of a job: 0, n, 2n, ...")
+    chat_queue: int = Field(
+        16, ge=1, description="chats of a job that may wait for a rollout; further ones are answered 429"
+    )
+    chat_take_s: float = Field(
+        10.0, gt=0, le=50, description="time limit for a rollout to take a chat, which is then answered 503"
+    )
+    chat_answer_s: float = Field(300.0, gt=0, description="time limit for the whole answer of a chat")
+    chat_max_tokens: int = Field(4096, ge=1, description="largest max_tokens that a chat may ask for")
     log_format: Literal["text", "json"] = Field("text", description="text or json")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
 
@@ -125,8 +139,8 @@ class Settings(RedisSettings, BaseSettings):
         if self.api_keys_file is None and not self.allow_anonymous and not is_loopback(self.host):
             raise ValueError(
                 f"ONBEAT_HOST is {self.host}, but without API keys only this machine may reach the broker: make a key "
-                "with `onbeat keys new` and set ONBEAT_API_KEYS_FILE. ONBEAT_ALLOW_ANONYMOUS=true does without keys: "
-                "then whoever reaches the port may do anything"
+                "with `onbeat keys new` and set ONBEAT_API_KEYS_FILE. With ONBEAT_ALLOW_ANONYMOUS=true it runs without "
+                "keys: then any client that can reach the port may do anything"
             )
         return self
 

@@ -21,8 +21,8 @@ class RewardServiceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field(description="groups are posted there")
-    bearer_token_file: Path | None = Field(None, description="holds the token of the Authorization header")
+    url: str = Field(description="address that groups are posted to")
+    bearer_token_file: Path | None = Field(None, description="file with the token of the Authorization header")
 
     @field_validator("url")
     @classmethod
@@ -46,41 +46,51 @@ def new_worker_id() -> str:
 class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
-    pool: str = Field("default", description="serves jobs of this pool")
-    worker_id: str = Field(default_factory=new_worker_id, min_length=1, description="unique among living rollouts")
-    engine: str = Field("vllm", description="an installed entry point of the group `onbeat.engines`")
-    device: str = Field("auto", description="auto, cpu, cuda or npu")
-    tensor_parallel_size: int = Field(1, ge=1, description="devices that hold the model together")
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of each CUDA or NPU device's memory")
-    cpu_cores: str = Field("", description="cores of the engine on a CPU, such as 0 or 0-3; its own choice if empty")
-    max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")
-    kv_cache_gib: float = Field(1.0, gt=0, description="memory for the engine's cache on a CPU, at most")
-    engine_start_s: float = Field(900.0, gt=0, description="for starting the engine on a model; then it is replaced")
-    engine_load_s: float = Field(
-        600.0, gt=0, description="for loading a version into the engine once it is pulled; then the engine is replaced"
+    pool: str = Field("default", description="pool whose jobs this rollout serves")
+    worker_id: str = Field(
+        default_factory=new_worker_id, min_length=1, description="name that no other running rollout has"
     )
-    lease_s: float = Field(30.0, gt=0, description="others take over a prompt when its rollout is silent for so long")
+    engine: str = Field("vllm", description="inference engine: an installed entry point of the group `onbeat.engines`")
+    device: str = Field("auto", description="device of the engine: auto, cpu, cuda or npu")
+    tensor_parallel_size: int = Field(1, ge=1, description="devices that hold the model together")
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="share of each CUDA or NPU device's memory for the engine"
+    )
+    cpu_cores: str = Field("", description="cores of the engine on a CPU, such as 0 or 0-3; empty: the engine chooses")
+    max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")
+    kv_cache_gib: float = Field(1.0, gt=0, description="largest memory of the engine's cache on a CPU")
+    engine_start_s: float = Field(
+        900.0, gt=0, description="time limit for starting the engine on a model; it is then replaced"
+    )
+    engine_load_s: float = Field(
+        600.0, gt=0, description="time limit for loading a pulled version into the engine, which is then replaced"
+    )
+    lease_s: float = Field(
+        30.0, gt=0, description="others take over a prompt when its rollout has been silent this long"
+    )
     staging_dir: Path | None = Field(
-        None, description="where the model's configuration lies; default: the system's temp folder"
+        None, description="folder for the model's configuration; default: the system's temporary folder"
     )
     weights_relay: bool = Field(True, description="pass weights on to other rollouts")
-    weights_host: str = Field("127.0.0.1", description="interface that weights are passed on from")
-    weights_port: int = Field(0, ge=0, lt=65536, description="0: chosen by the system")
+    weights_host: str = Field("127.0.0.1", description="interface that weights are served on for other rollouts")
+    weights_port: int = Field(0, ge=0, lt=65536, description="port of the weights service; 0: chosen by the system")
     weights_advertise: str = Field(
-        "", description="host name that others reach it by; default: weights_host, or this machine's name for 0.0.0.0"
+        "",
+        description="host name that others reach this one by; default: weights_host, or the machine's name for 0.0.0.0",
     )
-    zone: str = Field("", description="label of what is near: weights are pulled within a zone where possible")
+    zone: str = Field("", description="label of a network zone: weights are pulled within a zone where possible")
     reward_processes: int = Field(1, ge=1, description="groups scored concurrently")
     reward_services: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")], RewardServiceSettings
     ] = Field(
-        {}, description='of the reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}'
+        {},
+        description='services of reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}',
     )
     chat_slots: int = Field(
-        2, ge=0, description="chats answered at a time, and responses that they may have in the engine; 0: none"
+        2, ge=0, description="chats answered at a time, and responses that they may have in the engine; 0: no chats"
     )
     chat_grace_s: float = Field(
-        1.0, ge=0, description="that chats in flight have when another policy version is to be loaded"
+        1.0, ge=0, description="time that running chats have to finish before another policy version is loaded"
     )
-    drain_s: float = Field(60.0, ge=0, description="after SIGTERM: time to finish what is in flight")
+    drain_s: float = Field(60.0, ge=0, description="time after SIGTERM to finish the groups in flight")
     log_format: Literal["text", "json"] = Field("text", description="text or json")

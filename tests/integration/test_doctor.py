@@ -138,17 +138,18 @@ async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Le
     await ledger.trainer.renew_job(job_id, epoch, 30, "loading the model")
     await beat_rollout(ledger, pool, "rollout-a", "idle")
     findings = await explain_job(ledger, job_id)
-    assert "iteration 0 is not opened: it needs policy version 0, and trainer trainer-a has published none" in (
+    assert "iteration 0 is not open: it needs policy version 0, and trainer trainer-a has published none" in (
         text_of(findings)
     )
     (trainer,) = [finding for finding in findings if finding.who == "trainer-a"]
     assert sentence_of(trainer).startswith(
-        f"trainer-a holds {job_id}: loading the model, since N s (its lease runs out in "
+        f"trainer-a holds {job_id}: loading the model, for N s (its lease runs out in "
     )
     assert trainer.waits_for == "loading the model"
     assert problems(findings) == []
     await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
-    assert "iteration 0 is not opened yet: a broker prepares its prompts" in text_of(await explain_job(ledger, job_id))
+    preparing = "iteration 0 is not open yet: a broker has been preparing its prompts"
+    assert preparing in text_of(await explain_job(ledger, job_id))
 
 
 async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: str) -> None:
@@ -165,10 +166,10 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     assert sentence_of(unit).startswith(
         "iteration 0 (policy version 0): 3 of 8 groups accepted; "
         "2 with rollout-a (claimed or renewed N s ago, attempt 1 at most); "
-        "1 handed back and free again (attempt 1 at most); 2 unclaimed since "
+        "1 handed back and free again (attempt 1 at most); 2 unclaimed for "
     )
     assert sentence_of(unit).endswith(
-        ": no rollout has room; 1 submissions were refused because another rollout holds the lease"
+        ": every rollout is at capacity; 1 submissions were refused because another rollout holds the lease"
     )
     assert unit.waits_for == "5 groups"
     assert f"{job_id} is served by 1 rollout: 1 generating" in text_of(findings)
@@ -221,7 +222,7 @@ async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: 
     assert named.deadline_s is not None
     assert 900 < named.deadline_s <= 1000
     assert sentence_of(gone) == (
-        "rollout-gone is not listed any more; others take over its 1 prompt when their leases run out"
+        "rollout-gone is no longer listed; others take over its 1 prompt when their leases run out"
     )
 
 
@@ -237,7 +238,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str
     )
     assert "trainer-a holds " in found
     await commit(ledger, job_id, epoch, 0)
-    assert "iteration 1 is not opened yet" in text_of(await explain_job(ledger, job_id))
+    assert "iteration 1 is not open yet" in text_of(await explain_job(ledger, job_id))
 
 
 async def test_job_after_its_last_iteration_waits_for_its_trainer_and_evaluation(ledger: Ledger, pool: str) -> None:
@@ -253,9 +254,9 @@ async def test_job_after_its_last_iteration_waits_for_its_trainer_and_evaluation
     assert not await ledger.evaluations.open(job_id, 1, 1, 2, tasks)
     await ledger.trainer.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
     found = text_of(await explain_job(ledger, job_id))
-    assert "all 1 iterations are committed, but trainer-a did not finish the job yet" in found
-    assert "waiting for the last evaluation, since N s" in found
-    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed since N s" in found
+    assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in found
+    assert "waiting for the last evaluation, for N s" in found
+    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in found
 
 
 async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: str) -> None:
@@ -263,7 +264,7 @@ async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: s
     await ledger.trainer.claim_job(job_id, "trainer-dead", 0.0)
     found = problems(await explain_job(ledger, job_id))[0]
     assert found.startswith(
-        f"trainer-dead stopped, died or is cut off: its lease of {job_id} ran out N s ago; no trainer"
+        f"trainer-dead stopped, died or lost its connection: its lease of {job_id} ran out N s ago; no trainer"
     )
     await beat_trainer(ledger, pool, "trainer-b", "idle")
     assert problems(await explain_job(ledger, job_id))[0].endswith("; trainer-b takes over")
@@ -282,7 +283,7 @@ async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: 
     assert problems(await explain_job(ledger, job_id)) == []
     await ledger.redis.hset(JobKeys(job_id).job, "progress_at", await ledger.now() - 600)
     (late,) = problems(await explain_job(ledger, job_id))
-    assert late == "no progress since N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
+    assert late == "no progress for N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
 
 
 # ---- paused, ending, ended ---------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledge
     epoch = await start_training(ledger, job_id)
     await ledger.jobs.move(job_id, JobState.PAUSED)
     findings = await explain_job(ledger, job_id)
-    assert "by its user, and may stay so for ever: `onbeat jobs resume" in sentence_of(findings[0])
+    assert "and stays paused without a limit: `onbeat jobs resume" in sentence_of(findings[0])
     assert problems(findings) == []
     await ledger.jobs.move(job_id, JobState.CANCELLING)
     findings = await explain_job(ledger, job_id)
@@ -307,7 +308,7 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledge
     await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
     (end,) = await explain_job(ledger, job_id)
     assert end.is_problem
-    assert sentence_of(end) == f"{job_id} is FAILED since N s, after 0 of 3 iterations: the disk is full"
+    assert sentence_of(end) == f"{job_id} has been FAILED for N s, after 0 of 3 iterations: the disk is full"
 
 
 # ---- the API and the command -------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ async def test_doctor_tells_what_redis_allows_to_know(tmp_path: Path) -> None:
         await redis.config_set("maxmemory-policy", "allkeys-lru")
         await redis.config_set("maxmemory", str(10**9))
         assert (
-            "maxmemory-policy is allkeys-lru; set noeviction"
+            "maxmemory-policy is allkeys-lru; set it to noeviction"
             in problems((await diagnose(admin, is_conducting=True)).findings)[0]
         )
         await redis.execute_command("ACL", "SETUSER", "weak", "on", ">pw", "~onbeat:*", "+@all", "-info", "-config")
@@ -442,7 +443,7 @@ async def test_command_exits_zero_only_when_nothing_is_wrong(ledger: Ledger, poo
     job_id = await create_job(ledger, pool=pool)
     code, out = await onbeat("doctor", job_id, url=broker_url)
     assert code == 1
-    assert out.splitlines()[0].startswith(f"PROBLEM  {job_id} is PENDING for ")
+    assert out.splitlines()[0].startswith(f"PROBLEM  {job_id} has been PENDING for ")
     assert out.splitlines()[-1] == "2 problems"
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     code, out = await onbeat("doctor", job_id, url=broker_url)
@@ -537,11 +538,11 @@ async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledg
     job_id, waiting = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
     await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
     await ledger.jobs.move(job_id, JobState.CANCELLED)
-    hangs = f"trainer-a still works on {job_id}, which is CANCELLED since N s: it hangs; kill it"
+    hangs = f"trainer-a still works on {job_id}, which has been CANCELLED for N s: it hangs; kill it"
     assert hangs not in text_of((await diagnose(ledger, is_conducting=True)).findings)
     await ledger.redis.hset(JobKeys(job_id).job, "finished_at", await ledger.now() - 200)
     assert hangs in "\n".join(problems((await diagnose(ledger, is_conducting=True)).findings))
-    assert f"{waiting} is PENDING" in text_of(await explain_job(ledger, waiting))
+    assert f"{waiting} has been PENDING" in text_of(await explain_job(ledger, waiting))
 
 
 async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, pool: str, tmp_path: Path) -> None:
@@ -578,5 +579,5 @@ def test_silence_and_a_clock_ahead_are_told_apart() -> None:
         return finding.sentence if finding else ""
 
     assert told(1) == told(3600) == told(30, "stopped") == ""
-    assert told(30).startswith("rollout-a was last seen 30 s ago (generating) and did not say farewell")
+    assert told(30).startswith("rollout-a was last seen 30 s ago (generating) and did not sign off")
     assert told(-5).startswith("the clock of rollout-a is 5.0 s ahead of that of Redis")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from onbeat.client.datasets import take_local_files
 from onbeat.config import JobConfig
-from onbeat.local.run import stage_data
 from onbeat.streams.codec import Response, RolloutGroup
 from services.broker.datasets import PromptItem
 from services.broker.evaluations import describe, score_sets, split
@@ -88,11 +88,11 @@ def test_words_for_one_set_and_for_none() -> None:
     assert describe(score_sets([[group_of(0)]], sets, ())) == "no group could be scored"
 
 
-def test_files_of_all_sets_are_put_where_the_broker_reads(tmp_path: Path) -> None:
+def test_files_of_all_sets_are_found_beside_the_job(tmp_path: Path) -> None:
     write_prompts(tmp_path)
-    staged = stage_data(job(sets=[EASY, HARD]), tmp_path, tmp_path / "there")
-    assert staged.evaluation is not None
-    for each in staged.evaluation.sets:
-        assert Path(each.data.path).read_text() == (tmp_path / "prompts.jsonl").read_text()  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"data\.path: there is no file"):
-        stage_data(job(sets=[EASY]), tmp_path / "elsewhere", tmp_path)
+    body = job_body(evaluation={"sets": [EASY, HARD]})
+    files = take_local_files(body, tmp_path)
+    assert {file.source for file in files} == {tmp_path / "prompts.jsonl"}
+    assert [each["data"]["path"] for each in body["evaluation"]["sets"]] == [files[0].path] * 2
+    with pytest.raises(ValueError, match=r"path: there is no file"):
+        take_local_files(job_body(evaluation={"sets": [EASY]}), tmp_path / "elsewhere", tmp_path / "data")

@@ -162,11 +162,13 @@ def redis_problem(error: Exception) -> tuple[str, str]:
         return "Redis refuses the broker", f"Nothing is lost. Redis: {explain_refusal(error)}"
     if not isinstance(error, ResponseError):
         return "Redis does not answer", "Nothing is lost; try again in a moment."
-    remedy = "Data of another version of Onbeat? A user without the rights, or no memory left? See the broker's log."
+    remedy = (
+        "Is the data of another version of Onbeat, does the user lack rights, or is memory full? See the broker's log."
+    )
     return "Redis refused a command", f"{str(error)[:MAX_REDIS_TEXT]}. {remedy}"
 
 
 async def on_defect(request: Request, _: Exception) -> ProblemResponse:
     """Answer 500; the server logs the defect with its traceback."""
-    detail = f"{request.method} {request.url.path} met a defect; see the broker's log."
+    detail = f"{request.method} {request.url.path} failed because of a defect; see the broker's log."
     return problem(500, "Internal error", detail, headers={"X-Request-Id": request.scope.get(REQUEST_ID, "-")})
