@@ -207,7 +207,7 @@ async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger: L
         await submit(ledger, job_id, await wait_claimable(ledger, job_id))
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "next_iteration", 2)  # a trainer that published neither
     fields = await reaches(ledger, job_id, JobState.FAILED)
-    assert "not opened: it needs policy version 1, and trainer trainer-a has published 0" in fields["error"]
+    assert "not open: it needs policy version 1, and trainer trainer-a has published 0" in fields["error"]
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
     assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
     assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
     fields = await reaches(ledger, job_id, JobState.FAILED)
-    assert "trainer-a did not finish the job" in fields["error"]
+    assert "trainer-a has not finished the job" in fields["error"]
 
 
 # ---- ending ------------------------------------------------------------------------------------------------------

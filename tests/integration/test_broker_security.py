@@ -567,7 +567,7 @@ async def test_client_and_command_speak_tls_with_a_key(
         await client.jobs.cancel(job.id)
     with Client(tls_broker, keys.by_role[Role.READ], ca_file=authority.cert) as blocking:
         assert await asyncio.to_thread(blocking.jobs.get, job.id)
-        with pytest.raises(ApiError, match="takes an API key of role submit; the one sent has the role read"):
+        with pytest.raises(ApiError, match="needs an API key of role submit; the one sent has the role read"):
             await asyncio.to_thread(blocking.jobs.cancel, job.id)
     async with AsyncClient(tls_broker, ca_file=authority.cert) as client:
         with pytest.raises(ApiError, match="ONBEAT_API_KEY"):
