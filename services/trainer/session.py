@@ -60,7 +60,7 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
         logger.warning("job %s: %s", link.job_id, problem)
         link.emit("job.warning", problem)
     state = restored or begin(settings.data_dir, link.job_id, config, policy, world)
-    files = model_files(source)
+    files = model_files(source, policy.compute_dtype)
     link.serve_weights(files, settings, world if is_sharded else ALONE)
     try:
         with Tracking(LinkedJob(link), link.job_id, config, folder) if world.is_main else nullcontext():

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, MixtralConfig, Qwen2Config, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, Gemma2Config, MixtralConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from services.trainer.model.model import DTYPES, Passes, load_model
+from services.trainer.model.model import DTYPES, Passes, load_model, model_files
 from services.trainer.model.sharding import fill
 from services.trainer.model.stored_model import open_model
 from tests.unit.trainer_fixtures import tiny_config, tiny_model
@@ -98,3 +100,13 @@ def test_what_is_not_the_models_own_tensors_is_left_to_transformers(name, tmp_pa
 def test_experts_that_transformers_merges_are_left_to_it(tmp_path):
     source = str(write(tmp_path, tiny_config(MixtralConfig, num_local_experts=2)))
     assert open_model(source, torch.bfloat16, CPU, Passes()) is None
+
+
+def test_exported_config_names_the_dtype_of_the_weights(tmp_path):
+    write(tmp_path / "source", CONFIGS["norms of queries"])
+    words = Tokenizer(WordLevel({"one": 0}, unk_token="one"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "source")
+    for dtype in DTYPES.values():
+        files = model_files(str(tmp_path / "source"), dtype)
+        (tmp_path / "config.json").write_bytes(files["config.json"])
+        assert AutoConfig.from_pretrained(tmp_path).dtype == dtype

@@ -145,14 +145,20 @@ def load_frozen(frozen: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
         raise ValueError(f"weights of another model: nothing for {', '.join(sorted(missing))}")
 
 
-def model_files(source: str) -> dict[str, bytes]:
-    """Return the config and tokenizer files by name, which a rollout needs besides weights."""
+def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
+    """Return the config and tokenizer files by name, which a rollout needs besides weights.
+
+    The config names the dtype of the weights that are published and exported, whatever that of the source was:
+    `from_pretrained` would round them to it.
+    """
     import tempfile
 
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.from_pretrained(source).save_pretrained(folder)
+        config = AutoConfig.from_pretrained(source)
+        config.dtype = config.get_text_config().dtype = dtype
+        config.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         if (Path(source) / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(source).save_pretrained(folder)
