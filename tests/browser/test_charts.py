@@ -198,7 +198,7 @@ async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> N
 # ---- series, events, configuration, tokens -----------------------------------------------------------------------
 
 
-async def test_series_take_points_in_any_order_and_the_newest_of_an_iteration(modules: Page) -> None:
+async def test_series_accept_points_in_any_order_and_keep_the_newest(modules: Page) -> None:
     script = """(m) => {
         const series = new m.Series();
         series.load({ "train/kl": [[0, 1], [2, 3]] });

@@ -28,7 +28,7 @@ async def test_jobs_ticked_in_the_list_are_compared(visit: Visitor, gallery: Gal
     await expect(page.get_by_role("row").filter(has_text="optimizer.learning_rate")).to_have_count(0)
 
 
-async def test_all_charts_point_at_the_iteration_that_one_of_them_points_at(visit: Visitor, gallery: Gallery) -> None:
+async def test_pointing_at_one_chart_marks_the_iteration_on_all_charts(visit: Visitor, gallery: Gallery) -> None:
     page = await visit(gallery.url, gallery.place("comparison"))
     await expect(drawn(page, "comparison")).to_be_visible()
     await page.get_by_test_id("chart-reward").get_by_role("slider").focus()

@@ -52,7 +52,7 @@ async def test_wrong_key_is_told_and_the_right_one_lets_in(visit: Visitor, broke
     await enters(page, keys.by_role[Role.READ])
 
 
-async def test_key_is_in_no_address_no_cookie_no_lasting_storage_and_no_markup(
+async def test_key_is_in_no_address_cookie_lasting_storage_or_markup(
     visit: Visitor, broker: Broker, keys: Keys
 ) -> None:
     visit.watch.expect(REFUSED)

@@ -37,7 +37,7 @@ async def next_list(page: Page) -> None:
 # ---- the list of jobs --------------------------------------------------------------------------------------------
 
 
-async def test_list_that_was_asked_for_before_a_move_is_not_shown_after_it(
+async def test_list_requested_before_a_move_is_not_shown_after_it(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
     await start_training(ledger, await create_job(ledger, name="moved"))
@@ -90,7 +90,7 @@ async def test_deleted_job_is_told_and_the_other_ones_go_on(visit: Visitor, brok
     await expect(page.locator(".notice").filter(has_text="is gone")).to_have_count(1)
 
 
-async def test_opened_comparison_is_asked_for_once_before_the_next_look(
+async def test_opened_comparison_is_requested_once_until_the_next_poll(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
     ids = [await create_job(ledger) for _ in range(2)]

@@ -44,7 +44,7 @@ async def test_sample_shows_parts_of_its_reward_and_its_advantage(visit: Visitor
     await expect(sample).to_contain_text("11 tokens")
 
 
-async def test_tokens_tell_their_probability_by_pointer_and_by_keyboard(visit: Visitor, gallery: Gallery) -> None:
+async def test_token_probabilities_are_shown_by_pointer_and_keyboard(visit: Visitor, gallery: Gallery) -> None:
     page = await visit(gallery.url, gallery.place("group"))
     readout = page.get_by_test_id("token-readout")
     first = page.get_by_test_id("response").first

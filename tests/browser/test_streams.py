@@ -57,7 +57,7 @@ async def watches(broker: Broker, count: int) -> bool:
     return broker.num_watchers == count
 
 
-async def test_hidden_page_holds_no_connection_and_goes_on_where_it_was_when_shown(
+async def test_hidden_page_closes_its_stream_and_resumes_when_shown(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
     job_id = await create_job(ledger, schedule={"num_iterations": 4})
@@ -114,7 +114,7 @@ async def test_curves_have_no_holes_after_a_gap_whose_events_are_gone(
     await expect(reward.locator("tbody tr")).to_have_count(7)
 
 
-async def test_defect_of_a_page_reaches_the_console_and_its_stream_goes_on(
+async def test_page_error_reaches_the_console_and_its_stream_goes_on(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:
     visit.watch.expect("this page has a defect")

@@ -265,7 +265,7 @@ def test_zombie_trainer(chaos, tmp_path):
     chaos.check_nothing_was_repeated()
 
 
-def test_zombie_trainer_with_a_checkpoint_harms_not_the_one_that_its_successor_is_writing(chaos, tmp_path):
+def test_zombie_trainer_spares_its_successors_checkpoint(chaos, tmp_path):
     chaos.orders.give("appear.before", "stop")
     job_id = chaos.submit("zombie checkpoint", checkpoint=EVERY)
     zombie = chaos.wait_for_taken("appear.before")

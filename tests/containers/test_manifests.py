@@ -345,7 +345,7 @@ def test_all_else_is_denied(manifests: Manifests):
                 assert rule.get(peers), f"{policy['metadata']['name']}: a rule without {peers} is for everybody"
 
 
-def test_whoever_comes_from_outside_reaches_the_published_ports_only(manifests: Manifests):
+def test_outside_clients_reach_published_ports_only(manifests: Manifests):
     for policy in manifests.of("NetworkPolicy"):
         for rule in policy["spec"].get("ingress", []):
             if any("namespaceSelector" in peer or "ipBlock" in peer for peer in rule["from"]):

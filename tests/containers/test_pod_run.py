@@ -115,7 +115,7 @@ def test_what_does_not_exist_is_refused(changes: dict[str, Any]):
         docker_run_arguments(POD, container(**changes), CONFIG_MAPS, SECRETS, FIELDS)
 
 
-def test_a_volume_without_a_name_in_the_pod_is_the_stateful_sets_claim():
+def test_volume_without_a_name_is_the_stateful_sets_claim():
     mounts = [{"name": "own", "mountPath": "/own"}]
     run = docker_run_arguments(POD, container(volumeMounts=mounts), CONFIG_MAPS, SECRETS, FIELDS)
     assert run.claims == {"/own": "own"}

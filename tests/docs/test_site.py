@@ -82,7 +82,7 @@ def test_search_is_local(site: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_site_and_plain_page_have_the_same_lists_tables_and_blocks(site: Path, page: str) -> None:
+def test_site_and_plain_page_have_equal_lists_tables_and_blocks(site: Path, page: str) -> None:
     """Two renderers: one of them wants a blank line before a list, and four blanks within one."""
     plain: Counter[str] = Counter()
     for token in tokens_of(page):

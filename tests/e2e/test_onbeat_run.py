@@ -74,7 +74,7 @@ def test_quick_start_computes_in_what_the_processor_multiplies(finished):
     assert f"job.dtype: computes in {report['dtype']}: " in output
 
 
-def test_the_terminal_in_a_pipe_shows_progress_and_examples_without_control_codes(finished):
+def test_piped_terminal_shows_progress_without_control_codes(finished):
     output = finished[1]
     assert "\x1b" not in output
     assert len(re.findall(r"iteration \d/3", output)) == 3

@@ -45,7 +45,7 @@ def test_stream_told_every_event_and_every_iteration(finished):
     }
 
 
-def test_trainer_works_between_the_commits_on_groups_that_are_there(finished, timeline):
+def test_trainer_works_between_commits_on_groups_that_arrived(finished, timeline):
     stack, job_id, _ = finished
     records = stack.client.jobs.iterations(job_id)
     assert timeline.iterations == list(range(NUM_ITERATIONS))

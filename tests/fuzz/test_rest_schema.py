@@ -49,7 +49,7 @@ def test_every_answer_is_as_the_schema_says(case: schemathesis.Case, live_broker
     case.call_and_validate(live_broker.url, excluded_checks=unfit_checks(case.operation.label), timeout=60)
 
 
-def test_every_answer_to_a_chain_of_requests_is_as_the_schema_says(live_broker: LiveBroker) -> None:
+def test_answers_to_a_chain_of_requests_match_the_schema(live_broker: LiveBroker) -> None:
     """What one answer names, the next request asks for; not what is waited for, and no deletions."""
 
     class Stranger(api.exclude(path_regex="(events|stream)$").exclude(method="DELETE").as_state_machine()):  # type: ignore[misc]

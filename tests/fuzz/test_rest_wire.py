@@ -289,7 +289,7 @@ def spoiled_jobs(draw: st.DrawFn) -> Any:
 
 @fuzzed(150)
 @given(spoiled_jobs())
-def test_a_spoiled_job_is_created_as_it_was_sent_or_refused_by_field(live_broker: LiveBroker, job: Any) -> None:
+def test_corrupted_job_is_created_as_sent_or_refused_by_field(live_broker: LiveBroker, job: Any) -> None:
     with httpx.Client(base_url=live_broker.url, timeout=DEADLINE_S) as client:
         response = client.post("/v1/jobs", json=job)
         if response.status_code == 201:

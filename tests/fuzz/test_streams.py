@@ -52,7 +52,7 @@ async def foreign_groups(ledger: Ledger) -> list[dict[str, bytes]]:
     return [{"group": payload} for payload in payloads] + [{"other": true}, {"": b""}, {"GROUP": true}]
 
 
-async def test_entries_that_were_never_accepted_are_dropped_and_counted(ledger: Ledger) -> None:
+async def test_entries_never_accepted_are_dropped_and_counted(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     entries = await foreign_groups(ledger)
     for entry in entries[::2]:
@@ -198,7 +198,7 @@ async def test_a_group_that_breaks_its_promises_is_refused_by_name(ledger: Ledge
     assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
 
 
-async def test_group_that_was_accepted_before_durations_were_checked_is_trained(
+async def test_group_accepted_before_durations_were_checked_is_trained(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, epoch = await open_job(ledger, num_groups=3)
@@ -215,7 +215,7 @@ async def test_group_that_was_accepted_before_durations_were_checked_is_trained(
 
 
 @pytest.mark.parametrize("seed", range(30 * FUZZ_FACTOR))
-async def test_a_submission_that_is_not_what_was_leased_is_never_accepted(ledger: Ledger, seed: int) -> None:
+async def test_submission_that_differs_from_its_lease_is_refused(ledger: Ledger, seed: int) -> None:
     """Another group, iteration, version, worker or entry: whatever is wrong, the two groups stay to be had."""
     rng = random.Random(seed)
     job_id, _ = await open_job(ledger)

@@ -196,7 +196,7 @@ def digest_of(tensors: Iterable[Any]) -> bytes:
 
 
 @pytest.mark.parametrize("way", ["in full", "delta"])
-def test_a_manifest_that_contradicts_nothing_but_reason_is_refused(way: str) -> None:
+def test_consistent_but_unreasonable_manifest_is_refused(way: str) -> None:
     """Its digest is right; sizes, names, dtypes and shards are whatever they are."""
 
     @fuzzed(50)

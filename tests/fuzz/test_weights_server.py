@@ -106,7 +106,7 @@ EXPECTED = {
 
 @fuzzed(60)
 @given(st.lists(REQUESTS, max_size=40))
-def test_requests_that_make_no_sense_are_answered_or_refused_by_name(requests: list[Any]) -> None:
+def test_senseless_requests_are_answered_or_refused_by_name(requests: list[Any]) -> None:
     """No handler meets what it has not thought of, and nobody is sent to a worker that does not exist for good."""
 
     async def attack() -> None:
@@ -138,7 +138,7 @@ async def test_streams_that_are_cut_in_the_middle_leave_nothing_behind() -> None
 
 
 @pytest.mark.parametrize("num_readers", [1, 8])
-async def test_readers_that_do_not_read_are_not_sent_more_than_fits_on_the_way(num_readers: int) -> None:
+async def test_reader_that_stops_reading_gets_only_what_buffers_hold(num_readers: int) -> None:
     """So that they cost the trainer a few MB of memory each, and others nothing."""
     async with serving(16 * MIB) as (plane, channel):
         server = plane.trainer.server

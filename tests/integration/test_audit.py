@@ -155,7 +155,7 @@ async def test_cheat_is_seen(cheat: Callable, violation: str, ledger: Ledger) ->
     assert violation in (report.violation or "")
 
 
-async def test_log_that_was_written_anew_does_not_contain_a_head_that_was_kept(ledger: Ledger) -> None:
+async def test_rewritten_log_does_not_contain_a_head_kept_earlier(ledger: Ledger) -> None:
     job_id, other = await finished_job(ledger), await finished_job(ledger)
     kept = (await ledger.audit_log.entries(job_id))[5].link
     assert (await run_audit(ledger, job_id, kept)).is_clean
@@ -170,7 +170,7 @@ async def test_group_of_a_durable_iteration_may_be_gone(ledger: Ledger) -> None:
     assert (report.num_contents, report.num_contents_gone) == (4, 2)
 
 
-async def test_worker_that_lies_about_its_versions_is_seen_by_the_tokens(ledger: Ledger) -> None:
+async def test_worker_with_a_false_version_is_detected_by_its_tokens(ledger: Ledger) -> None:
     """By calling the script itself: its argument says version 0, its tokens say 7."""
     job_id = await create_job(ledger)
     job = JobKeys(job_id)

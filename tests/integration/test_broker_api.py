@@ -90,7 +90,7 @@ async def test_jobs_are_listed_newest_first_and_by_state(broker: httpx.AsyncClie
     problem_of(await broker.get("/v1/jobs?limit=501"), 422)
 
 
-async def test_lists_are_read_in_several_parts_and_jobs_that_are_over_only_where_they_are_wanted(
+async def test_lists_are_read_in_parts_and_finished_jobs_on_request(
     broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -275,7 +275,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("sections", "field", "message"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED])
-async def test_impossible_job_is_refused_with_field_and_remedy_and_not_created(
+async def test_impossible_job_is_refused_with_field_and_remedy(
     broker: httpx.AsyncClient, ledger: Ledger, sections: dict[str, Any], field: str, message: str
 ) -> None:
     before = await ledger.jobs.ids()
@@ -815,7 +815,7 @@ async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) 
         assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in await scrape()
 
 
-async def test_bounded_job_shows_what_is_open_and_what_each_version_cost(
+async def test_bounded_job_shows_open_iterations_and_cost_of_versions(
     broker: httpx.AsyncClient, ledger: Ledger
 ) -> None:
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 1})
@@ -846,9 +846,7 @@ async def test_bounded_job_shows_what_is_open_and_what_each_version_cost(
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 4.0' in (await broker.get("/metrics")).text
 
 
-async def test_weights_by_version_with_the_numbers_of_trainer_and_rollouts(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_weights_by_version_have_trainer_and_rollout_numbers(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     weights, gauges = f"/v1/jobs/{job_id}/weights", f'{{job_id="{job_id}"}}'
     assert (await broker.get(weights)).json() == {"weights": []}
@@ -887,9 +885,7 @@ async def test_weights_by_version_with_the_numbers_of_trainer_and_rollouts(
     assert f"onbeat_weight_received_bytes{gauges} 40.0" in text
 
 
-async def test_weight_gauges_keep_the_version_before_while_nobody_serves_the_newest(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_weight_gauges_keep_the_last_version_that_is_served(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await submit(broker)
     epoch = await start_training(ledger, job_id)
     await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
@@ -904,9 +900,7 @@ async def test_weight_gauges_keep_the_version_before_while_nobody_serves_the_new
     assert f'onbeat_weight_open_seconds{{job_id="{job_id}"}}' not in text  # it joined
 
 
-async def test_weight_gauges_step_over_versions_that_were_not_published(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_weight_gauges_skip_versions_that_were_not_published(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     epoch = await start_training(ledger, job_id)
     await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
@@ -1012,7 +1006,7 @@ async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
     await client.aclose()
 
 
-async def test_command_that_redis_refuses_is_told_apart_from_a_redis_that_is_away(
+async def test_refused_redis_command_differs_from_an_unreachable_redis(
     broker: httpx.AsyncClient, ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as by the data of another version."""

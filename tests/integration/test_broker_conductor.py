@@ -242,7 +242,7 @@ async def serve_until(ledger: Ledger, job_id: str, condition: Callable[[], Await
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_held_out_set_is_evaluated_on_schedule_and_never_reaches_training(ledger: Ledger, tmp_path: Path) -> None:
+async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger: Ledger, tmp_path: Path) -> None:
     write_held_out(tmp_path)
     job_id = await create_job(ledger, evaluation=HELD_OUT)
     epoch = await start_training(ledger, job_id)
@@ -357,7 +357,7 @@ async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Le
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_job_whose_trainer_publishes_nothing_fails_and_names_the_trainer(ledger: Ledger) -> None:
+async def test_job_whose_trainer_publishes_nothing_fails_and_names_it(ledger: Ledger) -> None:
     job_id = await create_job(ledger, pool="empty", schedule={"iteration_deadline_s": 0.3})
     await ledger.trainer.claim_job(job_id, "trainer-mute", 30)
     fields = await reaches(ledger, job_id, JobState.FAILED)
@@ -382,7 +382,7 @@ async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_pending_job_fails_once_its_pool_is_without_trainers_for_too_long(ledger: Ledger) -> None:
+async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger: Ledger) -> None:
     pool = f"pool-{uuid.uuid4().hex[:8]}"
     await trainer_seen(ledger, pool, ago_s=0)
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
@@ -434,7 +434,7 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_long_outage_of_the_brokers_fails_no_job_that_they_held_up(ledger: Ledger) -> None:
+async def test_long_broker_outage_fails_no_job_that_it_delayed(ledger: Ledger) -> None:
     job_id = await create_job(ledger, schedule={"iteration_deadline_s": 1.0})
     await start_training(ledger, job_id)
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "progress_at", time.time() - 1000)
@@ -479,7 +479,7 @@ async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger: Ledger, 
 
 
 @pytest.mark.usefixtures("conductors")
-async def test_job_that_no_broker_understands_fails_and_does_not_stop_the_others(ledger: Ledger) -> None:
+async def test_unreadable_job_fails_and_does_not_stop_the_others(ledger: Ledger) -> None:
     good = await create_job(ledger)
     config = JobConfig.model_validate(job_body()).model_dump(mode="json") | {"of_a_later_version": 1}
     bad = f"{good}-bad"
@@ -590,7 +590,7 @@ def start_broker(redis_port: int, port: int, folder: Path, **settings: str) -> "
     return subprocess.Popen(command, env=os.environ | env, stderr=subprocess.PIPE, text=True)
 
 
-async def test_broker_process_survives_a_restart_of_redis_and_stops_with_zero(tmp_path: Path) -> None:
+async def test_broker_survives_a_redis_restart_and_stops_with_zero(tmp_path: Path) -> None:
     redis_port, port = free_port(), free_port()
     redis = start_redis(redis_port, str(tmp_path))
     broker = start_broker(redis_port, port, tmp_path)

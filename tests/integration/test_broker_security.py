@@ -126,7 +126,7 @@ async def test_each_role_may_do_what_it_may_and_no_more(keys: Keys, ledger: Ledg
                 assert method == "HEAD" or f"of role {needed}" in answer.json()["detail"]
 
 
-async def test_path_that_only_looks_like_an_open_or_a_submitters_one_is_neither(keys: Keys, ledger: Ledger) -> None:
+async def test_lookalike_of_an_open_or_submitter_path_is_neither(keys: Keys, ledger: Ledger) -> None:
     async with broker_with(keys, ledger) as broker:
         for path in ("/livez/", "/livez%0A", "http://127.0.0.1//livez", "/livez/../v1/jobs", "/v1/jobs", "/%6civez/x"):
             assert (await broker.get(path)).status_code == 401, path
@@ -335,7 +335,7 @@ def test_editors_of_the_keys_file_lose_nothing(tmp_path: Path) -> None:
 # ---- how often ---------------------------------------------------------------------------------------------------
 
 
-def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_quiet() -> None:
+def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_idle() -> None:
     now = 100.0
     limit = RateLimit(rate_per_s=2.0, burst=3, clock=lambda: now)
     assert [limit.wait_s("a") for _ in range(4)] == [0, 0, 0, 0.5]
@@ -352,7 +352,7 @@ def test_bucket_gives_a_burst_then_the_rate_and_forgets_the_quiet() -> None:
     assert "a" not in limit._buckets
 
 
-async def test_too_many_requests_of_a_key_are_refused_and_others_are_not(keys: Keys, ledger: Ledger) -> None:
+async def test_excess_requests_of_one_key_are_refused_and_others_pass(keys: Keys, ledger: Ledger) -> None:
     async with broker_with(keys, ledger, requests_per_s=0.001, request_burst=3) as broker:
         codes = [(await broker.get("/v1/jobs", headers=keys.header(Role.READ))).status_code for _ in range(3)]
         answer = await broker.get("/v1/jobs", headers=keys.header(Role.READ))
@@ -506,7 +506,7 @@ WRONG_SETTINGS = [
 
 
 @pytest.mark.parametrize(("env", "message"), WRONG_SETTINGS)
-def test_broker_that_would_be_open_or_cannot_read_its_secrets_does_not_start(
+def test_broker_without_protection_or_secrets_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -610,9 +610,7 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
 
 @pytest.mark.parametrize("service", ["broker", "trainer", "rollout"])
 @pytest.mark.parametrize("user_info", ["me:s3cr3t%2Fword", ":1234#s3cr3tword"])
-def test_password_of_redis_is_not_in_the_log_of_a_service_that_cannot_reach_it(
-    tmp_path: Path, service: str, user_info: str
-) -> None:
+def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path: Path, service: str, user_info: str) -> None:
     url = f"redis://{user_info}@127.0.0.1:{free_port()}/0"
     process = start(service, tmp_path, REDIS_URL=url, REDIS_RETRY_S="1", LOG_LEVEL="DEBUG")
     try:

@@ -60,7 +60,7 @@ def dribble(port: int, begin: bytes) -> tuple[bytes, float]:
     return answer, time.monotonic() - started
 
 
-def test_body_that_never_ends_is_answered_408_and_the_connection_is_closed(port: int) -> None:
+def test_endless_body_is_answered_408_and_the_connection_closed(port: int) -> None:
     answer, ended_s = dribble(port, b"POST /v1/jobs HTTP/1.1\r\n" + HEADERS + b'{"name": "')
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
@@ -69,7 +69,7 @@ def test_body_that_never_ends_is_answered_408_and_the_connection_is_closed(port:
     assert TIMEOUT_S <= ended_s < NEVER_S / 2
 
 
-def test_request_with_two_lengths_is_refused_and_nothing_behind_it_is_answered(port: int) -> None:
+def test_request_with_two_lengths_is_refused_with_what_follows(port: int) -> None:
     smuggled = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % len(b"0\r\n\r\n" + smuggled)
     with socket.create_connection(("127.0.0.1", port), timeout=NEVER_S) as stream:
@@ -83,13 +83,13 @@ def test_request_with_two_lengths_is_refused_and_nothing_behind_it_is_answered(p
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET /livez HTTP/1.1\r\nX-Long: "], ids=["silence", "headers"])
-def test_request_that_never_begins_or_whose_headers_never_end_is_hung_up_on(port: int, begin: bytes) -> None:
+def test_silent_client_or_endless_headers_are_disconnected(port: int, begin: bytes) -> None:
     answer, ended_s = dribble(port, begin)
     assert answer == b""
     assert TIMEOUT_S <= ended_s < NEVER_S / 2
 
 
-def test_client_whose_body_nobody_wanted_does_not_stay_after_the_answer(port: int) -> None:
+def test_client_with_an_unread_body_is_disconnected_after_answer(port: int) -> None:
     answer, ended_s = dribble(port, b"GET /livez HTTP/1.1\r\n" + HEADERS)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert ended_s < NEVER_S / 2
@@ -105,7 +105,7 @@ def long_poll(port: int) -> Iterator[str]:
         client.post(f"/v1/jobs/{job_id}:cancel")
 
 
-def test_answer_may_take_longer_than_a_request_and_its_connection_is_used_again(port: int, long_poll: str) -> None:
+def test_slow_answer_is_allowed_and_its_connection_is_reused(port: int, long_poll: str) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         started = time.monotonic()
         answer = client.get(long_poll)
@@ -114,7 +114,7 @@ def test_answer_may_take_longer_than_a_request_and_its_connection_is_used_again(
         assert client.get("/livez").status_code == 200
 
 
-def test_headers_that_never_end_are_hung_up_on_after_a_long_answer_too(port: int, long_poll: str) -> None:
+def test_endless_headers_after_a_long_answer_are_disconnected(port: int, long_poll: str) -> None:
     first = f"GET {long_poll} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
     answer, ended_s = dribble(port, first + b"GET /livez HTTP/1.1\r\nX-Long: ")
     assert answer.startswith(b"HTTP/1.1 200 ")

@@ -64,7 +64,7 @@ async def refused(rig: ChatRig, **fields: Any) -> tuple[int, str | None, str]:
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
-async def test_official_client_gets_what_the_engine_samples_with_true_counts(rig: ChatRig) -> None:
+async def test_official_client_gets_the_sampled_text_with_true_counts(rig: ChatRig) -> None:
     engine = await start(rig)
 
     def ask() -> Any:
@@ -121,7 +121,7 @@ async def test_stream_is_events_of_one_line_and_a_last_word(rig: ChatRig) -> Non
     assert all("usage" not in json.loads(each.removeprefix("data: ")) for each in events[:-2])
 
 
-async def test_answer_ends_before_a_stop_string_and_its_tokens_are_counted_to_there(rig: ChatRig) -> None:
+async def test_answer_ends_before_a_stop_string_with_tokens_counted(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(is_endless=True))
     text = (await rig.ask(max_tokens=40)).choices[0].message.content
     stop = text[10:13]
@@ -142,7 +142,7 @@ async def test_temperature_0_is_greedy_and_a_low_top_p_nearly(rig: ChatRig) -> N
     assert len(free) == 3
 
 
-async def test_answer_without_max_tokens_is_as_long_as_a_response_of_the_job(rig: ChatRig) -> None:
+async def test_answer_without_max_tokens_is_as_long_as_a_response(rig: ChatRig) -> None:
     await start(rig, PacedEngine(is_endless=True))
     answer = await rig.ask(max_tokens=openai.NOT_GIVEN, stop="never there")
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
@@ -200,7 +200,7 @@ async def test_version_and_text_follow_an_update(rig: ChatRig) -> None:
     assert before.choices[0].message.content != after.choices[0].message.content
 
 
-async def test_load_waits_for_a_stream_no_longer_than_the_grace_and_the_stream_says_so(rig: ChatRig) -> None:
+async def test_load_waits_for_a_stream_only_for_the_grace_period(rig: ChatRig) -> None:
     await start(rig, PacedEngine(0.05, is_endless=True), chat_grace_s=0.5)
     async with rig.client() as client:
         stream = await client.chat.completions.create(**rig.request(max_tokens=LONG), stream=True)
@@ -217,7 +217,7 @@ async def test_load_waits_for_a_stream_no_longer_than_the_grace_and_the_stream_s
         assert time.monotonic() - published < 8.0
 
 
-async def test_chat_that_ends_within_the_grace_is_whole_and_of_the_old_version(rig: ChatRig) -> None:
+async def test_chat_that_ends_within_the_grace_has_the_old_version(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.05, is_endless=True), chat_grace_s=LIMIT_S)
     asking = asyncio.create_task(rig.ask(max_tokens=40))
     await rig.until(lambda: engine.num_tokens > 0)
@@ -228,7 +228,7 @@ async def test_chat_that_ends_within_the_grace_is_whole_and_of_the_old_version(r
     await rig.until_serving(1)
 
 
-async def test_answer_that_is_not_streamed_is_begun_again_on_the_new_version(rig: ChatRig) -> None:
+async def test_unstreamed_answer_is_restarted_on_the_new_version(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.05, is_endless=True), chat_grace_s=0.0)
     asking = asyncio.create_task(rig.ask(n=2, max_tokens=40))
     await rig.until(lambda: engine.num_tokens > 4)
@@ -242,7 +242,7 @@ async def test_answer_that_is_not_streamed_is_begun_again_on_the_new_version(rig
     assert answer.usage == again.usage  # nothing of the first try counts
 
 
-async def test_versions_that_pass_too_quickly_end_a_chat_after_some_tries(rig: ChatRig, monkeypatch) -> None:
+async def test_rapid_version_changes_end_a_chat_after_some_tries(rig: ChatRig, monkeypatch) -> None:
     monkeypatch.setattr(rollout_chat, "MAX_STARTS", 2)
     engine = await start(rig, PacedEngine(0.05, is_endless=True), chat_grace_s=0.0)
     asking = asyncio.create_task(refused(rig, max_tokens=LONG))
@@ -268,7 +268,7 @@ async def test_groups_are_generated_while_chats_fill_their_slots(rig: ChatRig) -
         task.cancel()
 
 
-async def test_chats_never_have_more_responses_in_the_engine_than_slots(rig: ChatRig) -> None:
+async def test_chats_never_exceed_the_engines_slots(rig: ChatRig) -> None:
     engine = await start(rig, PacedEngine(0.005, is_endless=True), chat_slots=2)
     asking = [asyncio.create_task(rig.ask(n=4, seed=seed)) for seed in range(3)]
     most = 0
@@ -387,7 +387,7 @@ async def test_pending_job_is_refused_at_once(rig: ChatRig) -> None:
     assert time.monotonic() - started < 25.0  # it is not even asked
 
 
-async def test_paused_job_answers_with_its_rollout_and_without_one_says_why_not(impatient: ChatRig) -> None:
+async def test_paused_job_answers_if_it_has_a_rollout_or_says_why_not(impatient: ChatRig) -> None:
     rig = impatient
     await start(rig)
     await rig.ledger.jobs.move(rig.job_id, JobState.PAUSED)
@@ -564,7 +564,7 @@ async def test_talking_takes_a_submitters_key_and_the_list_a_readers(
 # ---- the engine's part ---------------------------------------------------------------------------------------------
 
 
-async def test_reference_engine_streams_whole_characters_and_gives_its_place_back(tmp_path: Path) -> None:
+async def test_reference_engine_streams_characters_and_frees_its_slot(tmp_path: Path) -> None:
     from tests.integration.tiny_models import write_tied_model
 
     engine = PacedEngine(is_endless=True)

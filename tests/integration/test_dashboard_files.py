@@ -219,7 +219,7 @@ def imports_of(name: str) -> set[str]:
     return {module.removeprefix("./") for module in modules} | set(re.findall(r'"assets/([^"]+)"', text))
 
 
-def test_whatever_is_asked_for_is_there_and_whatever_is_there_is_asked_for() -> None:
+def test_files_of_the_dashboard_are_exactly_those_requested() -> None:
     reached, todo = {"index.html"}, ["index.html"]
     while todo:
         name = todo.pop()

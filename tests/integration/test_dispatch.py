@@ -70,9 +70,7 @@ async def generate(ledger: Ledger, job_id: str, lengths: dict[str, int]) -> None
         await ledger.rollout.submit(job_id, claim.entry_id, group)
 
 
-async def test_second_epoch_begins_with_what_was_longest_and_trains_the_same(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_second_epoch_begins_with_longest_and_trains_the_same(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     seen = {}
     for dispatch in ("longest_first", "in_order"):
         job_id, epoch = await start(ledger, dispatch)

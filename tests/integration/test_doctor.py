@@ -99,7 +99,7 @@ async def train_dully(ledger: Ledger, pool: str, num_iterations: int = 5) -> str
 # ---- pending -----------------------------------------------------------------------------------------------------
 
 
-async def test_pending_job_without_trainers_says_what_to_start_and_when_it_fails(ledger: Ledger, pool: str) -> None:
+async def test_pending_job_without_trainers_says_what_to_start(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 5000})
     findings = await explain_job(ledger, job_id)
     assert findings[0].is_problem
@@ -241,7 +241,7 @@ async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str
     assert "iteration 1 is not open yet" in text_of(await explain_job(ledger, job_id))
 
 
-async def test_job_after_its_last_iteration_waits_for_its_trainer_and_evaluation(ledger: Ledger, pool: str) -> None:
+async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool, schedule={"num_iterations": 1})
     epoch = await start_training(ledger, job_id)
     await open_iteration(ledger, job_id, 0, num_groups=2)
@@ -482,9 +482,7 @@ async def connect_to(redis_url: str) -> Ledger:
     return Ledger(connect(redis_url))
 
 
-async def test_idle_trainer_is_seen_until_it_stops_and_old_ones_are_forgotten(
-    ledger: Ledger, redis_url: str, pool: str
-) -> None:
+async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledger, redis_url: str, pool: str) -> None:
     old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
     await ledger.redis.hset(keys.trainers(pool), old.id, old.model_dump_json())
     background = Background()

@@ -222,9 +222,7 @@ RUBBISH = float("nan")  # in a file where a tensor may not be read: it would spo
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-async def test_after_random_partial_loads_an_engine_is_what_a_fresh_one_is(
-    subject: Subject, tmp_path: Path, seed: int
-) -> None:
+async def test_engine_after_partial_loads_equals_a_fresh_one(subject: Subject, tmp_path: Path, seed: int) -> None:
     """Away from second_weights in three loads and back in one, each of some modules. What a file has of the others is
     rubbish."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -281,7 +279,7 @@ async def test_a_tensor_is_read_once_it_is_named(subject: Subject) -> None:
     assert sampled(await probe(subject.engine, subject.next_version)) == sampled(subject.fresh_probe)
 
 
-async def test_a_load_that_names_nothing_is_the_same_model_as_another_version(subject: Subject) -> None:
+async def test_load_without_changed_tensors_keeps_the_model(subject: Subject) -> None:
     await subject.load(subject.second_weights)
     version = await subject.load(subject.first_weights, batches=[])
     responses = await probe(subject.engine, version)
@@ -295,7 +293,7 @@ def fails_half_way(names: list[str]) -> Iterator[list[str]]:
     raise OSError("the stream broke")
 
 
-async def test_load_whose_arrivals_fail_half_way_is_repaired_by_one_of_all_tensors(subject: Subject) -> None:
+async def test_load_that_fails_half_way_is_repaired_by_a_full_one(subject: Subject) -> None:
     await subject.load(subject.first_weights)
     with pytest.raises(OSError, match="the stream broke"):
         await subject.load(subject.second_weights, fails_half_way(subject.names()))
@@ -326,7 +324,7 @@ async def test_names_that_make_no_whole_load_are_refused(
     assert either_engine.engine.version() is None
 
 
-async def test_prompt_blocks_shared_within_one_step_give_the_models_logprobs(tied: Subject) -> None:
+async def test_prompt_blocks_shared_in_one_step_give_right_logprobs(tied: Subject) -> None:
     """Four groups at once whose prompts begin alike: their responses reuse blocks that are only just being written."""
     version = await tied.load(tied.second_weights)
     prompts = [[*LONG_PROMPT, *SHORT_PROMPT[: index + 1]] for index in range(4)]
@@ -364,7 +362,7 @@ async def test_every_token_is_stamped_with_the_loaded_version(subject: Subject) 
             assert len(response.rollout_logprobs) == len(response.token_ids)
 
 
-async def test_copy_that_moves_after_the_start_moves_no_weight_of_the_reference_engine(tmp_path: Path) -> None:
+async def test_moving_copy_changes_no_weight_of_the_reference_engine(tmp_path: Path) -> None:
     """The host pulls the next version into the file at once; nobody has called `load` yet."""
     for write_model in (write_tied_model, write_untied_model):
         model_dir = write_model(tmp_path / write_model.__name__)
@@ -457,7 +455,7 @@ async def test_failed_load_serves_nothing_until_a_good_one(
     ("write_bad_file", "message"),
     [(write_nothing, "No such file"), (write_file_with_a_wrong_shape, "Attempted to load weight")],
 )
-async def test_load_that_fails_in_the_vllm_worker_is_repaired_by_a_good_one(
+async def test_failed_load_in_the_vllm_worker_is_repaired_by_the_next(
     tied: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_bad_file, message: str
 ) -> None:
     write_bad_file(tied.second_weights, tmp_path / "bad.safetensors")
@@ -470,7 +468,7 @@ async def test_load_that_fails_in_the_vllm_worker_is_repaired_by_a_good_one(
     assert sampled(await probe(tied.engine, await tied.load(tied.second_weights))) == sampled(tied.fresh_probe)
 
 
-async def test_sampling_defaults_of_the_model_are_ignored_but_its_eos_is_not(either_engine: Subject) -> None:
+async def test_sampling_defaults_of_the_model_are_ignored_but_not_eos(either_engine: Subject) -> None:
     """The tiny models' generation config asks for top_k = 2."""
     version = await either_engine.load(either_engine.first_weights)
     responses = await either_engine.engine.generate(SHORT_PROMPT, 16, Sampling(400, 1.0, 11), version)
@@ -482,7 +480,7 @@ async def test_sampling_defaults_of_the_model_are_ignored_but_its_eos_is_not(eit
     assert {response.finish_reason for response in responses} == {"stop", "length"}
 
 
-async def test_same_seed_draws_the_same_and_samples_of_a_request_differ(reference: Subject) -> None:
+async def test_same_seed_repeats_and_samples_of_a_request_differ(reference: Subject) -> None:
     version = await reference.load(reference.first_weights)
     draw = [await reference.engine.generate(SHORT_PROMPT, 4, Sampling(12, 1.0, seed), version) for seed in (1, 1, 2)]
     assert sampled(draw[0]) == sampled(draw[1])

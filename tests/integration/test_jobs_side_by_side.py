@@ -44,7 +44,7 @@ async def submit(broker: httpx.AsyncClient, **sections: object) -> str:
 # ---- trainers and the queue ----------------------------------------------------------------------------------------
 
 
-async def test_each_of_several_trainers_takes_a_job_of_its_own_the_oldest_first(ledger: Ledger) -> None:
+async def test_each_trainer_takes_a_job_of_its_own_oldest_first(ledger: Ledger) -> None:
     pool = new_pool()
     jobs = [await create_job(ledger, pool=pool) for _ in range(3)]
     trainers = [TrainerSettings(pool=pool, trainer_id=f"trainer-{i}") for i in range(3)]
@@ -188,7 +188,7 @@ async def pool(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     await pool.crew.stop()
 
 
-async def test_rollouts_spread_over_the_jobs_and_one_moves_to_a_job_that_has_none(pool: Pool) -> None:
+async def test_rollouts_spread_over_jobs_and_move_to_one_without_any(pool: Pool) -> None:
     first, second, third = pool.rigs
     await first.start_job()
     await second.start_job()
@@ -250,7 +250,7 @@ async def test_rollout_that_moves_hands_back_what_it_has_not_begun(pool: Pool) -
     assert not any(group.HasField("failure") for group in groups)  # no attempt was used up
 
 
-async def test_rollout_leaves_a_job_that_is_deleted_under_it_and_brings_nothing_back(pool: Pool) -> None:
+async def test_rollout_leaves_a_deleted_job_and_recreates_nothing(pool: Pool) -> None:
     first, second, _ = pool.rigs
     await first.start_job()
     engine = FakeEngine()
@@ -266,7 +266,7 @@ async def test_rollout_leaves_a_job_that_is_deleted_under_it_and_brings_nothing_
     assert left == [JobKeys(first.job_id).deleted.encode()]
 
 
-async def test_rollouts_come_and_go_in_mid_iteration_and_no_group_is_lost_or_made_twice(pool: Pool) -> None:
+async def test_rollouts_join_and_leave_without_lost_or_repeated_groups(pool: Pool) -> None:
     rig, num_groups = pool.crew, 40
     await rig.start_job(num_prompts=num_groups, max_group_attempts=1)
     engines = [FakeEngine(capacity=2 * G, delay_s=0.05) for _ in range(3)]

@@ -148,7 +148,7 @@ async def test_iteration_opens_once_however_many_try(ledger: Ledger) -> None:
     assert len(await claim_all(ledger, job_id)) == 2
 
 
-async def test_iteration_opens_only_in_its_turn_and_on_the_published_version(ledger: Ledger) -> None:
+async def test_iteration_opens_only_in_turn_and_on_published_weights(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     assert "PENDING" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
     epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
@@ -270,7 +270,7 @@ def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
     return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
 
 
-async def test_version_has_the_numbers_of_its_trainer_and_of_each_rollout(ledger: Ledger) -> None:
+async def test_version_has_numbers_of_its_trainer_and_each_rollout(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
@@ -292,7 +292,7 @@ async def test_version_has_the_numbers_of_its_trainer_and_of_each_rollout(ledger
     assert await ledger.versions.weights(job_id, 0) is None
 
 
-async def test_repeated_version_keeps_its_first_numbers_and_tells_the_new_ones_in_an_event(ledger: Ledger) -> None:
+async def test_repeated_version_keeps_first_numbers_and_emits_an_event(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     for delta_bytes, received_bytes, open_s in ((20, 20, 1.5), (None, 1000, None)):  # the second time after a restart
@@ -497,7 +497,7 @@ async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger) -> None:
 # ---- the trainer's side of the stream ----------------------------------------------------------------------------
 
 
-async def test_groups_stay_pending_until_the_checkpoint_that_covers_them(ledger: Ledger) -> None:
+async def test_groups_stay_pending_until_a_checkpoint_covers_them(ledger: Ledger) -> None:
     job_id, epoch = await open_job(ledger)
     await drain(ledger, job_id)
     taken = await ledger.trainer.take(job_id, "rank-0", 10, 0.1)
@@ -615,7 +615,7 @@ async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger
 # ---- many submissions at once ----------------------------------------------------------------------------------------
 
 
-async def test_submissions_of_one_moment_share_round_trips_and_keep_their_own_answers(ledger: Ledger) -> None:
+async def test_simultaneous_submissions_share_round_trips_not_answers(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=100)
     claims = await claim_all(ledger, job_id)
     groups = [
@@ -630,7 +630,7 @@ async def test_submissions_of_one_moment_share_round_trips_and_keep_their_own_an
     assert await num_reads(ledger) - before[1] < 60  # not one for each
 
 
-async def test_submission_goes_through_when_redis_has_forgotten_its_scripts(ledger: Ledger) -> None:
+async def test_submission_succeeds_when_redis_forgot_its_scripts(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     first, second = await claim_all(ledger, job_id)
     assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
@@ -674,7 +674,7 @@ async def test_scripts_that_redis_has_forgotten_run_each_call_once(ledger: Ledge
     await ledger.redis.delete(counter)
 
 
-async def test_prompt_that_a_stranger_deletes_while_it_is_claimed_stops_no_other(ledger: Ledger) -> None:
+async def test_prompt_deleted_during_its_claim_stops_no_other(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger, num_groups=3)
     claims = await ledger.rollout.claim(job_id, "w1", 3, lease_s=0.01)
     await ledger.redis.xdel(JobKeys(job_id).prompts, claims[1].entry_id)
@@ -695,7 +695,7 @@ async def num_reads(ledger: Ledger) -> int:
 # ---- a trainer that makes a version again ----------------------------------------------------------------------------
 
 
-async def test_a_version_that_is_announced_again_must_have_the_same_bits(ledger: Ledger) -> None:
+async def test_version_announced_again_must_have_the_same_bits(ledger: Ledger) -> None:
     """Rollouts may hold the first ones: the trainer died between publishing and committing."""
     job_id, epoch = await open_job(ledger)
     await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "first")

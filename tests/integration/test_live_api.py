@@ -179,9 +179,7 @@ def committed_of(told: list[Told]) -> dict[int, dict[str, float]]:
 # ---- the stream --------------------------------------------------------------------------------------------------
 
 
-async def test_stream_tells_each_state_and_each_event_once_until_the_job_is_over(
-    broker: Broker, ledger: Ledger
-) -> None:
+async def test_stream_sends_each_state_and_event_once_until_the_end(broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     listening = await begin_to_listen(broker, job_id)
     epoch = await start_training(ledger, job_id)
@@ -211,7 +209,7 @@ async def test_whoever_has_seen_an_event_has_seen_the_states_behind_it(broker: B
             assert message.data["data"]["iteration"] in committed_of(told[:place])
 
 
-async def test_stream_goes_on_after_the_last_event_without_loss_or_doubles(broker: Broker, ledger: Ledger) -> None:
+async def test_stream_continues_after_the_last_event_without_gaps(broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger, schedule={"num_iterations": 6})
     epoch = await start_training(ledger, job_id)
     first: list[Told] = []
@@ -230,7 +228,7 @@ async def test_stream_goes_on_after_the_last_event_without_loss_or_doubles(broke
     assert committed_of(first).keys() | committed_of(second).keys() == set(range(6))
 
 
-async def test_event_that_was_seen_by_way_of_another_broker_is_not_told_again(
+async def test_event_seen_through_another_broker_is_not_sent_again(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "TICK_S", 1.5)
@@ -498,9 +496,7 @@ async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, mo
     await streams.close()
 
 
-async def test_watcher_that_has_taken_everything_is_not_slow_however_much_comes_at_once(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_watcher_that_keeps_up_is_not_slow_at_any_rate(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     look, may_look = inspection.look, asyncio.Event()
 
     async def look_later(*args: Any) -> Any:
@@ -648,7 +644,7 @@ async def get_timeline(broker: Broker, job_id: str, iterations: int = 5) -> Any:
         return await client.jobs.timeline(job_id, iterations)
 
 
-async def test_timeline_places_groups_weights_and_training_on_one_clock(broker: Broker, ledger: Ledger) -> None:
+async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     nothing = await get_timeline(broker, job_id)
     assert (nothing.iterations, nothing.lanes, nothing.spans) == ([], [], [])
@@ -740,7 +736,7 @@ async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, mo
     assert len([s for s in first.spans if s.kind == "generate"]) == 6
 
 
-async def test_timeline_is_put_together_and_written_beside_the_event_loop(
+async def test_timeline_is_built_and_serialized_off_the_event_loop(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have tens of thousands of spans, and takes its time."""

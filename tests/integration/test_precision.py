@@ -116,7 +116,7 @@ async def test_a_trainer_that_cannot_hold_the_dtype_refuses(ledger):
     assert "dtype" not in await ledger.jobs.fields(pool.job_id)
 
 
-async def test_a_job_fails_with_a_sentence_on_a_trainer_that_cannot_hold_it(ledger):
+async def test_job_fails_with_a_reason_on_a_trainer_too_small_for_it(ledger):
     pool = Pool(ledger, "bfloat16")
     await pool.store()
     assert await claim_next(Settings(pool=pool.name), ledger, OLD_GPU) is None

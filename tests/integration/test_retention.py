@@ -90,7 +90,7 @@ async def over(ledger: Ledger, job_id: str) -> str:
 # ---- deleting a job --------------------------------------------------------------------------------------------------
 
 
-async def test_deleted_job_leaves_nothing_but_the_mark_that_refuses_its_id(ledger: Ledger) -> None:
+async def test_deleted_job_leaves_only_the_mark_that_refuses_its_id(ledger: Ledger) -> None:
     job_id, _ = await run_job(ledger)
     await evaluate(ledger, job_id, 0)
     names = {name.partition(":")[0] for name in await keys_of(ledger, job_id)}
@@ -135,7 +135,7 @@ async def test_large_job_goes_in_small_steps(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 2, 3])
-async def test_deletion_that_dies_half_way_shows_no_half_job_and_is_finished(
+async def test_interrupted_deletion_shows_no_half_job_and_is_finished(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
 ) -> None:
     job_id, _ = await run_job(ledger, num_iterations=1)
@@ -245,7 +245,7 @@ async def test_late_call_brings_no_key_of_a_deleted_job_back(ledger: Ledger, scr
     assert job_id not in await ledger.jobs.ids()
 
 
-async def test_trainer_that_waits_for_groups_of_a_deleted_job_has_lost_it(ledger: Ledger) -> None:
+async def test_trainer_waiting_for_groups_of_a_deleted_job_loses_it(ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     waiting = asyncio.create_task(ledger.trainer.take(job_id, "rank-0", 1, timeout_s=1.0))
     await asyncio.sleep(0.2)

@@ -180,7 +180,7 @@ async def test_bearer_token_is_read_for_each_call(service, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["old-secret\nnew-secret\n", "my secret", "secret\x00", "sécret", " \n"])
-async def test_file_that_holds_no_single_token_is_refused_and_never_quoted(service, tmp_path, content):
+async def test_file_without_exactly_one_token_is_refused_not_quoted(service, tmp_path, content):
     token = tmp_path / "token"
     token.write_text(content)
     scorer = Scorer(1, {"judge": RewardServiceSettings(url=service.url, bearer_token_file=token)}, "w0")
@@ -290,7 +290,7 @@ async def test_redirect_is_not_followed(scorer, service):
         (b"[" * 100_000, "Invalid JSON"),
     ],
 )
-async def test_answer_that_is_not_one_finite_score_per_response_is_refused(scorer, service, content, words):
+async def test_answer_without_one_finite_score_per_response_is_refused(scorer, service, content, words):
     service.will(says(content))
     with pytest.raises(RewardRefused, match=f"invalid: .*{words}"):
         await score(scorer, request("a", "b", max_attempts=2))
@@ -475,7 +475,7 @@ async def stop_worker(rig: Rig, number: int) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_group_whose_reward_crashes_on_one_worker_is_scored_on_another(rig, monkeypatch):
+async def test_group_whose_reward_crashes_here_is_scored_elsewhere(rig, monkeypatch):
     monkeypatch.setenv("CRASH_HERE", "1")  # inherited by the scoring processes of w0
     rig.start_worker(FakeEngine(text="crash here"))
     await rig.open(0, rig.task(0, 0, reward=reward()))
@@ -504,7 +504,7 @@ async def test_passing_crash_throws_no_generated_response_away(rig, tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
-async def test_group_that_crashes_its_reward_everywhere_is_given_up_and_the_iteration_goes_on(rig, monkeypatch):
+async def test_group_whose_reward_always_crashes_is_given_up(rig, monkeypatch):
     monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 1)  # the engine has nothing to do with it
     await rig.replace_job(max_group_attempts=2)
     rig.start_worker(FakeEngine(text="crash"))
@@ -521,7 +521,7 @@ async def test_group_that_crashes_its_reward_everywhere_is_given_up_and_the_iter
 
 
 @pytest.mark.usefixtures("quick")
-async def test_group_that_its_reward_refuses_is_recorded_and_the_job_goes_on_or_fails_as_asked(rig, tmp_path):
+async def test_refused_group_is_recorded_and_job_goes_on_or_fails(rig, tmp_path):
     from tests.unit.trainer_fixtures import job_config as training
     from tests.unit.trainer_fixtures import recorded_iterations, train
 
@@ -543,7 +543,7 @@ async def test_group_that_its_reward_refuses_is_recorded_and_the_job_goes_on_or_
 
 
 @pytest.mark.usefixtures("quick")
-async def test_rollout_without_the_service_generates_nothing_and_costs_no_attempt(rig, service):
+async def test_rollout_without_the_service_spends_no_attempt(rig, service):
     await rig.replace_job(max_group_attempts=1)
     service.will(score_by_length)
     rig.start_worker(FakeEngine())
@@ -560,7 +560,7 @@ async def test_rollout_without_the_service_generates_nothing_and_costs_no_attemp
 
 
 @pytest.mark.usefixtures("quick")
-async def test_service_that_fails_and_recovers_costs_neither_groups_nor_generations(rig, service):
+async def test_service_that_recovers_costs_no_groups_or_generations(rig, service):
     service.will(BROKEN, hang_up, BROKEN, score_by_length)
     rig.start_worker(FakeEngine(), **services_at(service.url))
     task = rig.task(0, 0, reward=reward("http", service="judge"))

@@ -215,7 +215,7 @@ async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
         ("scribble", RewardUnavailable, "crashed: the reward wrote into the protocol"),
     ],
 )
-async def test_broken_reward_is_an_error_of_the_right_kind_never_a_zero(scorer, behaviour, outcome, words, tmp_path):
+async def test_broken_reward_is_the_right_error_and_never_a_zero(scorer, behaviour, outcome, words, tmp_path):
     context = {"marker": str(tmp_path / "file")}
     with pytest.raises(outcome, match=f"response 1: {words}") as caught:
         await score(scorer, request("a", behaviour, context=context, timeout_s=20.0))
@@ -240,14 +240,14 @@ async def test_attempts_are_counted_per_response(scorer):
         await score(scorer, request("a", "raise", "crash", max_attempts=3))
 
 
-async def test_try_that_would_begin_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
+async def test_try_due_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
     monkeypatch.setattr(scorer_module, "pause_after", lambda error, num_tries: 3600.0)
     with pytest.raises(RewardUnavailable, match="SIGABRT"):
         await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
 
 
 @pytest.mark.parametrize("groups", [["twin", "nap"], ["twin+nap"]], ids=["next group", "same group"])
-async def test_reward_that_forks_and_returns_twice_never_mixes_up_scores(scorer, groups):
+async def test_reward_that_forks_and_returns_twice_mixes_no_scores(scorer, groups):
     """The twin's answer arrives while the nap is awaited."""
     for group in groups:
         responses = group.split("+")
@@ -305,7 +305,7 @@ async def test_kill_takes_along_a_whole_tree_of_processes(scorer, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("behaviour", ["daemon", "daemon, hang", "daemon, crash"])
-async def test_process_that_the_reward_leaves_behind_holds_up_nobody_and_no_pipe(scorer, behaviour, tmp_path):
+async def test_process_left_by_a_reward_blocks_no_caller_and_no_pipe(scorer, behaviour, tmp_path):
     def num_open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -386,7 +386,7 @@ def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
         ("stubborn", "limits.LOAD_S, limits.RESPONSES_PER_LIFE = 0, 1", signal.SIGKILL),
     ],
 )
-def test_spinning_reward_that_nobody_watches_runs_out_of_cpu_time(behaviour, before, end):
+def test_unwatched_spinning_reward_runs_out_of_cpu_time(behaviour, before, end):
     process = child_alone(behaviour, before)
     try:
         assert process.wait(60) == -end
@@ -395,7 +395,7 @@ def test_spinning_reward_that_nobody_watches_runs_out_of_cpu_time(behaviour, bef
         process.communicate()
 
 
-async def test_process_is_replaced_before_its_cpu_time_is_used_up_and_no_try_is_lost(scorer, tmp_path):
+async def test_process_is_replaced_before_its_cpu_limit_without_a_try(scorer, tmp_path):
     shorter_life = "from services.rollout.rewards import limits\nlimits.LOAD_S, limits.RESPONSES_PER_LIFE = 1, 1"
     (tmp_path / "site" / "sitecustomize.py").write_text(shorter_life)  # 1 s and 11 s, of which a response may use 11
     responses = ["burn"] * 5  # 0.7 s each

@@ -104,7 +104,7 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert 0.2 <= busy["w0"] < 0.4  # both groups at once
 
 
-async def test_new_version_is_served_before_the_first_prompt_asks_for_it(rig):
+async def test_new_version_is_served_before_the_first_prompt_needs_it(rig):
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
@@ -115,7 +115,7 @@ async def test_new_version_is_served_before_the_first_prompt_asks_for_it(rig):
     assert rig.trainer.pulls == [0, 1]
 
 
-async def test_new_version_is_pulled_but_not_loaded_while_groups_are_in_flight(rig):
+async def test_new_version_is_pulled_but_not_loaded_during_generation(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
     rig.start_worker(engine)
@@ -143,7 +143,7 @@ class SlowStarter(FakeEngine):
         await super().start(model_dir, policy_version)
 
 
-async def test_engine_starts_on_its_version_while_newer_ones_come_and_has_the_newest_right_after(rig):
+async def test_engine_starts_on_its_version_and_then_gets_the_newest(rig):
     engine = SlowStarter()
     rig.start_worker(engine)
     await rig.until(engine.is_starting.is_set)
@@ -190,7 +190,7 @@ async def test_heartbeat_tells_job_state_and_version(rig):
     assert (await record()).state == "idle"
 
 
-async def test_end_of_a_job_stops_its_engine_and_frees_the_worker_for_the_next(rig):
+async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
@@ -211,7 +211,7 @@ async def test_end_of_a_job_stops_its_engine_and_frees_the_worker_for_the_next(r
 # ---- several versions at once --------------------------------------------------------------------------------------
 
 
-async def test_iteration_opened_ahead_is_generated_beside_the_stragglers_of_the_one_before(rig):
+async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
     await rig.replace_job(max_staleness=1)
     engine = FakeEngine()
     engine.may_finish.clear()
@@ -225,7 +225,7 @@ async def test_iteration_opened_ahead_is_generated_beside_the_stragglers_of_the_
         assert {group.policy_version for group in await rig.drained(iteration)} == {0}
 
 
-async def test_group_of_a_dead_worker_is_generated_on_its_own_version_after_others_moved_on(rig):
+async def test_dead_workers_group_is_generated_on_its_own_version(rig):
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
     await rig.open(1, rig.task(1, 0), rig.task(1, 1))
@@ -254,7 +254,7 @@ async def test_evaluation_goes_the_way_of_training_and_ends_beside_it(rig):
     assert [group.group_id for group in await rig.ledger.trainer.take(rig.job_id, "rank-0", 100, 0.01)] == ["0-0"]
 
 
-async def test_evaluation_of_a_version_that_is_gone_is_recorded_and_training_goes_on(rig):
+async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
     await rig.open(0, rig.task(0, 0))
     await rig.evaluate(0, num_prompts=2)
     await rig.fail_and_commit(0)
@@ -287,7 +287,7 @@ async def conductor(rig, tmp_path):
 
 
 @pytest.mark.usefixtures("conductor")
-async def test_held_out_set_is_scored_by_its_version_over_a_whole_job_and_a_death(rig):
+async def test_held_out_set_is_scored_by_version_despite_a_death(rig):
     evaluation = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3, "every_iterations": 2}
     await rig.replace_job(num_prompts=2, schedule={"num_iterations": 3}, evaluation=evaluation)
 
@@ -346,7 +346,7 @@ async def test_several_rewards_give_their_weighted_sum(rig):
         assert dict(response.reward_parts) == {"exact": 1.0, "form": 1.0, "never": 0.0}
 
 
-async def test_reward_that_cannot_score_is_a_recorded_failure_not_a_zero(rig):
+async def test_reward_that_cannot_score_is_a_failure_and_not_a_zero(rig):
     rig.start_worker()
     unanswered = json.dumps({"question": "2+2="})
     await rig.open(0, rig.task(0, 0, reward_context_json=unanswered), rig.task(0, 1))
@@ -378,7 +378,7 @@ async def test_generation_error_costs_an_attempt_and_nothing_else(rig):
     assert "RuntimeError: a hiccup" in message
 
 
-async def test_group_is_given_up_after_its_attempts_with_the_last_reason(rig, monkeypatch):
+async def test_group_is_given_up_after_its_attempts_with_last_reason(rig, monkeypatch):
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
     engine = FakeEngine()
     engine.generate_errors = [RuntimeError(f"hiccup {number}") for number in range(3)]
@@ -403,7 +403,7 @@ async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatc
     assert "not ready 1 s after its claim" in (await rig.event_messages("group.released"))[0]
 
 
-async def test_request_that_the_engine_refuses_fails_its_group_and_leaves_the_engine_alone(rig):
+async def test_refused_request_fails_its_group_and_spares_the_engine(rig):
     engine = FakeEngine()
     engine.generate_errors = [ValueError("temperature 0.001 is below 0.01")] * 8  # more than break an engine
     worker = rig.start_worker(engine)
@@ -455,7 +455,7 @@ async def test_engine_that_never_starts_ends_the_process(rig):
     assert len((await rig.drained(0))[0].responses) == G
 
 
-async def test_engine_that_never_ends_a_load_ends_the_process_and_hands_its_groups_back(rig):
+async def test_endless_load_ends_the_process_and_returns_its_groups(rig):
     engine = FakeEngine()
     rig.start_worker(engine, engine_load_s=1.0)
     await rig.open(0, rig.task(0, 0))
@@ -473,7 +473,7 @@ async def test_engine_that_never_ends_a_load_ends_the_process_and_hands_its_grou
     assert [claim.attempt for claim in claims] == [1, 1, 1]
 
 
-async def test_tokens_stamped_with_another_version_end_the_process_and_cost_the_group_nothing(rig, monkeypatch):
+async def test_tokens_of_another_version_end_the_process_at_no_attempt(rig, monkeypatch):
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     engine = FakeEngine()
     engine.stamp = 7
@@ -490,7 +490,7 @@ async def test_tokens_stamped_with_another_version_end_the_process_and_cost_the_
 
 
 @pytest.mark.parametrize("max_group_attempts", [1, 2])
-async def test_version_that_cannot_be_had_for_long_costs_the_group_no_attempt(rig, monkeypatch, max_group_attempts):
+async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monkeypatch, max_group_attempts):
     monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(claim_loop, "MISSING_VERSION_S", 0.01)
@@ -505,7 +505,7 @@ async def test_version_that_cannot_be_had_for_long_costs_the_group_no_attempt(ri
     assert [list(r.token_ids) for r in (await rig.drained(3))[0].responses] == [[3] * 3] * G
 
 
-async def test_worker_claims_nothing_while_the_trainer_is_behind_what_the_groups_want(rig, monkeypatch):
+async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatch):
     monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
     monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
@@ -548,7 +548,7 @@ async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
     assert [list(r.token_ids) for r in (await rig.drained(1))[0].responses] == [[1] * 3] * G
 
 
-async def test_rollout_follows_a_trainer_that_restarts_at_another_address(rig):
+async def test_rollout_follows_a_trainer_that_restarts_elsewhere(rig):
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)
@@ -621,7 +621,7 @@ async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
     assert await rig.ledger.workers.records(rig.pool) == []
 
 
-async def test_stop_without_time_to_drain_hands_the_leases_back_at_once(rig):
+async def test_stop_without_time_to_drain_returns_leases_at_once(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
     worker = rig.start_worker(engine, drain_s=0.1)
@@ -636,7 +636,7 @@ async def test_stop_without_time_to_drain_hands_the_leases_back_at_once(rig):
     assert time.monotonic() - started < 10  # not the lease of 30 s
 
 
-async def test_stop_hands_back_at_once_what_has_not_begun_and_finishes_the_rest(rig):
+async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
     await rig.replace_job(max_staleness=1)
     engine = FakeEngine()
     worker = rig.start_worker(engine, drain_s=60.0)
@@ -663,7 +663,7 @@ async def test_stop_hands_back_at_once_what_has_not_begun_and_finishes_the_rest(
     assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
 
 
-async def test_first_stop_of_a_worker_that_is_about_to_change_jobs_still_finishes_what_is_in_flight(rig):
+async def test_first_stop_during_a_job_change_finishes_what_is_running(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
     worker = rig.start_worker(engine, drain_s=60.0)
@@ -705,7 +705,7 @@ async def test_stopped_workers_cost_the_group_no_attempt(rig):
     assert len((await rig.drained(0))[0].responses) == G
 
 
-async def test_group_that_fails_while_its_worker_stops_has_used_its_attempt(rig, monkeypatch):
+async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypatch):
     """Else a group that breaks every engine would do so for ever."""
     monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 1)
     await rig.replace_job(max_group_attempts=1)
@@ -771,7 +771,7 @@ async def served_rig(ledger, tmp_path):
         yield rig
 
 
-async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_cleanly(served_rig, redis_url):
+async def test_killed_rollout_loses_no_group_and_sigterm_ends_cleanly(served_rig, redis_url):
     rig = served_rig
     doomed = Process(redis_url, rig.pool, "doomed").process
     heir = None
@@ -804,7 +804,7 @@ async def test_killed_rollout_process_loses_no_group_and_a_terminated_one_ends_c
 
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0.0, 1), (600.0, 2)])
-async def test_process_that_is_told_to_hurry_hands_everything_back_at_once(served_rig, redis_url, drain_s, num_signals):
+async def test_process_told_to_hurry_returns_everything_at_once(served_rig, redis_url, drain_s, num_signals):
     rig = served_rig
     process = Process(redis_url, rig.pool, "hasty", drain_s).process
     try:
@@ -828,7 +828,7 @@ async def test_process_that_is_told_to_hurry_hands_everything_back_at_once(serve
         process.communicate()
 
 
-async def test_engine_that_goes_back_to_an_older_version_samples_the_same_tokens_again(served_rig, redis_url):
+async def test_engine_back_on_an_older_version_repeats_its_tokens(served_rig, redis_url):
     rig = served_rig
     await rig.ledger.redis.hset(JobKeys(rig.job_id).job, "max_staleness", 1)
     same = {"messages": [Message(role="user", content="1+1=")], "seed": 7}
@@ -863,7 +863,7 @@ service.EXIT_DEADLINE_S = 2.0
 """
 
 
-async def test_process_whose_engine_is_stuck_in_a_thread_ends_nevertheless(served_rig, redis_url):
+async def test_process_whose_engine_thread_is_stuck_ends_anyway(served_rig, redis_url):
     rig = served_rig
     process = Process(redis_url, rig.pool, "stuck", patch=STUCK_THREAD, ONBEAT_ENGINE_START_S="1").process
     try:

@@ -95,9 +95,7 @@ async def find_alike(broker: httpx.AsyncClient, job_id: str, group_id: str) -> l
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
-async def test_samples_know_their_place_and_their_advantage_once_it_is_trained(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_samples_have_their_place_and_advantages_once_trained(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
@@ -114,9 +112,7 @@ async def test_samples_know_their_place_and_their_advantage_once_it_is_trained(
     assert [(s["reward"], s["advantage"]) for s in after] == [(0.0, -0.5), (0.0, -0.5), (1.0, 0.5), (1.0, 0.5)]
 
 
-async def test_samples_of_a_range_of_rewards_are_paged_after_they_are_chosen(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_samples_are_paged_after_filtering_by_reward(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id, _ = await run_alone(ledger, [["a", "b", "c"]])
 
     async def chosen(query: str) -> list[tuple[str, int]]:
@@ -410,7 +406,7 @@ async def test_index_of_a_running_job_lets_go_of_the_oldest(ledger: Ledger, monk
     assert [each.group_id for each in await index.find(job_id, "prompt 1")] == ["1-1", "2-1"]
 
 
-async def test_who_asks_while_much_is_read_is_told_to_ask_again_and_it_goes_on(
+async def test_excess_readers_are_asked_to_retry_and_then_served(
     broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, _ = await run_alone(ledger, [["a", "b"]] * 20)
@@ -467,9 +463,7 @@ async def test_deleted_job_is_forgotten(ledger: Ledger, broker: httpx.AsyncClien
     await get(broker, f"{job_id}/groups/0-0", 404)
 
 
-async def test_held_out_prompt_is_alike_in_every_evaluation_that_is_done(
-    broker: httpx.AsyncClient, ledger: Ledger
-) -> None:
+async def test_held_out_prompt_is_alike_in_every_finished_evaluation(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
     job_id = await create_job(ledger, evaluation=held_out | {"every_iterations": 1}, schedule={"num_iterations": 2})
     epoch = await start_training(ledger, job_id)

@@ -176,7 +176,7 @@ async def load(server: StockServer, version: int, weights_file: Path, names: set
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-async def test_the_server_serves_each_version_and_keeps_the_last_when_the_program_ends(
+async def test_server_serves_each_version_and_keeps_the_last_one(
     served: Served, trainer: Trainer, tmp_path: Path
 ) -> None:
     first = load_file(served.model_dir / "model.safetensors")
@@ -285,7 +285,7 @@ async def test_an_update_that_a_killed_program_left_open_is_closed(
     assert await served.gap(load_file(weights_file)) < 0.05
 
 
-async def test_nothing_is_generated_after_a_load_that_could_not_be_repaired(
+async def test_nothing_is_generated_after_a_load_beyond_repair(
     served: Served, stock: StockServer, tmp_path: Path
 ) -> None:
     version = await served.version()
@@ -327,7 +327,7 @@ async def test_a_load_that_is_cancelled_still_ends_whole(served: Served, tmp_pat
     assert await served.gap(load_file(weights_file)) < 0.05
 
 
-async def test_a_server_that_does_not_come_to_rest_goes_on_with_what_it_serves(
+async def test_server_that_never_becomes_idle_keeps_its_version(
     served: Served, stock: StockServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stock_server, "PAUSE_DEADLINE_S", 0.2)

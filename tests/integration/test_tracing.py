@@ -160,9 +160,7 @@ async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
     return job_id, moments
 
 
-async def test_every_group_has_one_path_from_its_prompt_to_the_optimizer_step(
-    ledger: Ledger, receiver: Receiver
-) -> None:
+async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger: Ledger, receiver: Receiver) -> None:
     job_id, moments = await traced_iterations(ledger)
     async with exporting(ledger, receiver.url):
         await until("both are there", lambda: exported(receiver, job_id) == [0, 1])
@@ -227,7 +225,7 @@ async def test_trace_holds_no_text_of_prompts_and_responses(ledger: Ledger, rece
     assert not [span for span in receiver.spans if "prompt of" in repr(span) or "response 0" in repr(span)]
 
 
-async def test_late_joiner_is_in_the_trace_of_the_iteration_that_was_open(ledger: Ledger, receiver: Receiver) -> None:
+async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger: Ledger, receiver: Receiver) -> None:
     """In `bounded` two iterations may have one version: each load is in one trace."""
     bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
     job_id = await create_job(ledger, schedule=bounded)
@@ -293,9 +291,7 @@ async def test_two_brokers_export_every_iteration_once(ledger: Ledger, receiver:
     assert first.count("exported") + second.count("exported") == 12
 
 
-async def test_job_of_a_broker_that_died_is_taken_over_when_its_lease_is_out(
-    ledger: Ledger, receiver: Receiver
-) -> None:
+async def test_job_of_a_dead_broker_is_taken_over_after_its_lease(ledger: Ledger, receiver: Receiver) -> None:
     job_id = await run_job(ledger, 2)
     assert await ledger.traces.hold(job_id, "dead", LIMIT_S, next_iteration=1) == 1
     exporter = Exporter(ledger, receiver.url)
@@ -320,7 +316,7 @@ async def test_iteration_that_is_sent_again_is_the_same_trace(ledger: Ledger, re
     assert len(receiver.traces) == 2
 
 
-async def test_broker_that_ends_exports_what_is_there_and_hands_its_jobs_over(
+async def test_stopping_broker_exports_its_spans_and_hands_over_jobs(
     ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "LOOK_S", LIMIT_S)  # only its end makes it look again
@@ -340,7 +336,7 @@ async def test_broker_that_ends_exports_what_is_there_and_hands_its_jobs_over(
     await second.tracer.close()
 
 
-async def test_what_was_committed_while_no_broker_ran_comes_later_up_to_a_bound(
+async def test_commits_without_a_broker_are_traced_later_up_to_a_bound(
     ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "MAX_BEHIND", 4)
@@ -496,7 +492,7 @@ async def test_collector_that_is_busy_is_asked_again(
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 500, 302])
-async def test_trace_that_a_collector_refuses_is_counted_and_not_sent_again(ledger: Ledger, status: int) -> None:
+async def test_trace_refused_by_a_collector_is_counted_and_not_resent(ledger: Ledger, status: int) -> None:
     answers = iter([(status, b"no")])
     job_id = await run_job(ledger, 2)
     with Receiver(answer=lambda _: next(answers, (200, OK))) as receiver:
@@ -506,9 +502,7 @@ async def test_trace_that_a_collector_refuses_is_counted_and_not_sent_again(ledg
         assert receiver.num_requests == 2
 
 
-async def test_collector_that_never_answers_holds_up_neither_the_broker_nor_its_end(
-    ledger: Ledger, tmp_path: Path
-) -> None:
+async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger: Ledger, tmp_path: Path) -> None:
     job_id = await run_job(ledger, 1)
 
     def sleep(_: object) -> tuple[int, bytes]:
@@ -551,7 +545,7 @@ async def trickling() -> AsyncIterator[str]:
     server.close()
 
 
-async def test_collector_that_answers_a_byte_at_a_time_meets_the_deadline(ledger: Ledger) -> None:
+async def test_collector_that_sends_single_bytes_meets_the_deadline(ledger: Ledger) -> None:
     await run_job(ledger, 1)
     async with trickling() as url, exporting(ledger, url, otlp_timeout_s=0.3) as exporter:
         await until("it is given up", lambda: exporter.num_failures == 1)

@@ -236,7 +236,7 @@ class Follower:
         self.received.append(pull.stats.received_bytes)
 
 
-async def test_a_sharded_version_is_pulled_from_all_ranks_and_none_holds_it_whole(ledger, redis_url, model, tmp_path):
+async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, redis_url, model, tmp_path):
     arguments = (ledger, redis_url, model)
     whole, sharded = Follower(ledger, tmp_path), Follower(ledger, tmp_path)
     sections = {"schedule": PERIODIC, "model": {"dtype": "bfloat16"}}
@@ -252,7 +252,7 @@ async def test_a_sharded_version_is_pulled_from_all_ranks_and_none_holds_it_whol
         assert_same_weights(sharded.weights[version], whole.weights[version])
 
 
-async def test_fewer_replicas_repeat_what_the_lost_ones_took_in_the_order_of_recording(ledger):
+async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
     """Two replicas die; one goes on, dies, and goes on: both times the same micro-batches in the same order."""
     config = build_job(Path("tiny"), "nobody", {"schedule": PERIODIC})
     job_id = f"job-{uuid.uuid4().hex[:12]}"

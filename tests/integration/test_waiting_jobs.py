@@ -119,7 +119,7 @@ async def test_lists_follow_the_states(ledger: Ledger, pool: str) -> None:
 
 
 @pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING, JobState.SUCCEEDED])
-async def test_job_that_a_dead_process_left_in_the_wrong_list_is_filed_again(
+async def test_job_left_in_the_wrong_list_by_a_dead_process_is_moved(
     ledger: Ledger, pool: str, state: JobState
 ) -> None:
     job_id = await create_job(ledger, pool=pool)
@@ -139,9 +139,7 @@ async def test_job_that_a_dead_process_left_in_the_wrong_list_is_filed_again(
     assert await lists_of(ledger, job_id, pool) == right
 
 
-async def test_trainers_take_the_queue_in_its_order_and_step_over_what_is_not_pending(
-    ledger: Ledger, pool: str
-) -> None:
+async def test_trainers_take_the_queue_in_order_and_skip_non_pending(ledger: Ledger, pool: str) -> None:
     job_ids = [await create_job(ledger, pool=pool) for _ in range(4)]
     await create_job(ledger, pool=f"{pool}-other")
     deleted = f"{job_ids[0]}-deleted"
@@ -156,7 +154,7 @@ async def test_trainers_take_the_queue_in_its_order_and_step_over_what_is_not_pe
     assert await ledger.lists.num_waiting(pool) == 0
 
 
-async def test_pending_job_that_is_not_next_fails_at_its_start_deadline_too(ledger: Ledger, pool: str) -> None:
+async def test_pending_job_behind_others_fails_at_its_start_deadline(ledger: Ledger, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
     await Retention(ledger, 0).step()

@@ -35,7 +35,7 @@ async def update_to(rig: Rig, version: int) -> WeightUpdate:  # noqa: F811
     return record.rollouts["w0"]
 
 
-async def test_first_version_is_joined_with_and_the_next_opens_after_its_step(rig: Rig) -> None:  # noqa: F811
+async def test_first_version_is_loaded_to_join_and_next_opens_later(rig: Rig) -> None:  # noqa: F811
     size = manifest_of(0).size_bytes
     before = {name: sample(name) for name in ("received_bytes_total", "full_bytes_total", "open_seconds_count")}
     rig.start_worker(SlowLoader())
@@ -54,7 +54,7 @@ async def test_first_version_is_joined_with_and_the_next_opens_after_its_step(ri
     assert rise == {"received_bytes_total": 2 * size, "full_bytes_total": 2 * size, "open_seconds_count": 1}
 
 
-async def test_an_older_version_that_is_loaded_for_a_dead_workers_group_was_not_waited_for(rig: Rig) -> None:  # noqa: F811
+async def test_older_version_for_a_dead_workers_group_is_no_wait(rig: Rig) -> None:  # noqa: F811
     await rig.replace_job(max_staleness=2)
     await rig.skip(0)
     await rig.open(1, rig.task(1, 0))

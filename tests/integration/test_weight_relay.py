@@ -89,7 +89,7 @@ async def test_a_relay_passes_on_what_it_does_not_have_in_full(plane):
 
 
 @pytest.mark.parametrize("egress", [1, 2])
-async def test_the_trainer_sends_as_many_copies_as_egress_says_to_six_hosts_at_once(egress, tmp_path):
+async def test_trainer_sends_only_egress_copies_to_six_hosts_at_once(egress, tmp_path):
     async with Plane(tmp_path, egress=egress) as plane:
         rollouts = [await plane.join(f"r{number}") for number in range(6)]
         tensors = weights(0)
@@ -113,7 +113,7 @@ async def test_one_copy_comes_to_a_machine_and_is_passed_on_there(plane):
     assert all(pull.stats.sources[0] in addresses for pull in pulls[1:])
 
 
-async def test_processes_of_a_machine_that_pull_at_once_take_one_copy_from_the_trainer(plane):
+async def test_processes_of_one_machine_take_one_copy_from_the_trainer(plane):
     rollouts = [await plane.join(f"r{number}", host="mine") for number in range(4)]
     tensors = weights(0)
     for version in range(3):
@@ -148,7 +148,7 @@ async def test_who_came_by_the_whole_passes_on_the_delta_path_too(plane):
 # ---- a peer that goes its own way ------------------------------------------------------------------------------------
 
 
-async def test_a_relay_that_moves_on_tells_its_children_and_they_go_on_elsewhere(plane):
+async def test_relay_that_moves_on_redirects_its_children(plane):
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
     relay, child = await plane.join("relay", zone="near"), await plane.join("child", zone="near")
@@ -167,7 +167,7 @@ async def test_a_relay_that_moves_on_tells_its_children_and_they_go_on_elsewhere
     assert (await child.pull(1)).stats.faults == []
 
 
-async def test_children_of_a_relay_whose_own_pull_fails_hear_of_it_at_once(plane):
+async def test_children_of_a_relay_whose_pull_fails_learn_it_at_once(plane):
     await plane.trainer.publish(0, weights(0))
     plane.trainer.server.faults = [Valve()]
     relay, child = await plane.join("relay"), await plane.join("child")
@@ -182,7 +182,7 @@ async def test_children_of_a_relay_whose_own_pull_fails_hear_of_it_at_once(plane
     assert "ABORTED" in pull.stats.faults[0]
 
 
-async def test_wrong_bytes_that_a_relay_passes_on_are_noticed_by_its_child_as_well(plane):
+async def test_wrong_bytes_passed_on_by_a_relay_are_noticed_by_a_child(plane):
     async def flip(messages, key):
         async for message in messages:
             spoiled = bytearray(message)
@@ -231,7 +231,7 @@ async def test_a_relay_waits_for_what_it_is_about_to_have(plane):
     assert pulls[1].stats.sources == [relay.mover.address]
 
 
-async def test_a_relay_that_never_gets_what_it_was_to_have_says_so_in_time(plane, monkeypatch):
+async def test_relay_that_never_gets_its_version_reports_it_in_time(plane, monkeypatch):
     monkeypatch.setattr(host_module, "EXPECT_DEADLINE_S", 0.2)
     await plane.trainer.publish(0, weights(0))
     plane.trainer.server.faults = [Valve(-1)]
@@ -261,7 +261,7 @@ async def test_a_relay_whose_source_is_silent_keeps_its_pullers(plane, monkeypat
     await waiting.complete()
 
 
-async def test_a_relay_whose_source_stays_silent_sends_its_pullers_away_in_time(plane, monkeypatch):
+async def test_relay_with_a_silent_source_redirects_pullers_in_time(plane, monkeypatch):
     monkeypatch.setattr(server_module, "GROWTH_DEADLINE_S", 0.2)
     monkeypatch.setattr(server_module, "SIGN_OF_LIFE_S", 0.05)
     await plane.trainer.publish(0, weights(0))
@@ -274,7 +274,7 @@ async def test_a_relay_whose_source_stays_silent_sends_its_pullers_away_in_time(
     await stuck.cancel()
 
 
-async def test_nothing_is_sent_twice_when_a_source_in_the_middle_of_the_chain_dies(plane, monkeypatch):
+async def test_nothing_is_sent_twice_when_a_source_in_the_chain_dies(plane, monkeypatch):
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
@@ -349,7 +349,7 @@ async def test_shards_arrive_side_by_side_and_are_passed_on(sharded):
     assert sharded.trainer.server.num_bytes_sent == size_of(tensors)
 
 
-async def test_a_shard_whose_connection_is_closed_by_the_others_failure_is_not_taken_for_done(sharded):
+async def test_shard_cut_off_by_the_others_failure_is_not_complete(sharded):
     """Both come from one relay over one connection, which is given up when the first one fails."""
     await publish_in_two_shards(sharded.trainer, 0, weights(0))
     relay, child = await sharded.join("relay", zone="near"), await sharded.join("child", zone="near")
@@ -369,7 +369,7 @@ async def test_a_shard_whose_connection_is_closed_by_the_others_failure_is_not_t
     assert {key.shard for key, _ in sharded.trainer.server.pulled} == {0, 1}
 
 
-async def test_a_trainer_that_comes_back_with_another_number_of_shards_is_followed_on(plane):
+async def test_trainer_that_returns_with_other_shards_is_followed(plane):
     """From one to two and back: in full, since it has no deltas from before, and by deltas again after that."""
     tensors, trainer = weights(0), plane.trainer
     rollouts = [await plane.join(f"r{number}") for number in range(2)]
@@ -416,7 +416,7 @@ async def assert_is_shut_out(plane, security, words):
         await stranger.close()
 
 
-async def test_with_an_api_key_trainer_and_relays_serve_those_who_know_it(tmp_path):
+async def test_with_an_api_key_only_key_holders_are_served(tmp_path):
     async with Plane(tmp_path, security=WireSecurity(api_key="secret")) as plane:
         await assert_all_get_it(plane)
         await assert_is_shut_out(plane, WireSecurity(), "UNAUTHENTICATED")
@@ -443,7 +443,7 @@ def issue(folder, name, issuer=None):
     return folder / f"{name}.pem", folder / f"{name}.key", (subject, key)
 
 
-async def test_with_mutual_tls_trainer_and_relays_serve_those_who_have_a_certificate(tmp_path):
+async def test_with_mutual_tls_only_certificate_holders_are_served(tmp_path):
     ca, _, issuer = issue(tmp_path, "authority")
     cert, key, _ = issue(tmp_path, "node", issuer)
     async with Plane(tmp_path, security=WireSecurity(tls_cert=cert, tls_key=key, tls_ca=ca)) as plane:

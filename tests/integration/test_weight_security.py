@@ -257,7 +257,7 @@ def test_the_key_may_lie_in_a_file(tmp_path):
         WireSettings(weights_api_key_file=tmp_path / "none").wire_security()
 
 
-async def test_a_key_in_the_clear_is_warned_of_once_and_not_on_loopback(wire, caplog, tls_server, authority):
+async def test_key_sent_in_the_clear_is_warned_of_once_except_loopback(wire, caplog, tls_server, authority):
     module._warn_of_key_in_clear.cache_clear()
     with caplog.at_level(logging.WARNING):
         for address in ("127.0.0.1:1", "localhost:1", "[::1]:1"):
@@ -273,7 +273,7 @@ async def test_a_key_in_the_clear_is_warned_of_once_and_not_on_loopback(wire, ca
     assert KEY not in caplog.text
 
 
-def test_a_server_on_all_interfaces_is_called_by_its_machine_s_name(monkeypatch):
+def test_server_on_all_interfaces_is_named_after_its_machine(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "node-7")
     assert [reachable_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["node-7", "node-7", "10.0.0.1"]
     assert reachable_host("0.0.0.0", "weights.example") == "weights.example"
@@ -328,7 +328,7 @@ async def test_mutual_tls_refuses_a_client_of_another_authority(wire, mutual_ser
     await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
 
 
-async def test_a_server_that_accepts_and_says_nothing_ends_at_the_deadline(wire, authority):
+async def test_server_that_accepts_and_is_silent_ends_at_the_deadline(wire, authority):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         for security in (PLAIN, WireSecurity(tls_ca=authority.cert)):
@@ -349,7 +349,7 @@ async def test_a_side_that_can_only_pull_does_not_serve_in_plain_text(authority,
 # Files
 
 
-def test_a_certificate_without_its_key_is_refused_and_the_reverse(authority):
+def test_certificate_without_its_key_is_refused_and_the_reverse(authority):
     cert, key = authority.issue("half")
     with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_CERT is set but ONBEAT_WEIGHTS_TLS_KEY is not"):
         WireSecurity(tls_cert=cert)
@@ -396,13 +396,13 @@ async def test_a_call_beyond_the_limit_is_refused_and_told_the_limit(wire):
     await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
-async def test_calls_that_end_by_themselves_leave_their_place_to_the_next(wire):
+async def test_calls_that_end_by_themselves_free_their_slots(wire):
     stub = wire.stub(await wire.serve(PLAIN, max_concurrent_calls=1), PLAIN)
     for _ in range(100):
         await assert_is_answered(stub)
 
 
-async def test_a_stream_that_a_reader_abandons_leaves_its_place_to_the_next(wire):
+async def test_stream_abandoned_by_its_reader_frees_its_slot(wire):
     """With a key, so that calls go through the interceptors of the channel."""
     security = WireSecurity(api_key=KEY)
     stub = wire.stub(await wire.serve(security, max_concurrent_calls=1), security)
@@ -454,7 +454,7 @@ async def test_a_client_that_is_gone_leaves_its_place_to_the_next(wire, how):
 
 
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "compressed"])
-async def test_an_oversized_request_is_refused_whatever_the_options_say(wire, compression):
+async def test_oversized_request_is_refused_whatever_the_options(wire, compression):
     options = [("grpc.max_receive_message_length", 256 << 20)]
     address = await wire.serve(PLAIN, options=options)
     stub = wire.stub(address, PLAIN, options)

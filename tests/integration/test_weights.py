@@ -114,7 +114,7 @@ async def test_a_server_that_is_gone_is_an_error_not_a_wait():
     await client.close()
 
 
-async def test_a_pull_whose_connection_is_closed_here_fails_and_does_not_pass_for_cancelled(plane, client):
+async def test_pull_whose_connection_closes_fails_and_is_not_cancelled(plane, client):
     """A task that ends with CancelledError is nobody's failure, so its part would be missed in silence."""
     await plane.trainer.publish(0, weights(0, 10))
     plane.trainer.server.faults = [silent]
@@ -157,7 +157,7 @@ def overlap_shards(answer):
         (overlap_shards, "shards that overlap"),
     ],
 )
-async def test_an_impossible_manifest_is_refused_before_memory_is_taken(plane, spoil, problem):
+async def test_impossible_manifest_is_refused_before_memory_is_taken(plane, spoil, problem):
     await plane.trainer.publish(0, weights(0, 10))
     rollout = await plane.join("r0")
     plane.trainer.server.spoil_manifest = spoil
@@ -179,7 +179,7 @@ async def test_another_model_is_refused_and_the_one_held_stays(plane):
 # ---- every version arrives bit for bit -------------------------------------------------------------------------------
 
 
-async def test_versions_of_several_mib_arrive_in_full_and_then_as_deltas(plane):
+async def test_versions_of_several_mib_arrive_in_full_then_as_deltas(plane):
     rollout = await plane.join("r0")
     tensors = weights(0, 3 * MIB)
     for version in range(4):
@@ -296,7 +296,7 @@ class Life:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(OPERATIONS)
-def test_every_version_is_equal_everywhere_whatever_the_job_lives_through(operations):
+def test_all_versions_are_equal_everywhere_through_all_faults(operations):
     async def live():
         with tempfile.TemporaryDirectory() as folder:
             async with Plane(Path(folder)) as plane:
@@ -447,9 +447,7 @@ async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_mess
 
 @pytest.mark.parametrize("way", ["in full", "delta"])
 @pytest.mark.parametrize("fault", ["flipped bit", "short stream", "plan out of order", "broken source"])
-async def test_a_trainer_that_never_delivers_is_an_error_in_time_and_leaves_no_version(
-    fault, way, plane, small_messages
-):
+async def test_trainer_that_never_delivers_is_an_error_and_no_version(fault, way, plane, small_messages):
     rollout, tensors = await plane.join("r0"), weights(0)
     await plane.trainer.publish(0, tensors)
     if way == "delta":
@@ -467,7 +465,7 @@ async def test_a_trainer_that_never_delivers_is_an_error_in_time_and_leaves_no_v
     assert (await rollout.pull(version)).stats.faults == []
 
 
-async def test_a_relay_cannot_change_weights_with_bytes_that_agree_with_the_checksum(plane, small_messages):
+async def test_relay_cannot_change_weights_by_a_checksum_collision(plane, small_messages):
     """As if it had found a collision: the manifest has the checksums of its bytes and the digests of the true ones."""
     inverse = bytes(range(255, -1, -1))
 
@@ -517,7 +515,7 @@ async def giving_signs_of_life(messages, key):
 
 
 @pytest.mark.parametrize("fault", [trickling, giving_signs_of_life])
-async def test_a_source_that_gets_nowhere_is_left_in_time_however_alive_it_is(fault, plane, monkeypatch):
+async def test_stalled_source_is_left_in_time_although_it_is_alive(fault, plane, monkeypatch):
     monkeypatch.setattr(client_module, "PROGRESS_S", 0.3)
     await plane.trainer.publish(0, weights(0))
     relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
@@ -530,7 +528,7 @@ async def test_a_source_that_gets_nowhere_is_left_in_time_however_alive_it_is(fa
     assert pull.stats.sources == [plane.trainer.address]
 
 
-async def test_a_pull_goes_on_at_another_source_where_the_first_one_died(plane, small_messages, monkeypatch):
+async def test_pull_continues_at_another_source_when_the_first_dies(plane, small_messages, monkeypatch):
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
@@ -550,7 +548,7 @@ async def test_a_pull_goes_on_at_another_source_where_the_first_one_died(plane, 
     assert pull.stats.sources == [plane.trainer.address]
 
 
-async def test_a_source_with_another_plan_than_the_one_before_is_not_mixed_in(plane, small_messages):
+async def test_source_with_another_plan_is_not_mixed_with_the_last(plane, small_messages):
     """A delta whose entries are swapped for others is cut; the trainer's goes on differently, so it starts anew."""
     rollout, tensors = await plane.join("r0"), weights(0)
     await plane.trainer.publish(0, tensors)
@@ -576,9 +574,7 @@ async def wrong_then_silent(messages, key):
         yield message
 
 
-async def test_no_tensor_is_called_final_that_a_later_source_spoils_while_it_is_still_checked(
-    plane, small_messages, monkeypatch
-):
+async def test_tensor_spoiled_later_is_never_final_during_the_check(plane, small_messages, monkeypatch):
     """Three peers: right bytes of which some tensors are whole, then another plan, then wrong bytes."""
     await plane.trainer.publish(0, weights(0))
     peers = [await plane.join(f"peer-{number}", zone="near") for number in range(3)]
@@ -600,7 +596,7 @@ async def test_no_tensor_is_called_final_that_a_later_source_spoils_while_it_is_
     assert pull.stats.sources == [plane.trainer.address]
 
 
-async def test_what_is_final_is_not_written_again_whatever_the_next_source_sends(plane, small_messages):
+async def test_final_tensors_are_not_rewritten_by_the_next_source(plane, small_messages):
     """An engine may be reading it. The first stream is wrong in `big`, the second in `half`."""
     tensors = {name: weights(0)[name] for name in ("half", "big")}
     await plane.trainer.publish(0, tensors)
@@ -629,9 +625,7 @@ async def test_what_is_final_is_not_written_again_whatever_the_next_source_sends
     assert all(seen[first_seen:])
 
 
-async def test_when_all_sources_are_gone_it_is_an_error_in_time_and_the_next_trainer_delivers(
-    plane, small_messages, monkeypatch
-):
+async def test_pull_without_sources_fails_in_time_and_next_one_works(plane, small_messages, monkeypatch):
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
     await plane.trainer.publish(0, weights(0))
     relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
@@ -661,7 +655,7 @@ async def test_a_trainer_that_is_away_leaves_the_version_that_is_held(plane):
     rollout.assert_holds(0)
 
 
-async def test_a_trainer_that_comes_back_elsewhere_is_found_by_a_running_pull(plane):
+async def test_trainer_that_returns_elsewhere_is_found_during_a_pull(plane):
     rollout = await plane.join("r0")
     await plane.trainer.server.stop()
     pull = rollout.start(0)
@@ -671,7 +665,7 @@ async def test_a_trainer_that_comes_back_elsewhere_is_found_by_a_running_pull(pl
     await rollout.see_through(pull)
 
 
-async def test_a_trainer_that_comes_back_at_its_address_is_found_at_once(plane, client):
+async def test_trainer_that_returns_at_its_address_is_found_at_once(plane, client):
     """gRPC waits longer and longer between its own tries, and by default for all connections to an address together."""
     rollout = await plane.join("r0")
     await plane.trainer.server.stop()
@@ -684,9 +678,7 @@ async def test_a_trainer_that_comes_back_at_its_address_is_found_at_once(plane, 
     await rollout.pull(0, deadline_s=0)
 
 
-async def test_versions_that_a_restarted_trainer_made_anew_are_not_mixed_with_what_was_told_of_them(
-    plane, small_messages, monkeypatch
-):
+async def test_remade_versions_of_a_restarted_trainer_are_not_mixed(plane, small_messages, monkeypatch):
     """Some tensors of the first version 0 are final, and an engine may have read them."""
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
     await plane.trainer.publish(0, weights(0))
@@ -701,7 +693,7 @@ async def test_versions_that_a_restarted_trainer_made_anew_are_not_mixed_with_wh
     assert (await rollout.pull(0)).stats.faults == []
 
 
-async def test_a_pull_that_is_cancelled_leaves_no_version_and_the_next_one_succeeds(plane, small_messages):
+async def test_cancelled_pull_leaves_no_version_and_the_next_succeeds(plane, small_messages):
     await plane.trainer.publish(0, weights(0))
     rollout = await plane.join("r0")
     plane.trainer.server.faults = [held_back]
@@ -713,7 +705,7 @@ async def test_a_pull_that_is_cancelled_leaves_no_version_and_the_next_one_succe
     await rollout.pull(0)
 
 
-async def test_arrivals_end_with_the_pull_and_not_with_the_last_name_that_was_asked_for(plane, small_messages):
+async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, small_messages):
     """Whoever loads these tensors has loaded the version, which has to be here by then."""
     tensors = {name: weights(0)[name] for name in ("half", "big")}
     await plane.trainer.publish(0, tensors)
@@ -749,7 +741,7 @@ async def test_arrivals_end_with_the_pull_and_not_with_the_last_name_that_was_as
 
 @pytest.mark.parametrize("names", [["big"], ["half"], ["big", "half"], ["scalar"]])
 @pytest.mark.parametrize("updated", [["big"], ["half", "small"]])
-async def test_a_base_of_the_same_number_with_other_bits_never_gives_wrong_weights(names, updated, plane):
+async def test_base_with_equal_number_and_other_bits_never_corrupts(names, updated, plane):
     """The restarted trainer's version 0 differs in `names`; its delta to version 1 names `updated`."""
     rollout, tensors = await plane.join("r0"), weights(0)
     await plane.trainer.publish(0, tensors)
@@ -763,7 +755,7 @@ async def test_a_base_of_the_same_number_with_other_bits_never_gives_wrong_weigh
     assert pull.stats.received_bytes >= size_of(tensors)
 
 
-async def test_a_chain_from_a_base_with_other_bits_back_to_the_held_ones_is_not_believed(plane):
+async def test_chain_from_other_bits_back_to_held_ones_is_not_trusted(plane):
     """`half` is held with the very digest of version 2; but the first delta, from other bits, has changed it here."""
     rollout, tensors = await plane.join("r0"), weights(0)
     await plane.trainer.publish(0, tensors)
@@ -848,7 +840,7 @@ async def test_a_trainer_that_stays_full_is_an_error_in_time(tmp_path):
         await watcher.close()
 
 
-async def test_request_that_is_no_message_is_refused_without_a_traceback(plane, caplog):
+async def test_malformed_request_is_refused_without_a_traceback(plane, caplog):
     await plane.trainer.publish(0, weights(0))
     async with grpc.aio.insecure_channel(plane.trainer.address) as channel:
         for method in ("Describe", "GetManifest"):

@@ -135,7 +135,7 @@ def test_every_service_sees_its_own_devices_only(tmp_path: Path) -> None:
     assert device_environments({CUDA: "GPU-a,2,GPU-c"}, 1, files) == ({CUDA: "GPU-a"}, [{CUDA: "2"}])
 
 
-def test_memory_is_lowered_on_a_shared_device_unless_the_user_set_it(tmp_path: Path) -> None:
+def test_memory_is_lowered_on_a_shared_device_unless_set_by_user(tmp_path: Path) -> None:
     files = machine(tmp_path, "davinci0")
     assert device_environments({}, 1, files) == ({ASCEND: "0"}, [{ASCEND: "0", MEMORY: "0.4"}])
     assert device_environments({}, 3, files)[1] == [{ASCEND: "0", MEMORY: "0.133"}] * 3

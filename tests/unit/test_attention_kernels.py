@@ -96,7 +96,7 @@ def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
     [(LONG, 0, 1.25), ([(300, [310, 2, 1])], 0, 1.25), (BEHIND_LONG_PREFIX, 130, 1.4), ([(24, [6, 9])] * 32, 20, 1.4)],
     ids=["short keys", "long keys", "prefix", "prefix of many"],
 )
-def test_cpu_kernels_in_bfloat16_are_as_near_as_the_dense_mask_in_bfloat16(groups, prefix_length, bound, plan):
+def test_bfloat16_cpu_kernels_are_as_near_as_the_dense_mask(groups, prefix_length, bound, plan):
     layout = build_layout(groups, prefix_length=prefix_length)
     assert_as_near_as_the_dense_mask(plan(layout), layout, bound)
 
@@ -218,7 +218,7 @@ def documented_npu(monkeypatch):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(GROUPS, PREFIXES, HEADS)
-def test_npu_plan_equals_the_dense_mask_by_the_documented_meaning(documented_npu, groups, prefix_length, heads):
+def test_npu_plan_equals_the_dense_mask_as_documented(documented_npu, groups, prefix_length, heads):
     layout = behind_prefix(groups, prefix_length)
     assert_equals_dense_mask(plan_npu(layout), layout, heads)
 

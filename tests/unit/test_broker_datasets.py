@@ -87,7 +87,7 @@ def test_every_epoch_visits_every_row_once_in_its_own_order(tmp_path: Path) -> N
     assert [again.item(25 - i).messages[0].content for i in range(6)] == epochs[2][5::-1]  # in any order of asking
 
 
-def test_order_is_a_function_of_seed_and_epoch_that_never_changes() -> None:
+def test_order_depends_on_seed_and_epoch_and_never_changes() -> None:
     """Recorded: a job that is resumed by a later version of Onbeat must see the same prompts."""
     assert list(epoch_order(seed=1, epoch=0, num_rows=8)) == ORDER_OF_SEED_1
     assert list(epoch_order(1, 1, 8)) != ORDER_OF_SEED_1
@@ -225,7 +225,7 @@ def gym(task: str = "chain_sum", options: dict[str, Any] | None = None, seed: in
     return open_dataset(DatasetSpec(data=data, seed=seed, num_items=num_items), Path())
 
 
-def test_question_is_the_unmodified_user_message_and_the_answer_scores_one() -> None:
+def test_question_is_the_original_user_message_with_its_answer() -> None:
     from reasoning_gym import create_dataset
 
     entry = create_dataset("chain_sum", seed=3, size=40, max_terms=2)[17]
@@ -317,7 +317,7 @@ def held_out_tasks(config: JobConfig, evaluation: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
-def test_held_out_prompts_are_the_same_each_time_and_none_of_trainings(seed: int) -> None:
+def test_held_out_prompts_are_constant_and_never_in_training(seed: int) -> None:
     data = {"type": "reasoning_gym", "task": "chain_sum", "options": {"min_digits": 6, "max_digits": 6}}
     section = {"data": data, "num_prompts": 12, "num_samples_per_prompt": 3, "temperature": 0.5}
     config = job(seed=seed, data=data, evaluation=section)

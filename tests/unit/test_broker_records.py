@@ -60,7 +60,7 @@ def test_committed_iteration_has_every_number() -> None:
     assert record.mismatch_max is None  # not finite is not known
 
 
-def test_weight_sync_counts_from_the_commit_that_published_the_version() -> None:
+def test_weight_sync_counts_from_the_commit_of_the_version() -> None:
     record = record_of(COMMITTED | {"policy_version": "1"}, published_at=98.5)  # two iterations before
     assert (record.weight_sync_s, record.wall_s) == (2.5, 10.0)
     assert record_of(COMMITTED, published_at=None).weight_sync_s is None
@@ -157,7 +157,7 @@ def test_scores_of_parts_are_series() -> None:
         (11, 10, 10, None),
     ],
 )
-def test_evaluation_is_due_once_its_version_is_there_and_training_has_its_prompts(
+def test_evaluation_is_due_when_version_and_prompts_are_there(
     next_evaluation: int, num_opened: int, next_iteration: int, due: int | None
 ) -> None:
     fields = {"next_evaluation": next_evaluation, "num_opened": num_opened, "next_iteration": next_iteration}

@@ -72,7 +72,7 @@ def test_create_uploads_the_files_beside_the_job(
 
 
 @pytest.mark.usefixtures("url")
-def test_watch_in_a_pipe_prints_a_line_per_iteration_and_no_control_codes(
+def test_piped_watch_prints_a_line_per_iteration_without_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
@@ -184,7 +184,7 @@ def test_run_refuses_a_wrong_job_before_it_starts_anything(
     assert not data_dir.exists()
 
 
-def test_engine_that_is_not_installed_is_found_out_before_the_start(
+def test_engine_that_is_not_installed_is_found_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     data_dir = tmp_path / "data"

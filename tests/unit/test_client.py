@@ -86,7 +86,7 @@ def test_both_faces_have_the_same_methods() -> None:
         assert ours.__doc__ == theirs.__doc__
 
 
-async def test_blocking_client_works_where_a_loop_runs_as_in_a_notebook(url: str) -> None:
+async def test_blocking_client_works_inside_a_running_event_loop(url: str) -> None:
     client = Client(url)
     job = client.jobs.create(CONFIG)
     kinds = {type(update) for update in client.jobs.stream(job.id)}
@@ -97,7 +97,7 @@ async def test_blocking_client_works_where_a_loop_runs_as_in_a_notebook(url: str
         client.jobs.list()
 
 
-def test_closing_a_client_ends_what_another_thread_waits_for_with_an_error() -> None:
+def test_closing_a_client_ends_waits_of_other_threads_with_error() -> None:
     said: list[str] = []
 
     def ask() -> None:
@@ -124,7 +124,7 @@ def test_loop_over_a_stream_may_be_left_and_its_client_closed(url: str) -> None:
     updates.close()  # type: ignore[attr-defined]
 
 
-def test_environment_names_the_broker_and_its_key_goes_nowhere_else(
+def test_environment_names_the_broker_and_its_key_stays_there(
     url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONBEAT_URL", url)
@@ -179,7 +179,7 @@ class Script(Transport):
             yield message
 
 
-async def test_stream_that_tells_an_event_before_each_break_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_that_sends_events_between_breaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.0,))
     events = [Event(id=f"{i}-0", time=i, kind="test") for i in range(1, 6)]
     told = [[Message("event", event.model_dump_json(), event.id)] for event in events]  # breaks off without a word

@@ -205,7 +205,7 @@ def test_service_says_why_torch_itself_cannot_be_imported(tmp_path: Path, servic
     assert remedy in told[-1]
 
 
-def test_ranks_speak_the_devices_own_backend_and_gloo_between_hosts() -> None:
+def test_ranks_use_the_devices_backend_and_gloo_between_hosts() -> None:
     assert backend_of(torch.device("cpu")) == "gloo"
     assert backend_of(torch.device("cuda")) == "cpu:gloo,cuda:nccl"
 
@@ -219,7 +219,7 @@ def test_each_rank_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         device_of_rank(torch.device("cuda"), 2)
 
 
-def test_adamw_of_a_device_without_a_fused_kernel_makes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_without_a_fused_kernel_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_fused_adamw(SimpleNamespace(type="npu"))  # type: ignore[arg-type]
     fused = masters_after_steps(has_restart=False)
     monkeypatch.setattr(optimizer, "has_fused_adamw", lambda device: False)

@@ -76,7 +76,7 @@ def run(sections, tmp_path, resume_from=None, **link_options):
 
 
 @jobs
-def test_job_fails_before_it_learns_from_an_engine_with_an_old_layer(sections, tmp_path):
+def test_job_fails_before_it_learns_from_an_outdated_engine(sections, tmp_path):
     config = job_config(**sections)
     link, model = EngineLink(config, keeps="layers.1.mlp"), create_model(config)
     with pytest.raises(JobFailed, match="does not follow the weights") as failure:
@@ -102,7 +102,7 @@ def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
         run({}, tmp_path, resume_from=1, keeps="layers.1.mlp")
 
 
-def test_rollouts_that_started_after_the_first_update_are_compared_after_theirs(tmp_path):
+def test_late_rollouts_are_compared_after_their_first_update(tmp_path):
     class Restarted(EngineLink):
         """All of them, on version 1: from then on they keep a layer."""
 

@@ -42,7 +42,7 @@ async def test_group_of_episodes_is_on_the_wire_as_it_was_sampled():
     assert group.timings.worker_busy_s >= 0
 
 
-async def test_environment_gets_the_task_and_all_seeds_are_of_the_place():
+async def test_environment_gets_the_task_and_seeds_follow_the_place():
     tasks = []
 
     async def look(task, policy):
@@ -58,7 +58,7 @@ async def test_environment_gets_the_task_and_all_seeds_are_of_the_place():
     assert seeds == {turn_seed(11, episode, turn) for episode in range(2) for turn in range(2)}
 
 
-async def test_failed_episode_alone_is_tried_again_with_the_same_tokens():
+async def test_only_a_failed_episode_is_tried_again_with_same_tokens():
     num_tries = 0
 
     async def fail_once(task, policy):

@@ -30,7 +30,7 @@ async def ask(*bodies, path="/chat/completions", **options):
     return answers, group
 
 
-async def test_wrong_keys_are_refused_and_those_of_others_are_not_mixed():
+async def test_wrong_keys_are_refused_and_others_are_not_mixed():
     seen = []
 
     async def run(task, policy):

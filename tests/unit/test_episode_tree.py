@@ -176,7 +176,7 @@ def test_prompt_that_was_sampled_before_by_chance_shares_it():
     assert shape(to_response(calls, [9], Outcome(0.0))) == [(None, 1, []), (0, 2, [])]
 
 
-def test_prompt_of_the_group_is_what_all_fresh_prompts_begin_with():
+def test_group_prompt_is_what_all_fresh_prompts_begin_with():
     first = call(0, [9, 1, 2], [7])
     episodes = [[first, call(1, [9, 1, 2, 7, 3], [4], first)], [call(0, [9, 1, 5], [7]), call(1, [9, 1], [7])]]
     assert common_prompt(episodes) == [9, 1]

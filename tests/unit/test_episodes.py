@@ -71,7 +71,7 @@ def test_every_sampled_token_sees_its_path_and_nothing_else(first, second, promp
 
 @settings(max_examples=150, deadline=None)
 @given(EPISODES)
-def test_a_token_has_a_place_exactly_if_something_stands_behind_it(shapes):
+def test_only_a_token_that_something_follows_has_a_place(shapes):
     group = make_episodes(prompt_length=2, shapes=shapes, is_unique=True)
     batch = pack([group], CPU)
     wanted = {token for before, sampled in paths_of(group) for token in [*before, *sampled[:-1]]}

@@ -60,7 +60,7 @@ def test_sets_that_mean_two_things_are_refused(evaluation: dict[str, Any], messa
         job(**evaluation)
 
 
-def test_prompts_of_a_set_carry_its_reward_and_seeds_of_their_own() -> None:
+def test_prompts_of_a_set_carry_its_reward_and_own_seeds() -> None:
     items = [PromptItem(text=f"prompt {index}", context={}) for index in range(5)]
     tasks = build_evaluation_tasks(job(sets=[EASY, HARD], num_prompts=3), 10, items)
     assert [task.group_id for task in tasks] == [f"eval-10-{index}" for index in range(5)]

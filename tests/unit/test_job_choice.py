@@ -71,7 +71,7 @@ def test_moves_end_with_no_job_alone_and_another_crowded(data: st.DataObject, nu
         assert all(counts[one.job_id] <= (0 if one.is_paused else 1) for one in jobs)
 
 
-def test_nobody_moves_while_somebody_is_on_the_way_or_for_evenness_alone() -> None:
+def test_no_rollout_moves_during_another_move_or_to_even_out() -> None:
     jobs = [job("a"), job("b")]
     crowd = [worker("w0", "a"), worker("w1", "a"), worker("w2", "a")]
     assert find_move(jobs, crowd, "w0") == jobs[1]

@@ -18,6 +18,7 @@ NO_VERBS = {
 }
 NO_NOUNS = {"By", "From", "How", "Of", "Until", "What", "When", "Where", "Whether", "Which", "Whoever", "Whom", "Why"}
 BANNED = ("whoever", "nobody", "somebody")
+MAX_TEST_NAME = 60  # characters
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -77,3 +78,13 @@ def test_comments_and_docstrings_avoid(word: str) -> None:
         texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
         found += [f"{name_of(path)}:{line}" for line, text in texts if word in text.lower().split()]
     assert found == []
+
+
+def test_names_of_tests_are_short() -> None:
+    too_long = [
+        f"{name_of(path)}:{node.lineno}: {node.name} has {len(node.name)} characters; at most {MAX_TEST_NAME}"
+        for path in sources("tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, Function) and node.name.startswith("test_") and len(node.name) > MAX_TEST_NAME
+    ]
+    assert too_long == []

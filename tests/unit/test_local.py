@@ -348,9 +348,7 @@ time.sleep(300)
 """
 
 
-def test_each_service_has_temporary_files_of_its_own_and_none_of_a_predecessor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_service_has_its_own_fresh_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
     told = tmp_path / "told"
     spec = ServiceSpec(

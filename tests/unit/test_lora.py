@@ -97,7 +97,7 @@ def test_what_is_published_is_the_trained_policy_bit_for_bit(dtype, config, batc
     assert torch.equal(response_logprobs(published, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0].detach())
 
 
-def test_published_weights_are_the_formula_under_the_base_models_names():
+def test_published_weights_follow_the_formula_with_base_names():
     model, base = adapted(torch.bfloat16, ATTENTION_ONLY), tiny_model(tiny_config(), torch.bfloat16)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     published = dict(published_tensors(model))
@@ -124,7 +124,7 @@ def test_published_weights_equal_pefts_merge_to_rounding():
         )
 
 
-def test_without_adapters_the_model_is_the_base_and_afterwards_itself(batch):
+def test_model_without_adapters_is_the_base_and_is_restored(batch):
     model, base = adapted(torch.bfloat16), tiny_model(tiny_config(), torch.bfloat16)
     optimizer = MasterAdamW(model, OptimizerConfig())
     policy = response_logprobs(model, batch, 1.0)[0]
@@ -164,7 +164,7 @@ def test_the_merged_model_loads_in_transformers(tmp_path, batch):
     torch.testing.assert_close(loaded(token_ids).logits, model(token_ids).logits, rtol=0, atol=1e-5)
 
 
-def test_a_restored_optimizer_restores_the_policy_and_goes_on_alike(batch):
+def test_restored_optimizer_restores_the_policy_and_continues(batch):
     def step(model, optimizer):
         response_logprobs(model, batch, 1.0)[0].sum().backward()
         optimizer.rescale(1.0)

@@ -106,7 +106,7 @@ def test_deltas_of_all_shards_decide_and_are_told(sharded):
     assert links[0].told.delta_bytes == sum(deltas)
 
 
-def test_nobody_is_told_of_a_version_before_all_ranks_hold_their_shards(sharded):
+def test_version_is_announced_only_when_all_ranks_hold_shards(sharded):
     _, (main, *others) = sharded
     assert main.published == [0, 1]
     assert [link.published for link in others] == [[], []]

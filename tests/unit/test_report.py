@@ -66,7 +66,7 @@ def test_tpspd_weighs_iterations_by_their_device_seconds() -> None:
     assert make_report(JOB, mixed)["totals"]["tpspd"] == pytest.approx(200 / 14)
 
 
-def test_report_holds_scored_evaluations_and_the_largest_staleness() -> None:
+def test_report_has_scored_evaluations_and_the_largest_staleness() -> None:
     evaluations = [
         EvaluationRecord.model_validate(evaluation_json(e, state)) for e, state in ((0, "DONE"), (9, "OPEN"))
     ]

@@ -70,7 +70,7 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     assert builtin.reasoning_gym("none", context, answer_pattern=r"-?\d+") == 0.0
 
 
-def test_reasoning_gym_scores_entries_that_json_does_not_preserve():
+def test_reasoning_gym_scores_entries_that_json_cannot_preserve():
     entry = rg.create_dataset("rearc", size=3, seed=7)[2]
     facts = json.loads(json.dumps({name: entry[name] for name in ("question", "answer", "metadata")}, default=str))
     context = {**facts, "task": "rearc", "options": {}, "seed": 7, "size": 3, "index": 2}

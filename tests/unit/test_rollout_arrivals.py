@@ -68,7 +68,7 @@ async def test_names_that_arrive_during_other_work_are_taken_together() -> None:
         arrived.check()
 
 
-async def test_what_arrived_before_an_error_is_taken_and_then_the_error_told() -> None:
+async def test_arrivals_before_an_error_are_taken_before_it_is_raised() -> None:
     async def failing() -> AsyncIterator[Sequence[str]]:
         yield ["lm_head.weight"]
         raise OSError("the stream broke")

@@ -69,7 +69,7 @@ async def settle(seconds: float = 0.05) -> None:
     await asyncio.sleep(seconds)
 
 
-async def test_new_version_is_loaded_only_after_the_drain_and_once_for_all_who_wait(rig):
+async def test_new_version_is_loaded_after_the_drain_once_for_all(rig):
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     old = [rig.generate(0) for _ in range(3)]
@@ -83,7 +83,7 @@ async def test_new_version_is_loaded_only_after_the_drain_and_once_for_all_who_w
     assert rig.engine.loads == rig.ready == [1]
 
 
-async def test_late_comers_of_the_old_version_do_not_starve_the_new_one(rig):
+async def test_latecomers_of_the_old_version_do_not_starve_the_new_one(rig):
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     first = rig.generate(0)
@@ -124,7 +124,7 @@ async def test_load_that_keeps_failing_breaks_the_engine(rig):
     assert rig.engine.version() is None
 
 
-async def test_load_that_never_ends_breaks_the_engine_also_for_those_who_come_later(rig):
+async def test_endless_load_breaks_the_engine_for_latecomers_too(rig):
     rig.trainer.newest = 1
     rig.engine.hangs_in = {"load"}
     rig.gate._load_s = 0.2
@@ -161,7 +161,7 @@ async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):
     assert rig.engine.loads == [1]
 
 
-async def test_group_of_an_older_version_goes_back_and_the_newer_ones_after_it_forward_again(rig):
+async def test_older_group_moves_the_engine_back_and_newer_ones_onward(rig):
     rig.trainer.newest = 2
     follow = asyncio.create_task(rig.puller.follow())
     assert await rig.generate(2) == [2, 2, 2]
@@ -177,7 +177,7 @@ async def test_group_of_an_older_version_goes_back_and_the_newer_ones_after_it_f
     follow.cancel()
 
 
-async def test_newer_versions_do_not_displace_what_the_engine_has_not_read(rig):
+async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
     follow = asyncio.create_task(rig.puller.follow())
     rig.engine.may_finish.clear()
     running = rig.generate(0)
@@ -196,7 +196,7 @@ async def test_newer_versions_do_not_displace_what_the_engine_has_not_read(rig):
     follow.cancel()
 
 
-async def test_version_that_the_trainer_has_left_behind_holds_nobody_up(rig):
+async def test_version_that_the_trainer_left_behind_blocks_no_group(rig):
     rig.trainer.newest, rig.trainer.refused = 3, {1}
     follow = asyncio.create_task(rig.puller.follow())
     await settle()
@@ -226,7 +226,7 @@ async def test_announced_version_is_here_before_anybody_asks(rig):
     follow.cancel()
 
 
-async def test_version_that_nobody_has_yet_keeps_no_earlier_one_from_being_pulled(rig):
+async def test_missing_version_does_not_block_the_pull_of_an_older_one(rig):
     rig.trainer.newest = 20
     follow = asyncio.create_task(rig.puller.follow())
     await settle()
@@ -282,7 +282,7 @@ async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog)
     follow.cancel()
 
 
-async def test_silent_server_is_left_when_the_job_names_another_address(rig, monkeypatch):
+async def test_silent_server_is_left_when_the_job_names_a_new_address(rig, monkeypatch):
     monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.05)
     follow = asyncio.create_task(rig.puller.follow())
     await settle()
@@ -331,7 +331,7 @@ async def break_half_way(self, key, offset_bytes=0):
     raise WeightsError("the trainer died")
 
 
-async def test_newer_version_waits_until_the_engine_has_read_the_one_before(rig):
+async def test_newer_version_waits_until_the_engine_has_read_the_last(rig):
     follow = asyncio.create_task(rig.puller.follow())
     may_read = hold_reads(rig.engine)
     rig.trainer.newest = 1
@@ -347,7 +347,7 @@ async def test_newer_version_waits_until_the_engine_has_read_the_one_before(rig)
     follow.cancel()
 
 
-async def test_newer_version_waits_also_while_one_is_read_for_the_second_time(rig, monkeypatch):
+async def test_newer_version_waits_while_one_is_read_a_second_time(rig, monkeypatch):
     """The load of version 1 fails half way, so the engine has to read version 0 again, which it has read before."""
     follow = asyncio.create_task(rig.puller.follow())
     with monkeypatch.context() as patch:
@@ -371,7 +371,7 @@ async def test_newer_version_waits_also_while_one_is_read_for_the_second_time(ri
     follow.cancel()
 
 
-async def test_newer_version_waits_also_for_an_engine_that_still_reads_when_its_pull_has_failed(rig, monkeypatch):
+async def test_newer_version_waits_for_an_engine_whose_pull_failed(rig, monkeypatch):
     follow = asyncio.create_task(rig.puller.follow())
     may_stop = hold_reads(rig.engine)
     with monkeypatch.context() as patch:
@@ -404,9 +404,7 @@ async def be_silent(self, key, offset_bytes=0):
     await never()
 
 
-async def test_gate_that_closes_while_a_load_waits_for_its_pull_ends_it_and_leaves_nothing_behind(
-    tmp_path, monkeypatch
-):
+async def test_closing_gate_ends_a_load_that_waits_for_its_pull(tmp_path, monkeypatch):
     before = asyncio.all_tasks()
     rig = Rig(tmp_path)
     await rig.start()
@@ -425,7 +423,7 @@ async def test_gate_that_closes_while_a_load_waits_for_its_pull_ends_it_and_leav
     assert asyncio.all_tasks() == before
 
 
-async def test_trainer_that_never_answers_a_finish_holds_up_no_pull_and_no_close(tmp_path, monkeypatch):
+async def test_trainer_that_ignores_a_finish_delays_no_pull_or_close(tmp_path, monkeypatch):
     before = asyncio.all_tasks()
     monkeypatch.setattr(FakeSource, "finish", never)
     rig = Rig(tmp_path)
@@ -469,7 +467,7 @@ async def test_visitor_runs_beside_groups_on_whatever_is_served(rig):
     assert await visit.task == "by 0"
 
 
-async def test_load_waits_for_a_visitor_no_longer_than_the_grace_and_then_cancels_it(rig):
+async def test_load_waits_for_a_visitor_for_the_grace_then_cancels_it(rig):
     rig.gate._grace_s = 0.3
     rig.trainer.newest = 1
     visit, started = await begin_visit(rig), asyncio.get_running_loop().time()
@@ -482,7 +480,7 @@ async def test_load_waits_for_a_visitor_no_longer_than_the_grace_and_then_cancel
         await visit.task
 
 
-async def test_visitor_that_ends_within_its_grace_has_its_result_and_the_load_goes_on_at_once(rig):
+async def test_visitor_done_within_its_grace_lets_the_load_go_on(rig):
     rig.gate._grace_s = 60.0
     rig.trainer.newest = 1
     visit = await begin_visit(rig)
@@ -510,7 +508,7 @@ async def test_grace_runs_while_groups_are_still_generating(rig):
         await visit.task
 
 
-async def test_visitor_that_comes_while_a_load_is_due_gets_the_new_version(rig):
+async def test_visitor_that_comes_when_a_load_is_due_gets_the_new_one(rig):
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     old = rig.generate(0)

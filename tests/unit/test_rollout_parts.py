@@ -55,7 +55,7 @@ def test_groups_that_end_crosswise_count_as_one_stretch():
     assert busy.seconds(0) == 5.0
 
 
-def test_iterations_have_separate_busy_times_and_old_ones_are_forgotten():
+def test_iterations_have_separate_busy_times_and_old_ones_expire():
     clock = Clock()
     busy = BusyMeter(clock)
     for iteration in range(MAX_ITERATIONS + 5):
@@ -138,11 +138,11 @@ TRAINING = Load(num_prompts=8, num_samples=8)
         ((SCORING,) * 5, 16, 1, 1),
     ],
 )
-def test_claims_fill_free_capacity_and_leave_the_others_their_share(stages, capacity, num_workers, expected):
+def test_claims_fill_free_capacity_and_leave_others_their_share(stages, capacity, num_workers, expected):
     assert num_claimable(flights_of(*stages), capacity, TRAINING, None, num_workers) == expected
 
 
-def test_stragglers_of_an_iteration_do_not_count_against_the_next_one():
+def test_stragglers_of_an_iteration_are_not_counted_in_the_next():
     flights = flights_of(GENERATING, GENERATING, iteration=4)
     assert num_claimable(flights, 128, TRAINING, None, 2) == 2  # of whichever iteration
     add_flights(flights, WAITING, WAITING, num_samples=8, iteration=5)
@@ -218,7 +218,7 @@ async def test_engine_is_prepared_before_there_is_a_job(monkeypatch, redis_url):
     assert steps == [("mine", place), "wait for a job"]
 
 
-def test_rollout_on_a_cpu_looks_for_jobs_before_it_imports_what_takes_seconds():
+def test_cpu_rollout_looks_for_jobs_before_its_slow_imports():
     code = (
         "import sys, services.rollout.__main__\n"
         "from services.rollout.engines import find_device, knows_accelerators, load_engine\n"
@@ -233,7 +233,7 @@ def test_rollout_on_a_cpu_looks_for_jobs_before_it_imports_what_takes_seconds():
     ("torch", "torch_npu", "found"),
     [("2.13.0+cpu", None, "cpu"), ("2.13.0+cpu", "there", "looked"), ("2.13.0+cu130", None, "looked")],
 )
-def test_pytorch_is_asked_for_the_device_wherever_there_can_be_more_than_the_cpu(monkeypatch, torch, torch_npu, found):
+def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch, torch_npu, found):
     monkeypatch.setattr(engines, "version", lambda name: torch)
     monkeypatch.setattr(engines, "find_spec", lambda name: torch_npu)
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
@@ -241,7 +241,7 @@ def test_pytorch_is_asked_for_the_device_wherever_there_can_be_more_than_the_cpu
     assert engines.find_device("cuda") == "looked"
 
 
-def test_staging_folder_is_private_and_takes_what_a_killed_rollout_left_with_it(tmp_path):
+def test_private_staging_folder_replaces_a_killed_rollouts_one(tmp_path):
     parent = tmp_path / "a" / "b"
     with staging_folder(parent) as killed:
         (killed / "model").mkdir()

@@ -93,7 +93,7 @@ async def cancel_start(engine: SlowEngine, model_dir: Path) -> None:
     assert starting.cancelled()
 
 
-async def test_engine_that_is_built_after_its_start_was_cancelled_is_shut_down(model_dir: Path) -> None:
+async def test_engine_built_after_its_start_was_cancelled_is_shut_down(model_dir: Path) -> None:
     engine = SlowEngine()
     await cancel_start(engine, model_dir)
     stopping = asyncio.create_task(engine.stop())
@@ -115,7 +115,7 @@ async def test_engine_that_is_built_before_it_is_stopped_is_shut_down(model_dir:
     assert engine.llm.num_shutdowns == 1
 
 
-async def test_build_that_outlasts_the_patience_of_stop_is_shut_down_when_it_is_done(
+async def test_build_that_outlasts_the_stop_timeout_is_shut_down_later(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_engine, "BUILD_DEADLINE_S", 0.05)
@@ -128,7 +128,7 @@ async def test_build_that_outlasts_the_patience_of_stop_is_shut_down_when_it_is_
     assert engine.llm.num_shutdowns == 1
 
 
-async def test_build_that_fails_after_its_start_was_cancelled_is_told_in_the_log(
+async def test_build_that_fails_after_a_cancelled_start_is_logged(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = SlowEngine()
@@ -149,9 +149,7 @@ async def test_engine_starts_and_stops(model_dir: Path, importing: FakeImport) -
     assert engine.llm.num_shutdowns == 1
 
 
-async def test_import_begins_before_there_is_a_model_and_the_build_waits_for_it(
-    model_dir: Path, importing: FakeImport
-) -> None:
+async def test_import_starts_before_the_model_and_the_build_waits(model_dir: Path, importing: FakeImport) -> None:
     importing.may_finish.clear()
     VllmEngine.prepare("cpu", cpu_cores="0", tensor_parallel_size=1)
     assert os.environ["OMP_PLACES"] == "{0}", "vLLM reads its environment while it is imported"
@@ -165,9 +163,7 @@ async def test_import_begins_before_there_is_a_model_and_the_build_waits_for_it(
     assert importing.count == 1
 
 
-async def test_import_that_failed_is_told_by_each_start_and_not_tried_again(
-    model_dir: Path, importing: FakeImport
-) -> None:
+async def test_failed_import_is_reported_by_each_start_and_not_retried(model_dir: Path, importing: FakeImport) -> None:
     importing.error = ImportError("libtorch.so is not there")
     VllmEngine.prepare("cpu", cpu_cores="0", tensor_parallel_size=1)
     assert await asyncio.to_thread(importing.has_begun.wait, 5)

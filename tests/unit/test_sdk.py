@@ -79,7 +79,7 @@ def mypy(script: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_script_of_a_user_passes_strict_type_checks_and_a_wrong_one_does_not(tmp_path: Path) -> None:
+def test_user_script_passes_strict_types_and_a_wrong_one_fails(tmp_path: Path) -> None:
     assert "Success" in (said := mypy(SCRIPT, tmp_path)), said
     wrong = SCRIPT.replace("reward: float | None", "reward: str").replace("after=3", "behind=3")
     said = mypy(wrong, tmp_path)
@@ -142,7 +142,7 @@ def test_notebooks_show_a_job_with_progress_without_config() -> None:
     assert "periodic" not in html
 
 
-def test_notebooks_show_lists_as_tables_also_slices_and_with_many_rows() -> None:
+def test_notebooks_show_lists_slices_and_long_lists_as_tables() -> None:
     records = Records(IterationRecord.model_validate(iteration_json(i)) for i in range(MAX_ROWS + 5))
     html = records._repr_html_()
     assert html.count("<tr>") == 1 + MAX_ROWS
@@ -177,7 +177,7 @@ RUN = {
 }
 
 
-def test_curves_have_a_chart_per_metric_a_line_per_run_and_a_band() -> None:
+def test_curves_have_a_chart_per_metric_a_line_per_run_a_band() -> None:
     figure = plot_metrics(RUN, {"train/kl": [(0, 0.1)]}, labels=["first $", "second"])
     reward, kl = figure.axes
     assert (reward.get_title(), kl.get_title()) == ("reward", "KL")

@@ -140,7 +140,7 @@ def test_what_prompts_begin_with_is_packed_once():
     ],
     ids=["the shortest", "equal", "one begins the other", "just long enough", "too short", "alone", "nothing"],
 )
-def test_a_prefix_is_what_all_prompts_share_before_their_last_token(prompts, length):
+def test_prefix_is_what_all_prompts_share_but_their_last_token(prompts, length):
     assert common_prefix(prompts) == prompts[0][:length]
 
 

@@ -118,7 +118,7 @@ def test_update_is_the_one_with_every_group_computed(kind, extra, budget, models
 
 
 @pytest.mark.parametrize(("kind", "extra"), CASES)
-def test_equal_rewards_have_signal_exactly_where_a_pass_over_them_changes_anything(kind, extra, models, groups):
+def test_equal_rewards_have_signal_only_where_a_pass_matters(kind, extra, models, groups):
     config, has_effect = config_of(kind, extra), False
     for group in (uniform := groups[::2]):
         found, _, divisor = gradient(config, models, [group], [group])
@@ -129,7 +129,7 @@ def test_equal_rewards_have_signal_exactly_where_a_pass_over_them_changes_anythi
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "online_dpo"])
-def test_advantages_of_equal_rewards_are_exact_zeros_however_the_mean_is_rounded(kind):
+def test_advantages_of_equal_rewards_are_exactly_zero(kind):
     objective = config_of(kind, "plain").objective
     sizes = [(reward, size) for reward in (0.1, 0.3, 0.7, 1e-3) for size in range(2, 20)]
     assert any((r := torch.full((size,), reward)).mean() != r[0] for reward, size in sizes)
@@ -201,7 +201,7 @@ def test_weights_are_the_same_bits_with_and_without_the_passes(kind, tmp_path, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mismatch_stays_in_sight_when_no_group_of_an_update_has_signal(kind, tmp_path, monkeypatch):
+def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, monkeypatch):
     passes = record_passes(monkeypatch, kind)
     groups = mixed_iteration(0, {0, 1, 2, 3})
     _, link = train(strict(kind), groups, tmp_path, arrivals=2)
@@ -217,7 +217,7 @@ def test_mismatch_stays_in_sight_when_no_group_of_an_update_has_signal(kind, tmp
     assert metrics["mismatch_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
 
 
-def test_every_update_without_signal_computes_one_row_whatever_the_size_of_its_groups(tmp_path, monkeypatch):
+def test_update_without_signal_computes_one_row_for_any_groups(tmp_path, monkeypatch):
     passes = record_passes(monkeypatch, "grpo")
     training = {"num_updates_per_iteration": 2, "max_tokens_per_micro_batch": 1}
     train(strict("grpo", training=training), mixed_iteration(0, {0, 1, 2, 3}), tmp_path, arrivals=4)
@@ -225,7 +225,7 @@ def test_every_update_without_signal_computes_one_row_whatever_the_size_of_its_g
 
 
 @pytest.mark.parametrize("uniform", [{0, 1, 2, 3}, {0, 1, 3}])
-def test_a_shard_whose_groups_have_no_signal_passes_as_many_rows_as_its_peers(uniform):
+def test_shard_without_signal_passes_as_many_rows_as_its_peers(uniform):
     passes = []
 
     class Peers(World):

@@ -8,7 +8,7 @@ from services.trainer.spans import MAX_SPANS, Span, merged, to_record
 from tests.unit.trainer_fixtures import job_config, recorded_iterations, train
 
 
-def test_neighbours_of_one_kind_are_merged_across_the_smallest_gaps_first():
+def test_neighbours_of_a_kind_merge_across_smallest_gaps_first():
     spans = [Span("micro_batch", 0, 1), Span("micro_batch", 1.1, 2), Span("micro_batch", 5, 6)]
     assert merged(spans, 2) == [Span("micro_batch", 0, 2), Span("micro_batch", 5, 6)]
     assert merged(spans, 3) == spans
@@ -21,7 +21,7 @@ def test_other_kinds_in_between_are_kept_apart():
     assert merged(spans, 2) == [spans[1], Span("micro_batch", 2, 5)]  # no more to merge: the newest stay
 
 
-def test_a_commit_holds_few_spans_whatever_the_number_of_micro_batches():
+def test_commit_holds_few_spans_for_any_number_of_micro_batches():
     spans = [Span("micro_batch", i, i + 0.5) for i in range(20_000)]
     record = to_record(spans, clock_offset_s=1e9)
     assert len(record) == MAX_SPANS
@@ -30,7 +30,7 @@ def test_a_commit_holds_few_spans_whatever_the_number_of_micro_batches():
     assert len(json.dumps(record)) < 25_000
 
 
-def test_the_loop_tells_what_it_did_in_order_and_a_checkpoint_with_the_next_commit(tmp_path):
+def test_loop_records_spans_in_order_and_a_checkpoint_one_later(tmp_path):
     config = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 1})
     _, link = train(config, recorded_iterations(2), tmp_path)
     first, second = link.spans

@@ -67,7 +67,7 @@ def test_the_second_update_divides_by_the_policy_that_generated(tmp_path):
     assert link.commits[0][2]["train/divergence"] > 0, "the second update's old policy differs from the policy"
 
 
-def test_old_version_is_skipped_only_where_it_is_the_policy_itself():
+def test_old_version_is_skipped_only_if_it_is_the_policy_itself():
     strict = job_config()
     assert old_version(strict, 3, 3, 0) is None
     assert old_version(strict, 3, 3, 1) == 3
@@ -129,7 +129,7 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), resumed.parameters(), strict=True))
 
 
-def test_a_version_is_published_when_it_has_moved_or_the_bound_asks(tmp_path):
+def test_version_is_published_if_it_moved_or_the_bound_needs_it(tmp_path):
     groups = stale_iterations(6, staleness=0)
     lazy = job_config(schedule=bounded(3, 5, publish_above_kl=1e9))
     for group in groups:  # what such a schedule would have generated
@@ -153,7 +153,7 @@ SPLIT = [{"type": "grpo"}, {"type": "gspo"}, {"kl": {"coef": 0.1}}, {"type": "on
 
 
 @pytest.mark.parametrize("objective", SPLIT)
-def test_a_group_larger_than_the_budget_is_split_without_changing_the_gradient(objective, tmp_path):
+def test_splitting_a_group_above_the_budget_keeps_the_gradient(objective, tmp_path):
     groups = [make_group(f"0-{i}", 6, (5, 7, 3, 6, 4)) for i in range(4)]
     options = {"schedule": {"num_iterations": 1}, "objective": objective}
     whole, _ = train(job_config(training={"max_tokens_per_micro_batch": 1000}, **options), groups, tmp_path / "a")

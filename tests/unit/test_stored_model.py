@@ -31,7 +31,7 @@ def write(folder, config, max_shard_size="50GB"):
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_opened_model_is_filled_with_the_bits_of_the_loaded_one(name, dtype, tmp_path):
+def test_opened_model_is_filled_with_the_bits_of_the_loaded_one(name, dtype, tmp_path):
     source = str(write(tmp_path, CONFIGS[name], "10KB"))
     assert (tmp_path / "model.safetensors.index.json").exists()
     model, stored = open_model(source, dtype, CPU, Passes())
@@ -90,7 +90,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_not_the_models_own_tensors_is_left_to_transformers(name, tmp_path):
+def test_other_than_own_tensors_are_left_to_transformers(name, tmp_path):
     source = str(write(tmp_path, tiny_config()))
     assert open_model(source, torch.bfloat16, CPU, Passes()) is not None
     CHANGES[name](tmp_path)

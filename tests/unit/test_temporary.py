@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_locked_is_not_left_behind(parent: Path, monkeyp
     assert list(parent.iterdir()) == []
 
 
-def test_temporary_files_of_this_process_and_its_children_go_there(parent: Path) -> None:
+def test_temporary_files_of_process_and_children_go_there(parent: Path) -> None:
     before = (os.environ.get("TMPDIR"), tempfile.gettempdir())
     command = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
     with temporary_files_in(parent):

@@ -47,7 +47,7 @@ def in_pipe(*arguments: str, **env: str) -> str:
     return done.stdout
 
 
-def test_watch_in_a_pipe_has_no_control_codes_even_with_forced_colours(url: str, fake: FakeJobs) -> None:
+def test_piped_watch_has_no_control_codes_with_forced_colours(url: str, fake: FakeJobs) -> None:
     fake.findings = [PROBLEM]
     out = in_pipe("jobs", "watch", create(url, CONFIG), ONBEAT_URL=url, FORCE_COLOR="1")
     lines = [line for line in out.splitlines() if line.startswith("iteration ")]
@@ -97,7 +97,7 @@ def test_resized_terminal_is_drawn_anew(url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_watch_says_how_to_come_back_and_leaves_the_terminal_in_order(
+def test_interrupted_watch_says_how_to_return_and_resets_screen(
     url: str, fake: FakeJobs, number: signal.Signals
 ) -> None:
     job_id = create(url, ENDLESS)
@@ -261,7 +261,7 @@ def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs)
         assert termios.tcgetattr(terminal.slave) == terminal.modes
 
 
-async def test_top_asks_for_the_jobs_once_and_finds_old_ones_behind_many_new(
+async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
     url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with AsyncClient(url) as client:

@@ -81,7 +81,7 @@ def test_special_tokens_give_nothing_wherever_they_stand(smollm2, smollm2_text):
     assert lengths == [0, 5, 0, 0, *smollm2_text.lengths(world, " 世"), 0]
 
 
-def test_text_may_be_cut_off_within_a_character_or_before_the_last_tokens(smollm2, smollm2_text):
+def test_text_may_end_within_a_character_or_before_last_tokens(smollm2, smollm2_text):
     """An engine leaves out the character that is not complete, or replaces it; another one cuts at a stop string."""
     token_ids = smollm2("so 😀")["input_ids"][:-1]
     assert sum(smollm2_text.lengths(token_ids, "so ")) == 3

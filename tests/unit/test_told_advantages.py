@@ -51,7 +51,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("kind", BY_HAND)
-def test_advantages_are_those_of_the_objective_and_zero_where_nothing_is_trained(kind, tmp_path):
+def test_advantages_are_the_objectives_and_zero_where_untrained(kind, tmp_path):
     found = told(tmp_path, objective={"type": kind})
     assert found.keys() == REWARDS.keys()
     for group_id, rewards in REWARDS.items():

@@ -267,7 +267,7 @@ def test_point_before_a_refused_one_is_logged_once(tmp_path):
     assert store.steps == list(range(5))
 
 
-def test_tracker_that_keeps_no_cursor_gets_everything_again_when_it_is_opened_again():
+def test_tracker_without_a_cursor_gets_everything_when_reopened():
     store = Store()
     follow_until(lambda: store.num_opened > 2, store, None)
     assert store.steps == [0] * store.num_opened

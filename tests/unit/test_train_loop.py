@@ -125,7 +125,7 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
         torch.testing.assert_close(policy.optimizer.masters[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_groups_without_signal_are_skipped_but_counted_in_the_denominator(tmp_path):
+def test_groups_without_signal_are_skipped_but_still_counted(tmp_path):
     uniform = make_group("0-3", 4, (5, 5, 5), rewards=[1.0, 1.0, 1.0])
     groups = [make_group(f"0-{i}", 4, (2, 3, 4)) for i in range(3)] + [uniform]
     _, link = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
@@ -207,7 +207,7 @@ def test_a_token_of_another_version_is_refused(tmp_path):
         train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
 
 
-def test_a_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
+def test_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
     groups = recorded_iterations(1)
     groups[1].responses[0].reward = float("inf")
     model = tiny_model(tiny_config(), torch.float32)
@@ -217,7 +217,7 @@ def test_a_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
     assert largest_gap(before, parameters(model)) == 0.0
 
 
-def test_a_non_finite_gradient_names_its_groups_and_spares_the_weights(tmp_path, monkeypatch):
+def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monkeypatch):
     """The loss is finite, but the derivative of one group's is not: sqrt at 0."""
 
     def broken(objective, batch, logprobs, scale, call=GrpoObjective.loss):
@@ -304,7 +304,7 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     assert torch.equal(master.bfloat16(), parameter)
 
 
-def test_group_that_is_used_twice_is_noticed_before_it_is_committed():
+def test_group_used_twice_is_noticed_before_the_commit():
     from services.trainer.stats import IterationStats
     from tests.integration.broker_fixtures import make_group, tasks_for
 

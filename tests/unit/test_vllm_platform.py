@@ -118,12 +118,12 @@ def test_environment_of_an_accelerator_turns_nothing_off(device: str) -> None:
     assert not {"TORCH_COMPILE_DISABLE", "GLIBC_TUNABLES", "VLLM_CPU_OMP_THREADS_BIND"} & environment.keys()
 
 
-def test_one_rank_on_the_cpu_computes_in_the_engine_core_which_would_wait_for_it_by_spinning() -> None:
+def test_one_cpu_rank_computes_in_the_engine_core_not_spinning() -> None:
     assert engine_arguments("cpu")["distributed_executor_backend"].endswith(".UniProcExecutor")
     assert "distributed_executor_backend" not in engine_arguments("cuda")
 
 
-def test_environment_of_the_cpu_binds_threads_and_leaves_the_users_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_environment_binds_threads_and_keeps_users_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_platform, "cpu_quota", lambda: 3.5)
     environment = engine_environment("cpu", {"GLIBC_TUNABLES": "x", "VLLM_LOGGING_LEVEL": "INFO"}, cpu_cores="4-7")
     threads = {name: value for name, value in environment.items() if name.startswith("OMP_")}
@@ -134,7 +134,7 @@ def test_environment_of_the_cpu_binds_threads_and_leaves_the_users_choices(monke
     assert engine_environment("cpu", {})["GLIBC_TUNABLES"] == KEEP_FREED
 
 
-def test_without_a_choice_of_cores_there_is_a_thread_for_each_physical_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_is_one_thread_for_each_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_platform, "available_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(vllm_platform, "physical_cores", lambda cores: cores[:2])
     monkeypatch.setattr(vllm_platform, "cpu_quota", lambda: math.inf)

@@ -46,7 +46,7 @@ def test_stuck_main_thread_ends_the_process_and_shows_where(where: str) -> None:
     assert "in stuck_step" in ended.stderr
 
 
-def test_trainer_that_gets_on_lives_and_so_does_an_idle_one_without_a_watchdog() -> None:
+def test_progressing_and_unwatched_idle_trainers_are_not_killed() -> None:
     ended = run(16, f"watchdog.close(); time.sleep({LIMIT_S + 0.5}); print('alive')")  # works for twice the limit
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "alive\n", "")
 

@@ -140,7 +140,7 @@ def in_full(*sent, manifest=COLLIDING):
 # ---- from the trainer ------------------------------------------------------------------------------------------------
 
 
-async def test_what_the_trainer_sends_is_checked_with_its_checksum_alone(pulled):
+async def test_bytes_of_the_trainer_are_checked_by_checksum_alone(pulled):
     held, pull = await pulled(in_full(Sent(TRAINER, FORGED)))
     assert held == FORGED
     assert pull.stats.faults == []
@@ -156,12 +156,12 @@ async def test_a_corrupt_byte_from_the_trainer_is_noticed_and_cured(pulled, posi
     assert "of version 1 does not match its checksum" in fault
 
 
-async def test_a_trainer_that_goes_on_where_it_broke_is_still_the_trainer(pulled):
+async def test_trainer_that_resumes_where_it_broke_is_still_trusted(pulled):
     held, _ = await pulled(in_full(Sent(TRAINER, FORGED, end=100), Sent(TRAINER, FORGED)))
     assert held == FORGED
 
 
-async def test_a_checksum_that_was_damaged_on_the_way_fails_the_pull_until_the_manifest_came_whole(pulled):
+async def test_damaged_checksum_fails_pulls_until_a_whole_manifest(pulled):
     damaged = with_checksums_of(SNAPSHOT.manifest, inverted(TRUE, 0, SIZE))
     network = in_full(Sent(TRAINER, TRUE), Sent(TRAINER, TRUE), Sent(TRAINER, TRUE), manifest=damaged)
     network.itineraries.append(Itinerary(SNAPSHOT.manifest))
@@ -179,7 +179,7 @@ async def test_a_manifest_without_checksums_has_its_digests_checked(pulled):
     assert "a of version 1 does not match its digest" in pull.stats.faults[0]
 
 
-def test_a_versions_digest_is_of_its_weights_and_not_of_their_checksums():
+def test_digest_of_a_version_covers_weights_and_not_checksums():
     """Jobs record it, and a replay by another release is compared with it."""
     assert COLLIDING.digest == SNAPSHOT.manifest.digest
 
@@ -198,14 +198,14 @@ MIXED = {
 
 
 @pytest.mark.parametrize("of_the_relay", MIXED)
-async def test_bytes_of_a_relay_that_agree_with_the_checksum_and_not_with_the_digest_are_refused(pulled, of_the_relay):
+async def test_relay_bytes_with_only_the_checksum_right_are_refused(pulled, of_the_relay):
     """Only what agrees with the digest is taken in the end, although its checksum is another."""
     held, pull = await pulled(in_full(*MIXED[of_the_relay], Sent(PEER, TRUE)))
     assert held == TRUE
     assert "a of version 1 does not match its digest" in pull.stats.faults[-1]
 
 
-async def test_after_a_relay_the_trainers_bytes_are_checked_with_the_digest_too(pulled):
+async def test_trainers_bytes_after_a_relay_are_checked_by_digest_too(pulled):
     """Wrong bytes of the relay are all written over then; but once relayed is relayed."""
     held, pull = await pulled(in_full(Sent(RELAY, FORGED), Sent(TRAINER, FORGED), Sent(PEER, TRUE)))
     assert held == TRUE
@@ -213,7 +213,7 @@ async def test_after_a_relay_the_trainers_bytes_are_checked_with_the_digest_too(
 
 
 @pytest.mark.parametrize("forged", ["a", "b"])
-async def test_of_the_shards_only_the_trainers_own_is_checked_with_checksums(pulled, forged):
+async def test_only_the_trainers_own_shard_is_checked_by_checksums(pulled, forged):
     start, end = (0, SIZE_A) if forged == "a" else (SIZE_A, SIZE)
     content = inverted(TRUE, start, end)
     manifest = with_checksums_of(replace(SNAPSHOT.manifest, shard_starts=(1,)), content)
@@ -275,9 +275,7 @@ def chain(first_from, then_from, then_changes):
 
 @pytest.mark.parametrize("then_changes", [["b"], ["a"], ["a", "b"]])
 @pytest.mark.parametrize(("first_from", "then_from"), [(RELAY, TRAINER), (TRAINER, RELAY), (RELAY, RELAY)])
-async def test_a_tensor_that_any_step_of_a_relay_led_to_is_checked_with_the_digest(
-    pulled, first_from, then_from, then_changes
-):
+async def test_tensor_with_any_step_from_a_relay_is_checked_by_digest(pulled, first_from, then_from, then_changes):
     network, forged, true = chain(first_from, then_from, then_changes)
     assert forged[:SIZE_A] != true[:SIZE_A]
     await pulled(network, 0)
@@ -287,7 +285,7 @@ async def test_a_tensor_that_any_step_of_a_relay_led_to_is_checked_with_the_dige
 
 
 @pytest.mark.parametrize("then_changes", [["b"], ["a"], ["a", "b"]])
-async def test_a_chain_of_the_trainers_deltas_is_checked_with_checksums(pulled, then_changes):
+async def test_chain_of_the_trainers_deltas_is_checked_by_checksums(pulled, then_changes):
     network, forged, _ = chain(TRAINER, TRAINER, then_changes)
     await pulled(network, 0)
     held, pull = await pulled(network, 2)

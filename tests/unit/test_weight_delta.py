@@ -127,14 +127,14 @@ def test_the_sparse_bytes_are_those_of_the_documented_example():
     assert encode(base, new, 2) == (Encoding.SPARSE, bytes.fromhex(expected))
 
 
-def test_one_step_of_one_percent_of_the_weights_takes_one_percent_of_the_bytes():
+def test_delta_of_one_percent_of_weights_takes_one_percent():
     base = tensor(1_000_000, 2)
     encoding, payload = encode(base, changed(base, 0.01, "ulp"), 2)
     assert encoding == Encoding.SPARSE
     assert len(payload) < 0.01 * base.nbytes
 
 
-def test_equal_tensors_take_no_bytes_and_random_ones_no_more_than_raw():
+def test_equal_tensors_take_no_bytes_and_random_ones_at_most_raw():
     base, other = tensor(1001, 2), tensor(1001, 2, seed=5)
     assert encode(base, base.copy(), 2) == (Encoding.UNCHANGED, b"")
     assert encode(b"", b"", 2) == (Encoding.UNCHANGED, b"")
@@ -162,7 +162,7 @@ def test_a_base_of_another_length_is_our_own_mistake():
     seed=st.integers(0, 1000),
     data=st.data(),
 )
-def test_a_flipped_bit_is_refused_or_gives_wrong_bytes_inside_the_target(item_bytes, share, seed, data):
+def test_flipped_bit_is_refused_or_changes_bytes_in_the_target(item_bytes, share, seed, data):
     base = tensor(700, item_bytes, seed)
     encoding, payload = encode(base, changed(base, share, "ulp", seed + 1), item_bytes)
     broken = bytearray(payload)

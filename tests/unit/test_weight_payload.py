@@ -63,7 +63,7 @@ async def test_readers_wait_for_exactly_the_bytes_that_they_want():
     assert payload.is_complete
 
 
-async def test_readers_of_a_payload_that_is_given_up_are_told_now_and_later():
+async def test_readers_of_an_abandoned_payload_learn_it_now_and_later():
     payload = growing()
     waiting = asyncio.ensure_future(payload.wait_for(1, SOON_S))
     await asyncio.sleep(0)
@@ -171,7 +171,7 @@ async def test_the_copy_is_a_safetensors_file_that_others_can_open(host):
     assert host.path.read_bytes().startswith(header)
 
 
-async def test_a_version_is_held_from_settle_to_begin_and_can_be_pulled_meanwhile(host):
+async def test_version_is_held_and_can_be_pulled_from_settle_to_begin(host):
     assert (host.version, host.versions()) == (None, [])
     assert await host.payload(KEY) is None
     host.settle(LAYOUT)
@@ -187,7 +187,7 @@ async def test_a_version_is_held_from_settle_to_begin_and_can_be_pulled_meanwhil
             payload.check()
 
 
-async def test_who_asks_for_what_is_expected_waits_until_it_opens_or_is_dropped(host):
+async def test_reader_of_an_expected_payload_waits_for_open_or_drop(host):
     opened, dropped, moved = PayloadKey(2), PayloadKey(2, 1), PayloadKey(2, None, 1)
     for key in (opened, dropped, moved):
         host.expect(key)
@@ -204,7 +204,7 @@ async def test_who_asks_for_what_is_expected_waits_until_it_opens_or_is_dropped(
         payload.check()
 
 
-async def test_a_reader_that_leaves_does_not_take_the_payload_from_the_others(host):
+async def test_leaving_reader_does_not_take_the_payload_from_others(host):
     host.expect(KEY)
     readers = [asyncio.ensure_future(host.payload(KEY)) for _ in range(2)]
     await asyncio.sleep(0.01)
@@ -304,7 +304,7 @@ def test_a_snapshot_gives_its_tensors_back():
         assert bits(found[name]) == bits(tensor)
 
 
-def test_the_manifest_has_the_order_asked_for_and_the_delta_follows_it():
+def test_manifest_has_the_requested_order_and_so_has_the_delta():
     base = take_snapshot(1, weights().items(), order=["v", "w", "empty", "scalar"])
     live = {name: tensor + 1 for name, tensor in reversed(weights().items())}
     snapshot = take_snapshot(2, live.items(), order=["v", "w", "empty", "scalar"], base=base)
@@ -326,7 +326,7 @@ def applied(base, snapshot):
 
 
 @given(st.sets(st.sampled_from(["w", "v", "scalar"])), st.sampled_from([0.001, 0.1, 1.0]), st.integers(0, 9))
-def test_the_base_and_the_delta_are_the_version_and_untouched_tensors_are_not_in_it(names, share, seed):
+def test_base_plus_delta_is_the_version_and_omits_unchanged_ones(names, share, seed):
     before = weights()
     base = take_snapshot(1, before.items())
     after = {name: tensor.clone() for name, tensor in before.items()}
@@ -352,7 +352,7 @@ def test_there_is_no_delta_without_a_base_or_from_another_model():
     assert take_snapshot(2, cast.items(), base=base).delta is None
 
 
-def test_bits_that_compare_equal_or_unequal_as_numbers_are_told_apart_as_bits():
+def test_bits_are_compared_as_bits_and_not_as_numbers():
     base = take_snapshot(1, [("w", torch.tensor([0.0, float("nan"), 1.0]))])
     same = take_snapshot(2, [("w", torch.tensor([0.0, float("nan"), 1.0]))], base=base)
     assert same.delta.plan.entries == ()
@@ -386,7 +386,7 @@ async def test_older_deltas_are_kept_up_to_half_of_a_full_copy(share):
     assert len(kept) >= 1
 
 
-def test_steps_lead_from_the_base_to_the_version_or_there_are_none():
+def test_steps_lead_from_the_base_to_the_version_or_are_absent():
     store = WeightStore(num_kept=3)
     published(store, 6, 0.01)
     steps = store.steps(2, 5)
@@ -403,7 +403,7 @@ def test_steps_that_would_carry_more_than_the_whole_are_none():
     assert sum(step.size_bytes for step in store.steps(oldest, 5)) < newest.manifest.size_bytes
 
 
-async def test_what_other_shards_change_counts_although_nothing_moves_in_this_one():
+async def test_changes_of_other_shards_count_if_this_is_unchanged():
     store, newest = WeightStore(num_kept=5), None
     for version in range(5):
         newest = take_snapshot(version, weights().items(), base=newest)

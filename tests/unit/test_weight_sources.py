@@ -56,7 +56,7 @@ def test_egress_and_fanout_are_the_widths_of_the_tree():
     assert len(fed) == 2 + 6
 
 
-def test_a_place_is_free_again_when_its_puller_is_through_or_has_given_up():
+def test_place_is_free_when_its_puller_is_done_or_has_given_up():
     sources = create_sources()
     for number, is_complete in [(0, True), (1, False)]:
         puller = peer(number, address="")  # serves nobody
@@ -70,7 +70,7 @@ def test_when_nobody_has_room_the_least_loaded_takes_one_more():
     assert [located(sources, peer(number, address="")) for number in range(3)] == [TRAINER] * 3
 
 
-def test_the_same_host_comes_before_the_same_zone_and_that_before_all_others():
+def test_same_host_comes_before_same_zone_before_all_others():
     sources = create_sources(egress=9, fanout=9)
     far, zone, near = peer(0, zone="west"), peer(1, zone="north"), peer(2, host="mine", zone="west")
     for holder in (far, zone, near):
@@ -94,7 +94,7 @@ def test_pullers_on_the_machine_of_their_source_take_no_place():
     assert located(sources, peer(6)) == first.address
 
 
-def test_who_pulls_a_delta_passes_on_the_delta_and_afterwards_the_whole_as_well():
+def test_puller_of_a_delta_serves_the_delta_and_later_the_whole():
     sources = create_sources()
     holder = peer(0, zone="near")
     located(sources, holder, DELTA)
@@ -139,7 +139,7 @@ def test_a_finish_that_is_heard_late_frees_no_new_place(late, wanted, is_complet
 
 
 @pytest.mark.parametrize(("late", "wanted"), [(FULL, NEXT), (FULL, PayloadKey(2)), (DELTA, NEXT), (DELTA, FULL)])
-def test_a_finish_that_is_heard_late_makes_nobody_a_source_of_what_it_has_no_more(late, wanted):
+def test_late_finish_makes_no_source_of_a_version_that_is_gone(late, wanted):
     """Its copy is being written over: it does not have the old payload any more."""
     sources = create_sources(egress=9, fanout=9)
     mover = peer(0, zone="near")
@@ -158,7 +158,7 @@ def test_places_are_counted_for_each_shard():
     ]
 
 
-def test_who_did_not_deliver_is_avoided_by_all_until_it_is_heard_of():
+def test_source_that_failed_is_avoided_until_it_is_heard_of():
     sources = create_sources(egress=9, fanout=9)
     broken = peer(0, zone="near", host="mine")
     completed(sources, broken)
@@ -207,7 +207,7 @@ def test_who_has_left_is_nobodys_source_and_holds_no_place():
     assert located(sources, peer(1)) == TRAINER
 
 
-def test_a_puller_that_never_comes_back_holds_its_place_only_for_a_time(monkeypatch):
+def test_puller_that_never_returns_loses_its_place_in_time(monkeypatch):
     monkeypatch.setattr("services.trainer.weights.relay_tree.SLOT_S", 0.0)
     sources = create_sources()
     located(sources, peer(0, address=""))
@@ -217,7 +217,7 @@ def test_a_puller_that_never_comes_back_holds_its_place_only_for_a_time(monkeypa
 
 
 @pytest.mark.parametrize("hosts", [512, 64])
-def test_512_pullers_are_placed_as_they_come_and_again_for_the_next_version(hosts):
+def test_512_pullers_are_placed_on_arrival_for_several_versions(hosts):
     """Three versions, so that a search that takes time in the square of the pullers would be seen in this test's."""
     sources = create_sources(egress=4, fanout=2)
     for version in range(3):
@@ -259,7 +259,7 @@ def chain(sources, worker_id, shard):
 
 @settings(max_examples=150, deadline=None)
 @given(EVENTS, st.integers(1, 2), st.integers(1, 2))
-def test_nobody_waits_for_itself_and_no_link_is_full_while_another_is_not(events, egress, fanout):
+def test_no_puller_waits_for_itself_and_links_fill_evenly(events, egress, fanout):
     sources = create_sources(egress, fanout, num_shards=2)
     addresses = {worker.address: worker.worker_id for worker in WORKERS}
     last = {}  # where each was sent
@@ -289,7 +289,7 @@ def test_nobody_waits_for_itself_and_no_link_is_full_while_another_is_not(events
         assert not is_too_much or before[ROOT] >= egress
 
 
-def test_a_worker_that_asks_for_nothing_for_long_is_a_source_no_more(monkeypatch):
+def test_worker_without_requests_for_long_is_no_longer_a_source(monkeypatch):
     sources = create_sources()
     silent, living = peer(1, zone="west"), peer(2, zone="west")
     assert completed(sources, silent) == TRAINER
