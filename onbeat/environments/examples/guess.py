@@ -12,7 +12,7 @@ class GuessNumber:
     The reward: 0.1 for each guess that agrees with the hints, at most `max_guesses` of them, and 1 for the number.
     """
 
-    def __init__(self, highest: int = 20, max_guesses: int = 5) -> None:
+    def __init__(self, highest: int = 10, max_guesses: int = 3) -> None:
         self._low, self._high = 1, highest
         self._guesses_left = max_guesses
         self._parts = {"found": 0.0, "sensible": 0.0}
@@ -34,7 +34,7 @@ class GuessNumber:
             self._low = guess + 1
         elif is_sensible:
             self._high = guess - 1
-        hint = f"My number is from {self._low} to {self._high}. Guess again."
+        hint = f"It is from {self._low} to {self._high}."
         return hint, 0.1 * is_sensible, self._guesses_left == 0
 
     def get_parts(self) -> dict[str, float]:
