@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from onbeat.client import AsyncClient, AsyncJobs, BrokerUnreachable, Client, Jobs
+from onbeat.client.blocking import Datasets
+from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.transport import Message, Transport, parse_answer
 from onbeat.errors import ApiError
 from onbeat.types import Event, IterationUpdate, JobState
@@ -75,10 +77,11 @@ def public(face: type) -> set[str]:
 
 
 def test_both_faces_have_the_same_methods() -> None:
-    assert public(AsyncJobs) == public(Jobs)
+    assert (public(AsyncJobs), public(AsyncDatasets)) == (public(Jobs), public(Datasets))
     methods = public(Client) - {"base_url", "close"}
-    assert public(AsyncClient) - public(Transport) - {"jobs"} == methods
+    assert public(AsyncClient) - public(Transport) - {"jobs", "datasets"} == methods
     faces = [(Jobs, AsyncJobs, name) for name in public(Jobs) - {"stream"}]
+    faces += [(Datasets, AsyncDatasets, name) for name in public(Datasets)]
     faces += [(Client, AsyncClient, name) for name in methods]
     for blocking, asynchronous, name in faces:
         ours, theirs = getattr(blocking, name), getattr(asynchronous, name)
