@@ -194,7 +194,12 @@ GOOD: dict[str, Any] = {
     [
         ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
         ("data", {"path": "x"}, "data.path", "belongs to another type of data"),
-        ("data", {"type": "csv"}, "data", "has no type 'csv'; set data.type to one of: jsonl, parquet, reasoning_gym"),
+        (
+            "data",
+            {"type": "csv"},
+            "data",
+            "has no type 'csv'; set data.type to one of: hf, jsonl, parquet, reasoning_gym",
+        ),
         ("data", {"type": "jsonl", "task": None}, "data.path", "is required (the file, on the broker's machine"),
         ("objective", {"type": "grpo", "clip_hi": 1}, "objective.clip_hi", "did you mean clip_high?"),
         ("objective", {"type": "grpo", "clip_low": "a"}, "objective.clip_low", "valid number"),
@@ -222,7 +227,7 @@ GOOD: dict[str, Any] = {
             "evaluation",
             {"data": {"task": 1}},
             "evaluation.data",
-            "set evaluation.data.type to one of: jsonl, parquet, ",
+            "set evaluation.data.type to one of: hf, jsonl, parquet, ",
         ),
         ("optimizer", {"betas": [0.9]}, "optimizer.betas.1", "is required"),
     ],

@@ -88,7 +88,7 @@ def explain_value(error: Any, path: list[str]) -> str:
         close = difflib.get_close_matches(path[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
         return f"is no key of a job; {hint}"
-    field = known.get(path[-1])
+    field = named_by(path[:-1], error["loc"]).get(path[-1])
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
         return f"is required{meaning}"
@@ -105,6 +105,13 @@ def show(value: Any) -> str:
     except RecursionError:
         text = "something nested very deep"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def named_by(path: list[str], location: Sequence[Any]) -> dict[str, FieldInfo]:
+    """Return the fields at a path; of a union those of the section whose tag is in the location of the error."""
+    name, sections = tag_name(path), sections_at(path)
+    chosen = [each for each in sections if name and {*get_args(each.model_fields[name].annotation)} & {*location}]
+    return {field: info for section in chosen or sections for field, info in section.model_fields.items()}
 
 
 def fields_at(path: Iterable[str]) -> dict[str, FieldInfo]:
