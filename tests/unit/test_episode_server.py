@@ -205,6 +205,7 @@ async def test_openai_client_plays_an_episode_with_tools():
     assert (second.finish_reason, second.message.content) == ("stop", "It is 4.")
     assert group.responses[0].turns[1].parent == 0  # the history was extended
     assert json.loads(group.responses[0].turns[1].messages_json)[0]["content"] == "4"
+    assert group.responses[0].turns[0].messages_json == "[]"  # nothing but the task's prompt
 
 
 async def test_tokens_in_and_out():

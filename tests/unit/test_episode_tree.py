@@ -100,6 +100,7 @@ async def play(name: str, texts: list[str], episodes: list[list[dict]]) -> tuple
         group_id="0-0",
         generate=generate,
         renderer=Renderer(tokenizer),
+        messages=[],
         token_lengths=TokenText(tokenizer).lengths,
         vocabulary=Vocabulary(len(tokenizer), tokenizer.eos_token_id),
         seed=SEED,

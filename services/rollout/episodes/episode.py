@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onbeat.environments import Message
 from services.rollout.engine import GeneratedResponse, Sampling
 from services.rollout.episodes import toolcalls
 from services.rollout.episodes.bodies import (
@@ -43,6 +44,7 @@ class Policy:
     group_id: str
     generate: Generate
     renderer: Renderer
+    messages: Sequence[Message]  # of the task
     token_lengths: TokenLengths
     vocabulary: "Vocabulary"
     seed: int
@@ -71,7 +73,7 @@ class Episode:
     def __init__(self, policy: Policy, index: int) -> None:
         self.index = index
         self._policy = policy
-        self._conversations = Conversations(policy.renderer)
+        self._conversations = Conversations(policy.renderer, policy.messages)
         self._calls: list[Call] = []
         self._num_begun = 0  # calls, the cancelled ones included
         self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()

@@ -12,6 +12,7 @@ none of this episode's, the prompt is rendered afresh, and the token tree forks.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from blake3 import blake3
@@ -77,17 +78,18 @@ class Renderer:
 
 
 class Conversations:
-    """The message histories of one episode."""
+    """The message histories of one episode. `begun`: the task's own messages, which are no news to anybody."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: Renderer, begun: Sequence[Message] = ()) -> None:
+        self._renderer, self._begun = renderer, begun
         self._known: set[bytes] = set()  # digests of all beginnings of all histories
         self._answered: dict[bytes, Call] = {}  # digest of a history with its answer -> the call that gave it
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
         """Return the prompt of the next call. Raises ValueError when it cannot be rendered or tokenised."""
         digests = digests_of(messages, tools)
-        num_known = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known), 0)
+        known = (n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known)
+        num_known = next(known, sum(1 for _ in takewhile(equal, zip(messages, self._begun, strict=False))))
         num_old = next((n for n in range(num_known, 0, -1) if digests[n - 1] in self._answered), 0)
         if num_old:
             call = self._answered[digests[num_old - 1]]
@@ -99,6 +101,10 @@ class Conversations:
         digests = digests_of([*messages, answer], tools)
         self._known.update(digests)
         self._answered[digests[-1]] = call
+
+
+def equal(pair: tuple[Message, Message]) -> bool:
+    return comparable(pair[0]) == comparable(pair[1])
 
 
 def digests_of(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[bytes]:

@@ -181,6 +181,7 @@ class EpisodeRunner:
             group_id=task.group_id,
             generate=generate,
             renderer=self._renderer,
+            messages=to_request(task).task.messages,
             token_lengths=encoder.token_lengths,
             vocabulary=Vocabulary(len(encoder.tokenizer), encoder.tokenizer.eos_token_id),
             seed=task.seed,
