@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from onbeat.streams import ledger as ledger_module
 from onbeat.streams.codec import PromptTask, RolloutGroup, check_content
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.types import IterationState, Verdict
 from tests.fuzz import FUZZ_FACTOR
 from tests.integration.broker_fixtures import (
@@ -204,7 +203,7 @@ async def test_group_accepted_before_durations_were_checked_is_trained(
     job_id, epoch = await open_job(ledger, num_groups=3)
     claims = await claim_all(ledger, job_id)
     with monkeypatch.context() as earlier:
-        earlier.setattr(ledger_module, "check_group", check_content)
+        earlier.setattr(rollout_side, "check_group", check_content)
         for claim, score_s in zip(claims, (-math.inf, -1e300, math.nan), strict=True):
             group = make_group(claim.task)
             group.timings.score_s = score_s

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from onbeat.streams import ledger as ledger_module
 from onbeat.streams.codec import check_content
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.types import JobState, WeightUpdate
 from services.broker import tracing
 from services.broker.metrics import Meters
@@ -408,7 +407,7 @@ async def test_duration_that_cannot_be_sent_costs_one_trace(
     epoch = await start_training(ledger, job_id)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     with monkeypatch.context() as earlier:
-        earlier.setattr(ledger_module, "check_group", check_content)
+        earlier.setattr(rollout_side, "check_group", check_content)
         for claim in await claim_all(ledger, job_id):
             group = make_group(claim.task)
             group.timings.score_s = score_s

@@ -17,9 +17,13 @@ class GuessNumber:
         self._guesses_left = max_guesses
         self._parts = {"found": 0.0, "sensible": 0.0}
 
-    def init(self, seed: int) -> str:
+    def init(self, seed: int) -> list[Message]:
+        """Begin with a game that was lost, so that a small model sees what an answer looks like."""
         self._number = random.Random(seed).randint(self._low, self._high)
-        return f"Guess my number from {self._low} to {self._high}. Answer with a number only."
+        begin = f"My number is from {self._low} to {self._high}. Guess it, with a number only."
+        texts = [begin, str(self._high - 1), f"It is from {self._low} to {self._high - 2}.", str(self._low)]
+        shown = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
+        return [*shown, {"role": "user", "content": f"No. A new game. {begin}"}]
 
     def step(self, message: Message) -> tuple[str, float, bool]:
         self._guesses_left -= 1
