@@ -91,7 +91,7 @@ async def test_too_large_file_leaves_nothing(broker: httpx.AsyncClient, tmp_path
     for content in (b" " * (MAX_BYTES + 1), drip()):
         answer = await broker.put("/v1/datasets/sums.jsonl", content=content)
         assert answer.status_code == 413, answer.text
-        assert f"at most {MAX_BYTES} bytes are taken; the broker's ONBEAT_MAX_DATASET_BYTES" in answer.json()["detail"]
+        assert f"at most {MAX_BYTES} bytes here; the broker's ONBEAT_MAX_DATASET_BYTES" in answer.json()["detail"]
     assert not (tmp_path / "datasets").exists() or files_in(tmp_path) == []
 
 

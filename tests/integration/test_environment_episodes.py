@@ -81,5 +81,5 @@ async def test_game_gives_rewards_to_turns():
     (response,) = group.responses
     assert len(response.turns) == 3  # then no call is left, and the rewards so far count
     assert response.reward == pytest.approx(sum(turn.reward for turn in response.turns))
-    assert "Guess my number from 1 to 20." in prompts[0]
-    assert "Guess again." in prompts[1]
+    assert "A new game. My number is from 1 to 10." in prompts[0]
+    assert "It is from" in prompts[1][len(prompts[0]) :]

@@ -654,8 +654,7 @@ async def test_an_error_that_redis_does_not_know_reaches_all_who_wait(ledger: Le
     job_id, _ = await open_job(ledger, num_groups=3)
     claims = await claim_all(ledger, job_id)
     await ledger.rollout.submit(job_id, claims[0].entry_id, make_group(claims[0].task))
-    assert ledger._submit is not None
-    calls = [ledger._submit([job_id], [argument]) for argument in ("right", object(), "right")]
+    calls = [ledger.rollout._submission([job_id], [argument]) for argument in ("right", object(), "right")]
     async with asyncio.timeout(30):
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(outcome, DataError) for outcome in outcomes)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from onbeat.config import JobConfig
+from onbeat.rewards import RewardConfig
 from onbeat.streams.inspection import trainer_heartbeat
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import PromptItem
@@ -84,9 +84,9 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(
 
 
 async def test_answer_that_is_no_mathematics_is_refused() -> None:
-    config = JobConfig.model_validate(job_body(reward={"name": "math"}))
+    reward = RewardConfig(name="math")
     for answer, is_right in (("1/2", True), ("", False)):
-        complaints, notes = await review_on_data(config, PromptItem(text="?", context={"answer": answer}))
+        complaints, notes = await review_on_data("reward", reward, PromptItem(text="?", context={"answer": answer}))
         assert (complaints == [], notes) == (is_right, [])
 
 

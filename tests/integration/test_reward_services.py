@@ -15,12 +15,12 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
+from onbeat.rewards import RewardConfig
 from onbeat.streams.codec import Reward
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from services.broker.admission import review_reward
+from services.broker.admission import RewardUse, review_reward
 from services.rollout import claim_loop
 from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.limits import MAX_ANSWER_BYTES
@@ -35,7 +35,7 @@ from services.rollout.rewards.scorer import Scorer
 from services.rollout.rewards.service import MAX_RETRY_AFTER_S, read_retry_after
 from services.rollout.settings import RewardServiceSettings, Settings
 from tests.conftest import free_port
-from tests.integration.rollout_rig import G, Rig, job_config
+from tests.integration.rollout_rig import G, Rig
 from tests.integration.test_rewards import installed_reward  # noqa: F401, fixture
 from tests.rollout_fakes import FakeEngine
 
@@ -395,15 +395,14 @@ def test_service_that_cannot_be_meant_is_refused_at_the_start(monkeypatch, servi
 
 @pytest.mark.parametrize("options", [{}, {"service": "http://judge"}, {"service": ""}, {"service": ["judge"]}])
 def test_broker_refuses_a_job_that_names_no_service(options):
-    (error,) = review_reward(job_with_reward("http", options))
+    (error,) = review_reward(use_of("http", options))
     assert error.field == "reward.options.service"
     assert "ONBEAT_REWARD_SERVICES of the rollouts" in error.message
-    assert review_reward(job_with_reward("http", {"service": "judge-2.eu"})) == []
+    assert review_reward(use_of("http", {"service": "judge-2.eu"})) == []
 
 
-def job_with_reward(name: str, options: dict) -> JobConfig:
-    sections = job_config("default", 1, 1, 0)
-    return JobConfig.model_validate(sections | {"reward": {"name": name, "options": options}})
+def use_of(name: str, options: dict) -> RewardUse:
+    return RewardUse("reward", RewardConfig(name=name, options=options), [])
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------

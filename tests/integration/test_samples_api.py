@@ -16,6 +16,7 @@ from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.audit_log import AuditLog
+from onbeat.streams.ledger.iterations import Iterations
 from onbeat.types import EvaluationState, JobState, Verdict
 from services.broker import alike as alike_module
 from services.broker import groups as groups_module
@@ -177,7 +178,7 @@ async def test_advantages_of_other_groups_are_not_read_for_one(
     broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, _ = await run_alone(ledger, [["a", "b"]])
-    monkeypatch.delattr(Ledger, "advantages")
+    monkeypatch.delattr(Iterations, "advantages")
     group = await get(broker, f"{job_id}/groups/0-1")
     assert [response["advantage"] for response in group["responses"]] == [-0.5, 0.5]
 
