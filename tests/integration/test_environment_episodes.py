@@ -9,8 +9,7 @@ import pytest
 from onbeat.environments.examples.shop import Shop
 from onbeat.streams.codec import Environment
 from services.rollout.environments import EnvironmentProcesses
-
-episode_rig = pytest.importorskip("tests.episode_rig")
+from tests import episode_rig
 
 ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
