@@ -170,7 +170,8 @@ class VllmEngine:
                 {"type": "token", "prompt_token_ids": prompt_token_ids}, params, request_id=str(self._num_requests)
             ):
                 if output.finished:
-                    return [_to_response(completion) for completion in output.outputs]
+                    num_cached = output.num_cached_tokens or 0
+                    return [_to_response(completion, num_cached) for completion in output.outputs]
         finally:
             self._num_in_flight -= num_samples
         raise RuntimeError("vLLM ended a request without finishing it")
@@ -348,7 +349,7 @@ def _to_piece(completion: "CompletionOutput", expected_version: int) -> TextPiec
     return TextPiece(completion.text, len(completion.token_ids), reason)
 
 
-def _to_response(completion: "CompletionOutput") -> GeneratedResponse:
+def _to_response(completion: "CompletionOutput", num_cached_tokens: int) -> GeneratedResponse:
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM finished a response with {completion.finish_reason!r}")
     token_ids = list(completion.token_ids)
@@ -360,4 +361,5 @@ def _to_response(completion: "CompletionOutput") -> GeneratedResponse:
         finish_reason=completion.finish_reason,
         version_spans=[VersionSpan(int(span.version), span.start, span.end) for span in completion.weight_versions],
         text=completion.text,
+        num_cached_tokens=num_cached_tokens,
     )

@@ -29,6 +29,7 @@ EPISODE_MEANS = (  # metrics: means over episodes
     "episode/environment_s",
     "episode/generate_s",
 )
+CACHED_FRAC = "episode/cached_frac"  # a metric: of the prompts of all calls but the first of each episode
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ def episode_sums(group: RolloutGroup) -> dict[str, float]:
             sum(turn.generate_s for turn in turns),
         )
         sums |= {"num_episodes": len(episodes)} | dict(zip(EPISODE_MEANS, means, strict=True))
+    later = [turn for response in episodes for turn in response.turns[1:]]
+    if later:
+        sums["num_later_prompt_tokens"] = sum(turn.num_shared + len(turn.observed_token_ids) for turn in later)
+        sums[CACHED_FRAC] = sum(turn.num_cached_tokens for turn in later)
     return sums
 
 

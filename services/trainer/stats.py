@@ -14,7 +14,7 @@ from onbeat.objectives.base.kl import kl_estimate
 from onbeat.response_stats import ResponseStats
 from onbeat.streams.codec import RolloutGroup, group_digest
 from services.trainer.batch import MicroBatch
-from services.trainer.episode import EPISODE_MEANS, episode_sums
+from services.trainer.episode import CACHED_FRAC, EPISODE_MEANS, episode_sums
 from services.trainer.gac import GacAction, GacDecision
 from services.trainer.spans import Span
 
@@ -190,7 +190,7 @@ class IterationStats:
         sums = {"rollout/failed_groups": 0.0, "train/trained_tokens": 0.0, **self.sums}
         responses, tokens = max(1.0, sums.get("num_responses", 0.0)), max(1.0, sums["train/trained_tokens"])
         reward_mean = sums.pop("reward", 0.0) / responses
-        episodes = sums.pop("num_episodes", 0.0)
+        episodes, later_tokens = sums.pop("num_episodes", 0.0), sums.pop("num_later_prompt_tokens", 0.0)
         variance = sums.pop("reward_square", 0.0) / responses - reward_mean**2
         report = {
             "reward_mean": reward_mean,
@@ -206,6 +206,8 @@ class IterationStats:
                 report[name.replace("token/", "train/")] = total / tokens
             elif name in EPISODE_MEANS:
                 report[name] = total / episodes
+            elif name == CACHED_FRAC:
+                report[name] = total / later_tokens
             else:
                 report[name] = total / num_replicas if name.endswith("_s") else total
         if "train/mismatch" in report:

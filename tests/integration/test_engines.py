@@ -342,9 +342,13 @@ async def test_prefix_cache_of_old_weights_is_dropped(subject: Subject) -> None:
     sampling = Sampling(max_response_tokens=24, temperature=1.0, seed=1)
     old = await subject.load(subject.first_weights)
     for _ in range(2):
-        await subject.engine.generate(LONG_PROMPT, 1, sampling, old)
+        (cached,) = await subject.engine.generate(LONG_PROMPT, 1, sampling, old)
     new = await subject.load(subject.second_weights)
-    assert sampled(await subject.engine.generate(LONG_PROMPT, 1, sampling, new)) == sampled(subject.fresh_probe[1:2])
+    (fresh,) = await subject.engine.generate(LONG_PROMPT, 1, sampling, new)
+    assert sampled([fresh]) == sampled(subject.fresh_probe[1:2])
+    assert fresh.num_cached_tokens == 0
+    if isinstance(subject.engine, VllmEngine):
+        assert cached.num_cached_tokens > len(LONG_PROMPT) // 2
 
 
 async def test_first_version_is_stamped_before_any_load(subject: Subject) -> None:

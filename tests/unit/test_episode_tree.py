@@ -141,7 +141,8 @@ def test_paths_of_the_tree_are_what_the_engine_saw(name, texts, episodes):
 
 def call(number: int, prompt: list[int], sampled: list[int], extends: Call | None = None, version: int = 1) -> Call:
     spans = [VersionSpan(version, 0, len(sampled))]
-    generated = GeneratedResponse(sampled, [-1.0] * len(sampled), "stop", spans, "x" * len(sampled))
+    num_cached = 0 if number == 0 else len(prompt) - 1
+    generated = GeneratedResponse(sampled, [-1.0] * len(sampled), "stop", spans, "x" * len(sampled), num_cached)
     return Call(number, f"c{number}", prompt, generated, [1] * len(sampled), extends, "[]", 0.0, 0.0)
 
 
@@ -160,6 +161,7 @@ def test_tree_of_the_modules_docstring():
     assert list(response.token_ids) == [2, 4, 6]
     assert [turn.reward if turn.HasField("reward") else None for turn in response.turns] == [None, 0.5, None]
     assert (response.reward, dict(response.reward_parts)) == (1.5, {"part": 1.0})
+    assert [turn.num_cached_tokens for turn in response.turns] == [0, 3, 2]
 
 
 def test_fork_shares_with_the_best_path_and_the_first_of_equals():

@@ -375,6 +375,9 @@ def test_metrics_are_means_over_episodes():
     group = make_episodes(shapes=[SHAPES["several levels"], SHAPES["chain"], 2])
     group.failed_episodes["timed_out"] = 2
     group.failed_episodes["crashed"] = 1
+    for response in group.responses:
+        for turn in response.turns:
+            turn.num_cached_tokens = 4
     stats.add_group(group, True)
     other.add_group(make_episodes("0-1", shapes=[SHAPES["one turn"], 2, 2]), True)
     stats.merge([stats.to_bytes(), other.to_bytes()])
@@ -386,6 +389,7 @@ def test_metrics_are_means_over_episodes():
         "episode/observed_tokens": 11 / 3,
         "episode/environment_s": 20 / 3,
         "episode/generate_s": 5 / 3,
+        "episode/cached_frac": 7 * 4 / 91,
         "episode/failed": 3,
         "episode/failed_timed_out": 2,
         "episode/failed_crashed": 1,

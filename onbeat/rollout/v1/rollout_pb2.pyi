@@ -405,6 +405,7 @@ class Turn(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     GENERATE_S_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """an earlier turn of this episode; absent: the group's prompt"""
     num_shared: _builtins.int
@@ -424,6 +425,8 @@ class Turn(_message.Message):
     waited_s: _builtins.float
     """from the end of the call before, or the episode's start: time in the environment"""
     generate_s: _builtins.float
+    num_cached_tokens: _builtins.int
+    """of its prompt, that the engine did not compute again; 0 also where it is not known"""
     @_builtins.property
     def observed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """from the environment, a tool or the template: never trained"""
@@ -442,10 +445,11 @@ class Turn(_message.Message):
         reward: _builtins.float | None = ...,
         waited_s: _builtins.float = ...,
         generate_s: _builtins.float = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "parent", b"parent", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "call_id", b"call_id", "finish_reason", b"finish_reason", "generate_s", b"generate_s", "messages_json", b"messages_json", "num_characters", b"num_characters", "num_sampled", b"num_sampled", "num_shared", b"num_shared", "observed_token_ids", b"observed_token_ids", "parent", b"parent", "reward", b"reward", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_reward", b"_reward", "call_id", b"call_id", "finish_reason", b"finish_reason", "generate_s", b"generate_s", "messages_json", b"messages_json", "num_cached_tokens", b"num_cached_tokens", "num_characters", b"num_characters", "num_sampled", b"num_sampled", "num_shared", b"num_shared", "observed_token_ids", b"observed_token_ids", "parent", b"parent", "reward", b"reward", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

@@ -118,6 +118,7 @@ def to_turn(tree: TokenTree, index: int, call: Call, rewards: dict[str, float]) 
         reward=rewards.get(call.call_id),
         waited_s=call.waited_s,
         generate_s=call.generate_s,
+        num_cached_tokens=call.generated.num_cached_tokens,
     )
 
 
