@@ -37,6 +37,8 @@ METHODS = {
         f"{LEDGER}.rollout_side:RolloutSide.claim",
         f"{LEDGER}.rollout_side:RolloutSide.submit",
         "services.rollout.producer:GroupProducer._generate",
+        "services.rollout.episodes.runner:EpisodeRunner.play",
+        "services.rollout.episodes.episode:Episode.chat",
         "services.rollout.transformers_engine:TransformersEngine._sample",
     ],
     "services.trainer": [
@@ -123,7 +125,7 @@ class Obedience:
             signal.pthread_kill(threading.get_ident(), number)
 
     def write_down(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "GroupProducer._generate":
+        if name in ("GroupProducer._generate", "EpisodeRunner.play"):
             with (self._folder / "generated").open("a") as file:
                 file.write(f"{arguments[1].claim.task.group_id} {time.time()}\n")
 

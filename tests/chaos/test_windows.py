@@ -31,6 +31,7 @@ TRAINER_LEASE_S, ROLLOUT_LEASE_S = 2.0, 3.0
 SMALL = {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 2, "max_response_tokens": 8}
 BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}
 EVERY = {"every_iterations": 1}
+GAME = {"name": "guess_number", "options": {"max_guesses": 3}, "max_turns": 3}
 EVALUATION = {"every_iterations": 1, "num_prompts": 2, "num_samples_per_prompt": 1}
 
 
@@ -52,6 +53,7 @@ WINDOWS = [
     Window("rollout:claimed-not-started", "RolloutSide.claim.after"),
     Window("rollout:generating", "TransformersEngine._sample.before"),
     Window("rollout:generating", "TransformersEngine._sample.before", nth=3, sections={"schedule": BOUNDED}),
+    Window("rollout:playing", "Episode.chat.after", nth=2, sections={"environment": GAME}),
     Window("rollout:generated-not-submitted", "RolloutSide.submit.before"),
     Window("rollout:submitted-not-answered", "RolloutSide.submit.after"),
     Window("trainer:claimed-not-announced", "Versions.announce.before"),
@@ -193,6 +195,20 @@ def test_rollout_draining(chaos, tmp_path):
     wait_until(lambda: any(w.id == name and w.state == "draining" for w in workers("default")), f"{name} drains")
     os.kill(victim, signal.SIGKILL)
     chaos.check(job_id, tmp_path)
+
+
+def test_trainer_dies_while_episodes_are_played(chaos, tmp_path):
+    """A trainer dies with a group, and another one takes the job over, while an episode of a second group goes on."""
+    chaos.orders.give("TransformersEngine._sample.before", "hold", nth=2)
+    chaos.orders.give("TrainerSide.take.after", "kill")
+    job_id = chaos.submit("trainer and episodes", environment=GAME)
+    chaos.wait_for_taken("TransformersEngine._sample.before")
+    victim = chaos.wait_for_taken("TrainerSide.take.after")
+    wait_until(lambda: chaos.events(job_id, "job.taken_over"), "another trainer has the job")
+    chaos.orders.withdraw()
+    chaos.check(job_id, tmp_path)
+    assert not psutil.pid_exists(victim)
+    chaos.check_nothing_was_repeated()
 
 
 def test_broker_cancelling_not_cancelled(chaos):
