@@ -255,7 +255,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
             }
         },
         "evaluation.sets.1.data.path",
-        "put it there",
+        "`onbeat data push` uploads it",
     ),
     (
         "reward of a set",

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel
@@ -33,7 +33,12 @@ class DatasetList(BaseModel):
     max_bytes: int
 
 
-@router.put("/datasets/{name}", status_code=201, responses=documented(409, 413, 507), openapi_extra=AS_BYTES)
+ALREADY: dict[int | str, dict[str, Any]] = {200: {"model": DatasetRecord, "description": "It is there already"}}
+
+
+@router.put(
+    "/datasets/{name}", status_code=201, responses=documented(409, 413, 507) | ALREADY, openapi_extra=AS_BYTES
+)
 async def put_dataset(
     name: DatasetName,
     broker: Broker,
