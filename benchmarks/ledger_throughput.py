@@ -168,14 +168,14 @@ async def latency(num_tokens: int, num_groups: int) -> dict[str, float]:
     redis = connect(URL)
     full, without_audit = Ledger(redis), Ledger(redis)
     text = load_script("submit_group")
-    without_audit._submit = BatchedScript(redis, redis.register_script(cut_audit(text)))
+    without_audit.rollout._submission = BatchedScript(redis, redis.register_script(cut_audit(text)))
     job_id = await open_job(full, num_groups)
-    claims = await full.claim_groups(job_id, "w0", num_groups, LEASE_S)
+    claims = await full.rollout.claim(job_id, "w0", num_groups, LEASE_S)
     groups = groups_of(claims, "w0", num_tokens)
     payload = encode_group(groups[0])
     ways: list[Callable[[int], Awaitable[Any]]] = [
-        lambda index: full.submit_group(job_id, claims[index].entry_id, groups[index]),
-        lambda index: without_audit.submit_group(job_id, claims[index].entry_id, groups[index]),
+        lambda index: full.rollout.submit(job_id, claims[index].entry_id, groups[index]),
+        lambda index: without_audit.rollout.submit(job_id, claims[index].entry_id, groups[index]),
         lambda index: redis.xadd(JobKeys(job_id).rollouts + ":bare", {"group": payload}),
     ]
     taken: list[list[float]] = [[], [], []]

@@ -174,7 +174,7 @@ def audit_log(chaos: ChaosStack, job_id: str) -> list[tuple[float, Words]]:
 
     async def read() -> list[tuple[float, Words]]:
         redis = connect(chaos.stack.redis_url)
-        entries = await Ledger(redis).audit_entries(job_id, count=100_000)
+        entries = await Ledger(redis).audit_log.entries(job_id, count=100_000)
         await redis.aclose()
         return [(int(entry.id.split("-")[0]) / 1000, entry.line.split("\t")) for entry in entries]
 

@@ -320,7 +320,7 @@ async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(
         ours = {"cert_file": cert, "key_file": key, "ca_file": authority.cert}
         client = connect(url, 5, password_file=password_file, **ours)
         job_id = await create_job(Ledger(client))
-        assert await Ledger(client).job_state(job_id) is JobState.PENDING
+        assert await Ledger(client).jobs.state(job_id) is JobState.PENDING
         await client.aclose()
         for options in (ours | {"ca_file": stranger.cert}, {"ca_file": authority.cert}, {}):
             client = connect(url, 1, password_file=password_file, **options)  # type: ignore[arg-type]

@@ -519,7 +519,7 @@ async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatc
 
     await rig.restart_trainer_behind(3)
     await rig.open(3, rig.task(3, 0))
-    monkeypatch.setattr(rig.ledger, "claim_groups", count)
+    monkeypatch.setattr(rig.ledger.rollout, "claim", count)
     rig.start_worker()
     await rig.until_released(1)
     num_claims = 0

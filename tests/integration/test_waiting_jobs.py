@@ -85,7 +85,7 @@ async def test_conductor_watches_only_the_jobs_that_are_next(alone: Ledger, tmp_
 
     await asyncio.sleep(1)
     assert await watched() == set(job_ids[:NUM_NEXT])
-    assert await alone.claim_job(job_ids[-1], "trainer-a", 30)
+    assert await alone.trainer.claim_job(job_ids[-1], "trainer-a", 30)
     await eventually("the started job has a watcher", is_started_one_watched)
     assert len(await watched()) == NUM_NEXT + 1
     running.cancel()
