@@ -5,6 +5,7 @@ from `prepare` on, or else in `start`.
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # `stop` waits this long (seconds) for an engine that is being built; after that it is shut down once it is there.
 BUILD_DEADLINE_S = 120.0
+
+MAX_SHUTDOWNS = 3
 
 # Below this vLLM samples at another temperature than the one asked for.
 MIN_TEMPERATURE = 0.01
@@ -232,7 +235,7 @@ class VllmEngine:
             return
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # it would take the end of the engine core for a crash
-        await asyncio.to_thread(llm.shutdown)
+        await asyncio.to_thread(shut_down, llm)
 
     async def _end_building(self, building: "asyncio.Task[None]") -> None:
         """Clean up after a cancelled or failed start. A thread cannot be stopped: wait for what it builds, within
@@ -248,7 +251,16 @@ class VllmEngine:
     def _shut_down_late(self, building: "asyncio.Task[None]") -> None:
         llm, self._llm = self._llm, None
         if not building.cancelled() and llm is not None:
-            asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
+            asyncio.get_running_loop().run_in_executor(None, shut_down, llm)
+
+
+def shut_down(llm: "AsyncLLM") -> None:
+    """End the processes of vLLM, which raises when one of them ends by itself while it looks at it: then again."""
+    import psutil
+
+    for _ in range(MAX_SHUTDOWNS):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return llm.shutdown()
 
 
 def set_environment(environment: Mapping[str, str | None]) -> None:

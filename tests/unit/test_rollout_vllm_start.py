@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -188,3 +189,17 @@ async def test_engine_that_is_stopped_during_the_import_is_shut_down(model_dir: 
     importing.may_finish.set()
     await asyncio.wait_for(stopping, 5)
     assert engine.llm.num_shutdowns == 1
+
+
+def test_process_that_ends_by_itself_does_not_stop_the_end():
+    class Ending:
+        num_tries = 0
+
+        def shutdown(self):
+            self.num_tries += 1
+            if self.num_tries == 1:
+                raise psutil.NoSuchProcess(1)
+
+    ending = Ending()
+    vllm_engine.shut_down(ending)  # type: ignore[arg-type]
+    assert ending.num_tries == 2

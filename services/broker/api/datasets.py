@@ -36,9 +36,7 @@ class DatasetList(BaseModel):
 ALREADY: dict[int | str, dict[str, Any]] = {200: {"model": DatasetRecord, "description": "It is there already"}}
 
 
-@router.put(
-    "/datasets/{name}", status_code=201, responses=documented(409, 413, 507) | ALREADY, openapi_extra=AS_BYTES
-)
+@router.put("/datasets/{name}", status_code=201, responses=documented(409, 413, 507) | ALREADY, openapi_extra=AS_BYTES)
 async def put_dataset(
     name: DatasetName,
     broker: Broker,
