@@ -82,6 +82,7 @@ def drawn(page: Page, name: str) -> Locator:
         "group": page.get_by_test_id("chart-alike").locator("canvas"),
         "groups side by side": page.get_by_test_id("chart-alike").locator("canvas"),
         "long group": page.get_by_test_id("chart-alike").locator("canvas"),
+        "episodes": page.get_by_test_id("chart-alike").locator("canvas"),
         "timeline": page.get_by_test_id("timeline").get_by_role("slider").first,
         "comparison": page.locator(".chart canvas").first,
         "workers": page.get_by_text(WORKERS[0]).first,

@@ -40,9 +40,10 @@ async def selected(page: Page) -> str:
 async def test_empty_job_names_every_field_that_is_missing(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     visit.watch.expect("status of 422")
     page = await visit(broker.url, "#/new")
+    await write(page, {})
     await page.get_by_test_id("submit-job").click()
     problem = page.get_by_role("alert")
-    for path in ("model", "reward", "rollout", "schedule"):
+    for path in ("model", "data", "rollout", "schedule"):
         await expect(problem.get_by_role("listitem").filter(has_text=path).first).to_be_visible()
     await expect(problem).to_be_focused()
     assert await ledger.jobs.ids() == []
