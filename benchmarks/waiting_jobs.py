@@ -1,8 +1,8 @@
 """The cost of a broker with many pending jobs: time of every read that looks at jobs, and processor time when idle.
 
 The jobs are written through the ledger, then a real broker serves them from a real Redis over loopback, with no trainer
-and no rollout. Goals: every read's median is at most READ_MS, and the broker takes less than IDLE_SHARE of a core
-without requests. The exit code says whether they were reached.
+and no rollout. Goals: every read within READ_MS, less than IDLE_SHARE of a core without requests. The exit code says
+whether they were reached.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=NUM_JOBS)
     result = asyncio.run(run(parser.parse_args().jobs))
-    slow = [name for name, times in result["reads"].items() if times["median_ms"] > READ_MS]
+    slow = [name for name, times in result["reads"].items() if times["max_ms"] > READ_MS]
     is_good = not slow and result["idle"]["processor_share"] < IDLE_SHARE
     save("waiting_jobs", result | {"reads_over_the_goal": slow, "is_within_the_goals": is_good})
     return 0 if is_good else 1
