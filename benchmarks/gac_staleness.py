@@ -75,10 +75,10 @@ def pretrain(model: Any) -> None:
 
 
 class StaleRollouts:
-    """A job session whose groups are generated here, by the version of `staleness` iterations ago."""
+    """A job's link and groups in one; the groups are generated here, by the version of `staleness` iterations ago."""
 
-    def __init__(self, config: JobConfig, model: Any, staleness: int, seed: int) -> None:
-        self.config, self.job_id = config, "experiment"
+    def __init__(self, model: Any, staleness: int, seed: int) -> None:
+        self.job_id, self.groups = "experiment", self
         self._staleness = staleness
         self._model = freeze_copy(model)
         use_attention(self._model, "sdpa")
@@ -87,7 +87,7 @@ class StaleRollouts:
         self._next_iteration = 0
         self.metrics: list[dict[str, float]] = []
 
-    def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
+    def take(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         iteration = self._next_iteration
         self._next_iteration += 1
         version = max(0, iteration - self._staleness)
@@ -136,16 +136,16 @@ class StaleRollouts:
     def check(self) -> JobState:
         return JobState.RUNNING
 
-    def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
+    def accepted(self, first_iteration: int) -> list[RolloutGroup]:
         return []
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
         return []
 
-    def taken_groups(self, iteration: int) -> set[str]:
+    def taken(self, iteration: int) -> set[str]:
         return set()
 
-    def iteration_version(self, iteration: int) -> int:
+    def policy_version(self, iteration: int) -> int:
         return max(0, iteration - self._staleness)
 
     def is_drained(self, iteration: int) -> bool:
@@ -184,7 +184,7 @@ def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_r
         }
     )
     model = create_model(seed)
-    link = StaleRollouts(config, model, staleness, seed)
+    link = StaleRollouts(model, staleness, seed)
     with temporary_folder() as folder:
         checkpoints = CheckpointStore(folder, keep=1)
         TrainLoop(link, config, Policy.create(model, config), TrainState.fresh("x", "random"), checkpoints, {}).run()

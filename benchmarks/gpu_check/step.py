@@ -102,7 +102,7 @@ def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.de
         for iteration in range(NUM_ITERATIONS)
     }
     policy = Policy.create(model, config, World(device=device))
-    link = RecordedLink(config, groups, micro_batches)
+    link = RecordedLink(groups, micro_batches)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = NoCheckpoints(Path(folder), keep=1)
         TrainLoop(link, config, policy, TrainState.fresh("job", "random"), checkpoints, {}).run()

@@ -148,9 +148,10 @@ def queued_at(fields: Fields) -> float:
 
 
 def num_lost_trainers(newest_first: Iterable[Event]) -> int:
-    """Count takeovers since the last commit, or since the job was resumed, as far back as events are kept."""
-    since_then = takewhile(lambda event: not is_fresh_start(event), newest_first)
-    return sum(event.kind == "job.taken_over" for event in since_then)
+    """Count trainers that were lost since the last commit, or since the job was resumed, as far back as events are
+    kept: those that another one took over from, and that had not handed the job over."""
+    since_then = Counter(event.kind for event in takewhile(lambda event: not is_fresh_start(event), newest_first))
+    return max(0, since_then["job.taken_over"] - since_then["job.handed_over"])
 
 
 def is_fresh_start(event: Event) -> bool:

@@ -27,9 +27,11 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.device import choose_device, describe_device
 from services.trainer.job.background import Background
-from services.trainer.job.link import JobCancelled, JobLink, Stopped
+from services.trainer.job.lease import ClaimedJob, Lease
+from services.trainer.job.link import JobCancelled, Stopped
 from services.trainer.job.precision import UnusableDtype, resolve_dtype
 from services.trainer.job.presence import Presence
+from services.trainer.job.session import JobSession
 from services.trainer.job.watchdog import Watchdog, stall_limit_s
 from services.trainer.settings import Settings
 from services.trainer.world import PeerLost, World, is_lost_peer
@@ -101,22 +103,24 @@ def serve(
         job_id, epoch, fields = claimed
         config = JobConfig.of_job({"config": fields})
         num_replicas = world.size if settings.parallelism == "ddp" else 1
-        place = (world.rank, num_replicas)
+        mine = ClaimedJob(job_id, epoch, config, settings.lease_s, world.rank, num_replicas)
         watchdog = None
         if world.is_main:  # other ranks may wait long for rank 0; if one of them is stuck, rank 0 stalls with it
             watchdog = Watchdog(stall_limit_s(settings.stall_s, config.schedule.iteration_deadline_s))
-        link = JobLink(background, ledger, job_id, epoch, config, settings.lease_s, stop, *place, watchdog)
+        job = JobSession(Lease(background, ledger, mine, stop, watchdog))
         if presence is not None:
             presence.job_id = job_id
+        is_handover = False
         try:
-            outcome, error = train(settings, link, config, world)
+            outcome, error = train(settings, job, world)
+            is_handover = outcome is None
             if outcome is not None and (world.is_main or outcome is JobState.FAILED):
                 finish(background, ledger, job_id, epoch, outcome, error)
         finally:
-            link.close()
+            job.close(is_handover)
             if presence is not None:
                 presence.job_id = None
-        del link  # it holds the last version of the weights
+        del job  # it holds the last version of the weights
         gc.collect()
         give_back_freed()
         if world.size > 1 and outcome is not JobState.SUCCEEDED:
@@ -159,24 +163,24 @@ async def candidates(ledger: Ledger, pool: str) -> AsyncIterator[tuple[str, dict
                 await ledger.lists.remove(job_id, pool)
 
 
-def train(settings: Settings, link: JobLink, config: JobConfig, world: World) -> tuple[JobState | None, str]:
+def train(settings: Settings, job: JobSession, world: World) -> tuple[JobState | None, str]:
     """Run the job. Returns its final state and the reason; the state is None if another trainer is to continue it."""
     from services.trainer.session import run_job
 
     try:
-        run_job(settings, link, config, world)
+        run_job(settings, job, world)
         return JobState.SUCCEEDED, ""
     except JobCancelled:
         return JobState.CANCELLED, ""
     except (LeaseLost, Stopped, JobNotFound) as reason:
-        logger.warning("job %s is left to another trainer: %s", link.job_id, reason or "asked to stop")
+        logger.warning("job %s is left to another trainer: %s", job.job_id, reason)
         return None, ""
     except (RedisError, TimeoutError, PeerLost):
         raise  # the job is intact in Redis; this process, or one that it needs, is not
     except (JobFailed, ValueError) as error:
         return JobState.FAILED, str(error)
     except Exception as error:  # the supervisor: an unknown defect ends the job, loudly
-        logger.error("job %s broke:\n%s", link.job_id, traceback.format_exc())
+        logger.error("job %s broke:\n%s", job.job_id, traceback.format_exc())
         if world.size > 1 and is_lost_peer(error):
             raise PeerLost(f"rank {world.rank} of {world.size} broke: {error}") from error
         return JobState.FAILED, f"{type(error).__name__}: {error}"

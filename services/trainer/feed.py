@@ -1,7 +1,7 @@
 """The path from the stream to micro-batches: whole groups, in completion order, under a token budget, recorded first.
 
 Replicas read one consumer group, so the stream hands each group to a free replica; the ledger decides which one trains
-it (`Link.record_micro_batch`), so that no group is trained twice or forgotten when a delivery dies with its reader.
+it (`Groups.record_micro_batch`), so that no group is trained twice or forgotten when a delivery dies with its reader.
 """
 
 import time
@@ -35,17 +35,17 @@ class GroupFeed:
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: list[RolloutGroup] = []
         self._quiet_since = self._looked_at = time.monotonic()
-        self._add(link.accepted_groups(next_iteration))
+        self._add(link.groups.accepted(next_iteration))
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups; with those of other replicas, exactly the `wanted` groups (ids) of the iteration."""
         self._forget_before(iteration)
-        for group_ids in self._link.recorded_micro_batches(iteration):
+        for group_ids in self._link.groups.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
                 while not (recorded := self._pick(group_ids)):
                     self._wait(iteration, len(group_ids))
                 yield self._begin(iteration, recorded)
-        left = set(wanted) - self._link.taken_groups(iteration)
+        left = set(wanted) - self._link.groups.taken(iteration)
         while left:
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
@@ -53,7 +53,7 @@ class GroupFeed:
                 left -= self._taken_by_others(iteration)
                 continue
             group_ids = [group.group_id for group in self._take_budget(ready)]
-            granted = self._link.record_micro_batch(iteration, group_ids)
+            granted = self._link.groups.record_micro_batch(iteration, group_ids)
             left -= set(group_ids)
             mine = {group.group_id: group for group in self._discard(group_ids)}
             if granted:
@@ -77,7 +77,7 @@ class GroupFeed:
         self._quiet_since = time.monotonic()
 
     def _taken_by_others(self, iteration: int) -> set[str]:
-        return self._link.taken_groups(iteration) if self._num_replicas > 1 else set()
+        return self._link.groups.taken(iteration) if self._num_replicas > 1 else set()
 
     def _pick(self, group_ids: list[str]) -> list[RolloutGroup]:
         """Take those waiting groups, in that order; take none and return [] while one is still missing."""
@@ -106,7 +106,7 @@ class GroupFeed:
                 return ready
 
     def _is_complete(self, iteration: int, ready: list[RolloutGroup], left: set[str]) -> bool:
-        return len(ready) == len(left) or (self._num_replicas > 1 and self._link.is_drained(iteration))
+        return len(ready) == len(left) or (self._num_replicas > 1 and self._link.groups.is_drained(iteration))
 
     def _take_budget(self, ready: list[RolloutGroup]) -> list[RolloutGroup]:
         budget = self._config.training.max_tokens_per_micro_batch
@@ -119,7 +119,7 @@ class GroupFeed:
         return batch
 
     def _receive(self, timeout_s: float) -> bool:
-        return self._add(self._link.take_groups(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
+        return self._add(self._link.groups.take(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
 
     def _wait(self, iteration: int, num_left: int) -> None:
         """Wait a moment at most for another group. Raises JobFailed after the iteration's deadline."""
@@ -129,7 +129,7 @@ class GroupFeed:
         now = time.monotonic()
         if not is_new and now - self._looked_at > LOOK_AGAIN_S:
             self._looked_at = now
-            is_new = self._add(self._link.accepted_groups(iteration))
+            is_new = self._add(self._link.groups.accepted(iteration))
         if is_new or self._link.check() is JobState.PAUSED:
             self._quiet_since = now
         if now - self._quiet_since > deadline_s + BROKER_FIRST_S:

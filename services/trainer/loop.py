@@ -103,7 +103,7 @@ class TrainLoop:
         for groups in micro_batches:
             self._link.check()
             if self._behaviour_version is None:
-                self._behaviour_version = self._link.iteration_version(self._iteration)
+                self._behaviour_version = self._link.groups.policy_version(self._iteration)
             with stats.busy("train/micro_batches_s"):
                 self.accumulate(groups, stats, scale)
             witness = witness or [group for group in groups if group.responses][:1]

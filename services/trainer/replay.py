@@ -35,28 +35,19 @@ from services.trainer.weights.store import Snapshot
 from services.trainer.world import World
 
 
-class RecordedLink:
-    """The link of a training loop whose groups are all in the past. Commits go nowhere, digests are kept."""
+class RecordedGroups:
+    """Groups that are all in the past, with the micro-batches in which they were trained."""
 
-    def __init__(
-        self, config: JobConfig, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]
-    ) -> None:
-        self.config, self.job_id, self.doing = config, "replay", ""
-        self._groups = list(groups)
-        self._micro_batches = micro_batches
-        self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
-        self.metrics: dict[int, dict[str, float]] = {}
+    def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
+        self._groups, self._micro_batches = list(groups), micro_batches
 
-    def check(self) -> JobState:
-        return JobState.RUNNING
-
-    def accepted_groups(self, first_iteration: int) -> list[RolloutGroup]:
+    def accepted(self, first_iteration: int) -> list[RolloutGroup]:
         return self._groups
 
-    def take_groups(self, count: int, timeout_s: float) -> list[RolloutGroup]:
+    def take(self, count: int, timeout_s: float) -> list[RolloutGroup]:
         return []
 
-    def iteration_version(self, iteration: int) -> int:
+    def policy_version(self, iteration: int) -> int:
         return next(group.policy_version for group in self._groups if group.iteration == iteration)
 
     def is_drained(self, iteration: int) -> bool:
@@ -65,11 +56,24 @@ class RecordedLink:
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:
         return self._micro_batches[iteration]
 
-    def taken_groups(self, iteration: int) -> set[str]:
+    def taken(self, iteration: int) -> set[str]:
         return {group_id for batch in self._micro_batches[iteration] for group_id in batch}
 
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
+
+
+class RecordedLink:
+    """The link of a training loop over recorded groups. Commits go nowhere, digests are kept."""
+
+    def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
+        self.job_id, self.doing = "replay", ""
+        self.groups = RecordedGroups(groups, micro_batches)
+        self.digests: dict[int, str] = {}  # iteration -> digest of the weights after it
+        self.metrics: dict[int, dict[str, float]] = {}
+
+    def check(self) -> JobState:
+        return JobState.RUNNING
 
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
         pass
@@ -143,7 +147,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     groups, micro_batches, digests = asyncio.run(record())
     until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1})
     shortened = config.model_copy(update={"schedule": until_then})
-    link = RecordedLink(shortened, groups, micro_batches)
+    link = RecordedLink(groups, micro_batches)
     with tempfile.TemporaryDirectory() as scratch:
         TrainLoop(link, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1), {}).run()
     return {

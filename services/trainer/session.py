@@ -12,23 +12,24 @@ from onbeat.objectives import find_objective
 from services.trainer.checkpoints.disk_space import little_room
 from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
-from services.trainer.job.link import JobLink
+from services.trainer.job.session import JobSession
 from services.trainer.loop import TrainLoop
 from services.trainer.model.model import model_files, resolve_model
 from services.trainer.policy import Policy, load_policy
 from services.trainer.settings import Settings
-from services.trainer.trackers.follow import LinkedJob, Tracking
+from services.trainer.trackers.follow import LeasedJob, Tracking
 from services.trainer.weights.store import take_snapshot
 from services.trainer.world import ALONE, World
 
 logger = logging.getLogger(__name__)
 
 
-def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) -> None:
+def run_job(settings: Settings, job: JobSession, world: World) -> None:
     """Train to the last iteration, together with the world's other ranks.
 
     Raises what ends a job early: JobCancelled, JobFailed, LeaseLost, PeerLost, ValueError.
     """
+    config = job.config
     find_objective(config.objective.type)  # raises ValueError where it is not installed
     if world.size > 1 and config.schedule.iteration_deadline_s >= settings.peer_timeout_s:
         raise ValueError(
@@ -43,28 +44,28 @@ def run_job(settings: Settings, link: JobLink, config: JobConfig, world: World) 
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
     cores = f" ({num_cores} cores)" if num_cores else ""
-    logger.info("job %s: loading %s on %s%s, %s", link.job_id, source, world.device, cores, describe(world, is_sharded))
+    logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)
     give_back_freed()  # loading took the model's size twice
     if reason and world.is_main:
         message = f"responses share no prompt in a pass, which is slower: {reason}"
-        logger.warning("job %s: %s", link.job_id, message)
-        link.emit("trainer.not_packed", message)
-    folder = settings.data_dir / "jobs" / link.job_id
-    limits = (settings.checkpoint_timeout_s, link.progress)
-    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, world, link.epoch, *limits)
-    restored = restore(checkpoints, link.job_id, config, policy, world=world)
+        logger.warning("job %s: %s", job.job_id, message)
+        job.emit("trainer.not_packed", message)
+    folder = settings.data_dir / "jobs" / job.job_id
+    limits = (settings.checkpoint_timeout_s, job.lease.progress)
+    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, world, job.epoch, *limits)
+    restored = restore(checkpoints, job.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # its writer may have died before reporting it
-        link.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
+        job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
     if world.is_main and (problem := little_room(checkpoints, policy, config)):
-        logger.warning("job %s: %s", link.job_id, problem)
-        link.emit("job.warning", problem)
-    state = restored or begin(settings.data_dir, link.job_id, config, policy, world)
+        logger.warning("job %s: %s", job.job_id, problem)
+        job.emit("job.warning", problem)
+    state = restored or begin(settings.data_dir, job.job_id, config, policy, world)
     files = model_files(source, policy.compute_dtype)
-    link.serve_weights(files, settings, world if is_sharded else ALONE)
+    job.serve_weights(files, settings, world if is_sharded else ALONE)
     try:
-        with Tracking(LinkedJob(link), link.job_id, config, folder) if world.is_main else nullcontext():
-            TrainLoop(link, config, policy, state, checkpoints, files, world).run()
+        with Tracking(LeasedJob(job.lease), job.job_id, config, folder) if world.is_main else nullcontext():
+            TrainLoop(job, config, policy, state, checkpoints, files, world).run()
     finally:
         checkpoints.close()
 

@@ -57,7 +57,7 @@ def undisturbed(config: JobConfig, groups, micro_batches, scratch: Path) -> dict
     torch.set_num_threads(1)
     model = load_model(config.model.path, torch.float32, torch.device("cpu"))
     start = TrainState.fresh("job", config.model.path)
-    link = RecordedLink(config, groups, micro_batches)
+    link = RecordedLink(groups, micro_batches)
     checkpoints = CheckpointStore(scratch / "replay", keep=1)
     TrainLoop(link, config, Policy.create(model, config), start, checkpoints, {}).run()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -22,12 +22,14 @@ from onbeat.errors import StreamLost
 from onbeat.streams import keys
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
+from onbeat.streams.inspection import newest_events
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import EvaluationState, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
+from services.broker.explain import num_lost_trainers
 from tests.conftest import free_port, start_redis, unfinished
 from tests.integration.broker_fixtures import (
     claim_all,
@@ -415,6 +417,25 @@ async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Led
     assert fields["error"].startswith("2 trainers in a row were lost (schedule.max_lost_trainers); ")
     assert "2 trainers in a row ended without committing iteration 1" in fields["error"]
     assert "trainer-d holds" in fields["error"]
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_trainers_that_hand_their_job_over_are_not_lost(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
+    for owner in ("trainer-a", "trainer-b", "trainer-c", "trainer-d"):
+        epoch = await ledger.trainer.claim_job(job_id, owner, 30.0)
+        assert epoch is not None
+        await ledger.trainer.give_back(job_id, epoch, is_handover=True)
+    assert await ledger.trainer.claim_job(job_id, "trainer-e", 0.0)
+    assert await ledger.trainer.claim_job(job_id, "trainer-f", 0.0)  # one loss
+    await asyncio.sleep(1.5)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    assert num_lost_trainers(await newest_events(ledger, job_id)) == 1
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-g", 30.0)  # the second one
+    await reaches(ledger, job_id, JobState.FAILED)
+    await ledger.trainer.give_back(job_id, str(epoch), is_handover=True)  # too late: it leaves nothing to anybody
+    kinds = [event.kind for event in await ledger.event_log.read(job_id)]
+    assert kinds.count("job.handed_over") == 4
 
 
 async def test_crashes_of_a_watcher_long_ago_do_not_add_up(

@@ -28,8 +28,9 @@ from services.broker.explain import explain_job
 from services.broker.settings import Settings
 from services.trainer.feed import GroupFeed
 from services.trainer.job.background import Background
-from services.trainer.job.link import JobLink
+from services.trainer.job.lease import ClaimedJob, Lease
 from services.trainer.job.presence import Presence
+from services.trainer.job.session import JobSession
 from tests.conftest import free_port, start_redis
 from tests.integration.broker_fixtures import (
     claim_all,
@@ -508,7 +509,7 @@ async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_u
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background, stop = Background(), threading.Event()
     own = background.run(connect_to(redis_url))
-    link = JobLink(background, own, job_id, epoch, config, 30.0, stop)
+    job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
 
     async def tells(doing: str) -> None:
         async def is_told() -> bool:
@@ -519,7 +520,7 @@ async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_u
     try:
         await tells("loading the model")
         await open_iteration(ledger, job_id, 0, num_groups=2)
-        feed = (await asyncio.to_thread(GroupFeed, link, config, 0)).micro_batches(0, ["0-0", "0-1"])
+        feed = (await asyncio.to_thread(GroupFeed, job, config, 0)).micro_batches(0, ["0-0", "0-1"])
         micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
         await tells("waiting for groups of iteration 0: 2 missing")
         await drain(ledger, job_id)
@@ -527,7 +528,7 @@ async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_u
         await tells(f"training a micro-batch of {num_groups} groups of iteration 0")
     finally:
         stop.set()  # whoever still waits for groups ends by this
-        await asyncio.to_thread(link.close)
+        await asyncio.to_thread(job.close)
         background.run(own.redis.aclose())
         background.close()
 

@@ -12,8 +12,8 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
 from services.trainer.job.background import Background
-from services.trainer.job.link import JobLink
-from services.trainer.trackers.follow import LinkedJob, Tracking
+from services.trainer.job.lease import ClaimedJob, Lease
+from services.trainer.trackers.follow import LeasedJob, Tracking
 from tests.integration.broker_fixtures import commit, create_job, drain, start_training, tasks_for
 
 
@@ -40,10 +40,10 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(ledger: Ledger, red
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
     background = Background()
     own = background.run(connect_to(redis_url))
-    link = JobLink(background, own, job_id, epoch, config, 30.0, threading.Event())
+    lease = Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), threading.Event())
 
     def track() -> Tracking:
-        return Tracking(LinkedJob(link), job_id, config, tmp_path, look_s=0.05)
+        return Tracking(LeasedJob(lease), job_id, config, tmp_path, look_s=0.05)
 
     try:
         for iterations in (range(3), range(3, 5)):
@@ -53,7 +53,7 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(ledger: Ledger, red
             await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
             await asyncio.to_thread(tracking.__exit__, None, None, None)
     finally:
-        await asyncio.to_thread(link.close)
+        await asyncio.to_thread(lease.close)
         background.run(own.redis.aclose())
         background.close()
     found = curves(tmp_path / "tensorboard")

@@ -30,7 +30,8 @@ from onbeat.types import JobState
 from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.mover import WeightsMover
 from services.trainer.job.background import Background
-from services.trainer.job.link import JobLink
+from services.trainer.job.groups import GroupSource
+from services.trainer.job.lease import ClaimedJob, Lease
 from tests.integration.broker_fixtures import eventually
 from tests.integration.tiny_models import write_tied_model
 from tests.unit.trainer_fixtures import job_config, make_group
@@ -262,17 +263,18 @@ async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
     for rank, index, group_id in [(1, 0, "0-2"), (0, 0, "0-0"), (1, 1, "0-4")]:
         await ledger.trainer.record_micro_batch(job_id, epoch, 0, rank, index, [group_id])
 
-    def repeated(link):
-        return [group_ids[0] for group_ids in link.recorded_micro_batches(0)]
+    def repeated(groups):
+        return [group_ids[0] for group_ids in groups.recorded_micro_batches(0)]
 
     def as_the_only_replica():
         background = Background()
         own = background.run(connected())
-        link = JobLink(background, own, job_id, epoch, config, 60, threading.Event())
-        before = repeated(link)
+        job, stop = ClaimedJob(job_id, epoch, config, 60), threading.Event()
+        groups = GroupSource(Lease(background, own, job, stop))
+        before = repeated(groups)
         for group_id in ("0-1", "0-3"):
-            link.record_micro_batch(0, [group_id])
-        again = JobLink(background, own, job_id, epoch, config, 60, threading.Event())
+            groups.record_micro_batch(0, [group_id])
+        again = GroupSource(Lease(background, own, job, stop))
         return before, repeated(again)
 
     async def connected():

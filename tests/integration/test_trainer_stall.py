@@ -16,9 +16,9 @@ SCRIPT = """
 import ctypes, sys
 import services.trainer.session as session
 
-def stuck_step(settings, link, config, world):
-    link.doing = "at the barrier"
-    link._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
+def stuck_step(settings, job, world):
+    job.doing = "at the barrier"
+    job.lease._watchdog._progressed_at -= 0.95 * settings.stall_s  # the warning is due at once, the end after stall_s
     ctypes.{library}(None).sleep(600)
 
 session.run_job = stuck_step

@@ -3,6 +3,7 @@
 import json
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,4 +155,4 @@ def test_job_is_read_where_its_objective_is_not_installed(foreign):
 
 def test_trainer_without_the_package_says_so(foreign):
     with pytest.raises(ValueError, match=r"^no objective 'lenient' is installed here; .*every trainer$"):
-        run_job(None, None, JobConfig.of_job(foreign), ALONE)
+        run_job(None, SimpleNamespace(config=JobConfig.of_job(foreign)), ALONE)

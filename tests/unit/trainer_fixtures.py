@@ -86,13 +86,13 @@ def job_config(**sections) -> JobConfig:
 
 
 class RecordedLink:
-    """Hands out prepared groups in a given order and records what the loop does; speaks to nobody.
+    """A job's link and groups in one: hands out prepared groups in a given order and records what the loop does.
 
     `arrivals` groups come at a time, with a pause after them unless `is_steady`.
     """
 
     def __init__(self, config, groups, arrivals=1, micro_batches=None, is_steady=False):
-        self.config, self.job_id = config, "job"
+        self.config, self.job_id, self.groups = config, "job", self
         self._is_steady, self._is_pause = is_steady, False
         self._all, self._groups, self._arrivals = list(groups), list(groups), arrivals
         self._micro_batches = micro_batches or {}
@@ -110,10 +110,10 @@ class RecordedLink:
     def check(self):
         return JobState.RUNNING
 
-    def accepted_groups(self, first_iteration):
+    def accepted(self, first_iteration):
         return []
 
-    def take_groups(self, count, timeout_s):
+    def take(self, count, timeout_s):
         if self._is_pause:
             self._is_pause = False
             return []
@@ -121,7 +121,7 @@ class RecordedLink:
         taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
         return taken
 
-    def iteration_version(self, iteration):
+    def policy_version(self, iteration):
         return next(group.policy_version for group in self._all if group.iteration == iteration)
 
     def is_drained(self, iteration):
@@ -130,7 +130,7 @@ class RecordedLink:
     def recorded_micro_batches(self, iteration):
         return self._micro_batches.get(iteration, [])
 
-    def taken_groups(self, iteration):
+    def taken(self, iteration):
         return {group_id for batch in self._micro_batches.get(iteration, []) for group_id in batch}
 
     def record_micro_batch(self, iteration, group_ids):

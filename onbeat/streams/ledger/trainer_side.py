@@ -43,6 +43,12 @@ class TrainerSide(Part):
             raise LeaseLost(f"job {job_id} has another trainer now")
         return JobState(state.decode())
 
+    async def give_back(self, job_id: str, epoch: str, is_handover: bool = False) -> None:
+        """End the lease now. Raise LeaseLost. `is_handover`: the trainer goes in good order, and is not counted as
+        lost."""
+        if await self._run("renew_job", JobKeys(job_id), [], epoch, 0, "", "1" if is_handover else "0") is None:
+            raise LeaseLost(f"job {job_id} has another trainer now")
+
     async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
         """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
         recorded = await self._run("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)

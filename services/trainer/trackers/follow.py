@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig, TrackerConfig
 from onbeat.errors import OnbeatError
-from services.trainer.job.link import JobLink
+from services.trainer.job.lease import Lease
 from services.trainer.trackers.points import Cursor, Point, read_points
 
 logger = logging.getLogger(__name__)
@@ -48,24 +48,24 @@ class Job(Protocol):
     def warn(self, message: str) -> None: ...
 
 
-class LinkedJob:
-    def __init__(self, link: JobLink) -> None:
-        self._link = link
+class LeasedJob:
+    def __init__(self, lease: Lease) -> None:
+        self._lease, self._id = lease, lease.job.id
 
     def read(self, cursor: Cursor) -> list[Point]:
         """Return new points; none while Redis is away (the training decides how long that may last)."""
         try:
-            return self._link.ask(lambda ledger: read_points(ledger, self._link.job_id, cursor))
+            return self._lease.ask(lambda ledger: read_points(ledger, self._id, cursor))
         except (RedisError, TimeoutError, OnbeatError) as error:
-            logger.info("job %s: trackers get nothing new: %s", self._link.job_id, error)
+            logger.info("job %s: trackers get nothing new: %s", self._id, error)
             return []
 
     def warn(self, message: str) -> None:
-        logger.warning("job %s: %s", self._link.job_id, message)
+        logger.warning("job %s: %s", self._id, message)
         try:
-            self._link.ask(lambda ledger: ledger.event_log.emit(self._link.job_id, "tracker.failed", message))
+            self._lease.ask(lambda ledger: ledger.event_log.emit(self._id, "tracker.failed", message))
         except (RedisError, TimeoutError) as error:
-            logger.warning("job %s: the event could not be stored: %s", self._link.job_id, error)
+            logger.warning("job %s: the event could not be stored: %s", self._id, error)
 
 
 class Follower:

@@ -1,0 +1,132 @@
+"""The lease of a job: renewed in the background for as long as this process trains it, on every rank."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
+
+from onbeat.config import JobConfig
+from onbeat.errors import LeaseLost, OnbeatError
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from services.trainer.job.background import Background
+from services.trainer.job.link import JobCancelled, Stopped
+from services.trainer.job.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A job that this trainer has claimed, as one of its ranks sees it."""
+
+    id: str
+    epoch: str  # fences off earlier trainers of the job
+    config: JobConfig
+    lease_s: float
+    rank: int = 0
+    num_replicas: int = 1  # of the whole model; 1 if it is sharded over the ranks
+
+
+class Lease:
+    """A lease, held until `close`, and the way to the ledger under it."""
+
+    def __init__(
+        self,
+        background: Background,
+        ledger: Ledger,
+        job: ClaimedJob,
+        stop: threading.Event,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.ledger, self.job = ledger, job
+        self._background, self._stop, self._watchdog = background, stop, watchdog
+        self._doing = "loading the model"
+        self._state = JobState.RUNNING
+        self._lost: Exception | None = None
+        self._heartbeat = background.start(self._keep())
+
+    @property
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        self.progress()
+
+    def progress(self) -> None:
+        """Report to the watchdog that the main thread makes progress; `check` and `run` do so, too."""
+        if self._watchdog is not None:
+            self._watchdog.progress()
+
+    def check(self) -> JobState:
+        """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
+        self.progress()
+        if self._lost is not None:
+            raise self._lost
+        if self._stop.is_set():
+            raise Stopped("this process was asked to stop")
+        if self._state is JobState.CANCELLING:
+            raise JobCancelled
+        if self._state.is_final:
+            raise LeaseLost(f"job {self.job.id} is {self._state}")
+        return self._state
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run on the background loop and wait for the result: a sign of progress. Raises TimeoutError."""
+        result = self._background.run(coroutine)
+        self.progress()
+        return result
+
+    def ask(self, question: Callable[[Ledger], Coroutine[Any, Any, T]]) -> T:
+        """Ask the ledger from a thread that does not train: no sign of progress. Raises RedisError, TimeoutError."""
+        return self._background.run(question(self.ledger))
+
+    def close(self, is_handover: bool = False) -> None:
+        """Give the lease back, so that another trainer need not wait for it to run out.
+
+        `is_handover`: nothing is wrong with the job or with this trainer, which does not count as lost.
+        """
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._background.cancel(self._heartbeat)
+        if self._lost is None and self.job.rank == 0:
+            giving_back = self.ledger.trainer.give_back(self.job.id, self.job.epoch, is_handover)
+            try:
+                self._background.run(giving_back, timeout_s=5)
+            except (LeaseLost, RedisError, TimeoutError):
+                logger.warning("the lease of job %s was not handed back; it runs out by itself", self.job.id)
+
+    # ---- in the background ---------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Renew in time, and notice a cancel within a second. A failure ends it: `check` raises it while training."""
+        try:
+            while True:
+                self._state = await self._renew()
+                await self._warn_of_stall()
+                await asyncio.sleep(min(0.25, self.job.lease_s / 3))
+        except (OnbeatError, RedisError) as error:
+            self._lost = error
+
+    async def _renew(self) -> JobState:
+        """Renew the lease on rank 0; on other ranks, only check that it is still this trainer's."""
+        job = self.job
+        if job.rank == 0:
+            return await self.ledger.trainer.renew_job(job.id, job.epoch, job.lease_s, self._doing)
+        fields = await self.ledger.jobs.fields(job.id)
+        if fields["epoch"] != job.epoch:
+            raise LeaseLost(f"job {job.id} has another trainer now")
+        return JobState(fields["state"])
+
+    async def _warn_of_stall(self) -> None:
+        if self._watchdog is not None and (warning := self._watchdog.warning(self._doing)):
+            logger.error("job %s: %s", self.job.id, warning)
+            await self.ledger.event_log.emit(self.job.id, "trainer.stalled", warning)

@@ -1,0 +1,140 @@
+"""A live job as its training loop sees it: groups come in, weights go out, and iterations are committed."""
+
+import json
+import time
+from typing import Any
+
+from onbeat.types import JobState, PublishedWeights
+from onbeat.weights.client import Peer
+from onbeat.weights.host import host_id
+from onbeat.weights.security import reachable_host
+from services.trainer.job.groups import GroupSource
+from services.trainer.job.lease import Lease
+from services.trainer.job.link import Commit
+from services.trainer.job.meters import CommitMeter
+from services.trainer.settings import Settings
+from services.trainer.spans import to_record
+from services.trainer.weights.relay_tree import Sources
+from services.trainer.weights.server import WeightServer
+from services.trainer.weights.store import Snapshot, WeightStore, num_served
+from services.trainer.world import World
+
+
+class JobSession:
+    """A job's session, valid while the lease is held. Its methods raise LeaseLost once another trainer owns the job."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease, self.groups = lease, GroupSource(lease)
+        self.job_id, self.config = lease.job.id, lease.job.config
+        self._ledger, self.epoch = lease.ledger, lease.job.epoch
+        self._store = WeightStore(num_served(self.config))
+        self._server: WeightServer | None = None
+        self._address = ""
+        self._meter = CommitMeter()
+
+    @property
+    def doing(self) -> str:
+        return self.lease.doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self.lease.doing = doing
+
+    def check(self) -> JobState:
+        """Return the job's state. Raises LeaseLost, JobCancelled, Stopped, or what broke the heartbeat."""
+        return self.lease.check()
+
+    def emit(self, kind: str, message: str) -> None:
+        self.lease.run(self._ledger.event_log.emit(self.job_id, kind, message))
+
+    def close(self, is_handover: bool = False) -> None:
+        """Stop serving and give the lease back. `is_handover`: see `Lease.close`."""
+        try:
+            if self._server is not None:
+                self.lease.run(self._server.stop())
+        finally:
+            self.lease.close(is_handover)
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def serve_weights(self, files: dict[str, bytes], settings: Settings, shards: World) -> None:
+        """Serve weights on rank 0 and on every rank of `shards`: each what it holds, and rank 0 knows who holds what.
+
+        Raises WeightsError when the port is taken, ValueError when certificates are not usable.
+        """
+        rank = self.lease.job.rank
+        if rank > 0 and shards.size == 1:
+            return
+        security = settings.wire_security()
+        server = WeightServer(self.job_id, files, self._store, security, settings.weights_max_calls)
+        port = settings.weights_port + rank if settings.weights_port else 0
+        bound = self.lease.run(server.start(settings.weights_host, port))
+        self._server = server
+        self._address = f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{bound}"
+        own = Peer(settings.trainer_id, self._address, host_id(), settings.zone)
+        roots = [Peer(**json.loads(message)) for message in shards.all_gather_bytes(json.dumps(vars(own)).encode())]
+        server.sources = Sources(roots, settings.weights_egress, settings.weights_fanout)
+
+    def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
+        """Let rollouts pull this version, without announcing it. `delta_bytes`: of all shards; None: in full only."""
+        self._store.add(snapshot, delta_bytes)
+
+    def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
+        """Announce this version, which is held: rollouts pull it from now on."""
+        self.doing = f"publishing policy version {snapshot.policy_version}"
+        assert self._server is not None
+        version, digest = snapshot.policy_version, snapshot.manifest.digest.hex()
+        self.lease.run(self._server.announce())
+        versions = self._ledger.versions
+        self.lease.run(versions.announce(self.job_id, self.epoch, version, self._address, digest, published))
+
+    # ---- the barrier ---------------------------------------------------------------------------------------------
+
+    def commit(self, commit: Commit) -> bool:
+        """Close the iteration and count the next version. Return False when it was committed before a crash."""
+        self.doing = f"committing iteration {commit.iteration}"
+        report: dict[str, Any] = commit.metrics | {"spans": to_record(commit.spans, self._clock_offset_s())}
+        version = commit.snapshot.policy_version
+        is_new = self.lease.run(
+            self._ledger.trainer.commit(
+                self.job_id,
+                self.epoch,
+                commit.iteration,
+                version,
+                commit.snapshot.manifest.digest.hex(),
+                report,
+                commit.used,
+                is_published=commit.is_published,
+                advantages=commit.advantages,
+            )
+        )
+        num_updates = self.config.training.num_updates_per_iteration
+        self._meter.record(version, num_updates, commit.metrics, commit.spans)
+        return is_new
+
+    def _clock_offset_s(self) -> float:
+        """Return the Unix time of Redis minus time.monotonic() here, off by half a round trip at most."""
+        asked_at = time.monotonic()
+        redis_time = self.lease.run(self._ledger.now())
+        return redis_time - (asked_at + time.monotonic()) / 2
+
+    def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
+        self.lease.run(self._ledger.trainer.checkpointed(self.job_id, self.epoch, first, next_iteration, path))
+
+    def wait_for_evaluation(self) -> None:
+        """Keep serving the last version until it is evaluated. Give up, with an event, after a deadline."""
+        last, deadline_s = self.config.schedule.num_iterations, self.config.schedule.iteration_deadline_s
+        deadline = time.monotonic() + deadline_s
+        self.doing = "waiting for the last evaluation" if self.config.evaluation else "ending the job"
+        while self.config.evaluation is not None and not self._is_evaluated(last):
+            self.check()
+            if time.monotonic() > deadline:
+                if self.lease.job.rank == 0:
+                    message = f"the last evaluation did not end within {deadline_s:.0f} s; the job does"
+                    self.emit("evaluation.missed", message)
+                return
+            time.sleep(0.25)
+
+    def _is_evaluated(self, evaluation: int) -> bool:
+        state = self.lease.run(self._ledger.evaluations.state(self.job_id, evaluation))
+        return state is not None and state.is_over
