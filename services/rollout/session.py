@@ -1,95 +1,52 @@
 """A job's session on this rollout: attach -> serve -> drain -> detach. Nothing of it is left afterwards."""
 
 import asyncio
-import functools
 import logging
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
-from onbeat.streams.chat import Chats
 from onbeat.streams.inspection import live_workers
-from onbeat.streams.ledger import Ledger
-from onbeat.temporary import private_folder
-from onbeat.types import JobState, WeightUpdate
-from onbeat.weights.client import ModelDescription, Peer
-from onbeat.weights.connections import WeightsSource
-from onbeat.weights.host import host_id
-from onbeat.weights.mover import WeightsMover
-from onbeat.weights.pull import Pull
-from onbeat.weights.security import reachable_host
-from onbeat.weights.server import PayloadServer
-from services.rollout import meters
-from services.rollout.chat import ChatServer
-from services.rollout.claim_loop import ClaimLoop
-from services.rollout.engine import Engine, TalkativeEngine
-from services.rollout.engines import stop_engine, wait_for_engine
-from services.rollout.episodes.runner import EpisodeRunner
-from services.rollout.gate import VersionGate
-from services.rollout.producer import GroupProducer
-from services.rollout.prompts import PromptEncoder
+from onbeat.types import JobState
+from services.rollout.attach import Attachment, EngineFactory, Parts, ServedJob, SourceFactory, staging_folder
 from services.rollout.puller import WeightsPuller
-from services.rollout.rewards.scorer import Scorer
-from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)
 FOLLOW_S = 1.0
-ATTACH_RETRY_S = 1.0
-MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
-EngineFactory = Callable[[JobConfig], Engine]
-SourceFactory = Callable[[str, str], WeightsSource]  # address, job id
 T = TypeVar("T")
 
 
 class Session:
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        job_id: str,
-        config: JobConfig,
-        create_engine: EngineFactory,
-        connect_weights: SourceFactory,
-    ) -> None:
-        self.job_id = job_id
-        self._settings, self._ledger, self._config = settings, ledger, config
-        self._create_engine, self._connect_weights = create_engine, connect_weights
+    def __init__(self, job: ServedJob, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
+        self.job_id = job.id
+        self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
         self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to leave it
         self._hurry = asyncio.Event()  # do not even finish what is in flight
-        self._has_model = asyncio.Event()
         self._is_stopping = False
-        self._newest_served: int | None = None
-        self._starting: Engine | None = None
-        self._engine: Engine | None = None
-        self._gate: VersionGate | None = None
-        self._producer: GroupProducer | None = None
-        self._loop: ClaimLoop | None = None
-        self._chats: ChatServer | None = None
+        self._attachment = Attachment(job, create_engine, connect_weights, self._ending, self._hurry)
+        self._parts: Parts | None = None
 
     async def run(self) -> None:
         """Serve until the job is over or `stop` is called. Raises EngineBroken, Redis errors, and what the engine's
         start raises."""
         async with AsyncExitStack() as cleanup:
             staging_dir = cleanup.enter_context(staging_folder(self._settings.staging_dir))
-            puller = await self._create_puller(cleanup, staging_dir)
+            puller = await self._attachment.create_puller(cleanup, staging_dir)
             async with asyncio.TaskGroup() as tasks:
                 early = (self._follow_job(), self._follow_weights(puller))
                 background = [tasks.create_task(work) for work in early]
-                loop = await self._unless_ending(self._attach(cleanup, staging_dir, puller))
-                if loop is not None:
-                    steady = (loop.keep_leases(), self._load_when_idle(puller))
+                parts = self._parts = await self._unless_ending(self._attachment.attach(cleanup, staging_dir, puller))
+                if parts is not None:
+                    steady = (parts.loop.keep_leases(), load_when_idle(parts, puller))
                     background += [tasks.create_task(work) for work in steady]
-                    if self._chats is not None:
-                        background.append(tasks.create_task(self._chats.serve()))
-                    await loop.serve()
-                    await loop.drain()
+                    if parts.chats is not None:
+                        background.append(tasks.create_task(parts.chats.serve()))
+                    await parts.loop.serve()
+                    await parts.loop.drain()
                 for task in background:
                     task.cancel()
 
@@ -115,167 +72,31 @@ class Session:
     def state(self) -> str:
         if self._ending.is_set():
             return "draining"
-        if self._loop is None or self._gate is None:
+        if self._parts is None:
             return "starting"
-        if self._gate.is_updating:
+        if self._parts.gate.is_updating:
             return "updating"
         return "generating" if self.num_in_flight else "idle"
 
     @property
     def doing(self) -> str:
         """The step of the start, in words; once that is over, an environment that takes long, or ''."""
-        if self.state != "starting":
-            flights = self._loop.flights if self._loop is not None else ()
-            return next((doing for flight in flights if (doing := flight.doing)), "")
-        if self._starting is None:
-            return "getting the model from the trainer"
-        told = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
-        return told or "starting the engine"
+        if self.state == "starting":
+            return self._attachment.doing
+        flights = self._parts.loop.flights if self._parts is not None else ()
+        return next((doing for flight in flights if (doing := flight.doing)), "")
 
     @property
     def policy_version(self) -> int | None:
-        return self._engine.version() if self._engine is not None else None
+        return self._parts.engine.version() if self._parts is not None else None
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._loop.flights) if self._loop is not None else 0
+        return len(self._parts.loop.flights) if self._parts is not None else 0
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self._producer.token_rate.per_second() if self._producer is not None else None
-
-    async def _create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
-        """Create the puller and the server that passes on what it pulls."""
-        settings, security = self._settings, self._settings.wire_security()
-        peer = Peer(settings.worker_id, "", host_id(), settings.zone)
-        mover = WeightsMover(self._connect, self._find_address, peer, staging_dir)
-        puller = WeightsPuller(mover)
-        cleanup.push_async_callback(puller.close)
-        if settings.weights_relay and security.can_serve:
-            server = PayloadServer(self.job_id, mover, security)
-            port = await server.start(settings.weights_host, settings.weights_port)
-            cleanup.push_async_callback(server.stop)
-            mover.serve_at(f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}")
-        return puller
-
-    # ---- attach --------------------------------------------------------------------------------------------------
-
-    async def _attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> ClaimLoop:
-        """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order."""
-        description, pull = await self._fetch_model(puller)
-        self._has_model.set()
-        model_dir = staging_dir / "model"
-        write_model_files(model_dir, description.files)
-        loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
-        encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
-        cleanup.callback(encoding.cancel)
-        engine = self._starting = self._create_engine(self._config)
-        cleanup.push_async_exit(functools.partial(stop_engine, engine))
-        await self._start_engine(engine, model_dir, pull, puller)
-        encoder = await encoding
-        settings = self._settings
-        deadlines = (settings.engine_load_s, settings.chat_grace_s)
-        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), *deadlines)
-        cleanup.push_async_callback(gate.close)
-        rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
-        cleanup.push_async_callback(rewards.close)
-        scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
-        assert scored_by is not None, "a job has a reward or an environment"
-        attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
-        episodes = await self._serve_episodes(cleanup, gate, encoder)
-        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts, episodes)
-        shared = (self._settings, self._ledger, self.job_id, self._config)
-        loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)
-        cleanup.push_async_callback(loop.abandon)
-        self._engine, self._gate, self._producer, self._loop = engine, gate, producer, loop
-        if settings.chat_slots:
-            self._chats = self._serve_chats(engine, gate, encoder)
-        return loop
-
-    async def _serve_episodes(
-        self, cleanup: AsyncExitStack, gate: VersionGate, encoder: PromptEncoder
-    ) -> EpisodeRunner | None:
-        """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
-        if self._config.environment is None:
-            return None
-        from services.rollout.environments import EnvironmentProcesses
-        from services.rollout.episodes.server import SessionServer
-
-        environments, server = EnvironmentProcesses(), SessionServer()
-        cleanup.push_async_callback(environments.close)
-        await server.start()
-        cleanup.push_async_callback(server.stop)
-        return EpisodeRunner(gate, encoder, environments, server, self._config.environment.max_attempts)
-
-    def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
-        return ChatServer(
-            Chats(self._ledger.redis),
-            self.job_id,
-            self._settings.worker_id,
-            engine,
-            gate,
-            encoder,
-            num_slots=self._settings.chat_slots,
-            max_tokens=self._config.rollout.max_response_tokens,
-            ending=self._ending,
-        )
-
-    async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
-        """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""
-        last_reason = ""
-        while True:
-            try:
-                description = await puller.mover.describe()
-                pull = await puller.obtain(description.policy_version, deadline_s=0)
-                await pull.complete()
-                return description, pull
-            except WeightsError as error:
-                if str(error) != last_reason:
-                    logger.warning("job %s: waiting for its trainer: %s", self.job_id, error)
-                last_reason = str(error)
-            await asyncio.sleep(ATTACH_RETRY_S)
-
-    async def _start_engine(self, engine: Engine, model_dir: Path, pull: Pull, puller: WeightsPuller) -> None:
-        assert puller.mover.host is not None
-        (model_dir / "model.safetensors").symlink_to(puller.mover.host.path)
-        started = time.monotonic()
-        with puller.reading():
-            starting = asyncio.create_task(engine.start(model_dir, pull.version), name="start the engine")
-            deadline_s = self._settings.engine_start_s
-            await wait_for_engine(starting, deadline_s, "the start of the engine", "ONBEAT_ENGINE_START_S")
-        starting.result()
-        puller.mark_read(pull)
-        await self._record_ready(pull, time.monotonic() - started)
-
-    async def _record_ready(self, pull: Pull, load_s: float) -> None:
-        stats, version, worker = pull.stats, pull.version, self._settings.worker_id
-        is_news = self._newest_served is not None and version > self._newest_served
-        self._newest_served = version if self._newest_served is None else max(self._newest_served, version)
-        update = WeightUpdate(
-            received_bytes=stats.received_bytes,
-            sources=list(dict.fromkeys(stats.sources)),
-            pull_s=stats.pull_s,
-            apply_s=stats.apply_s,
-            load_s=load_s,
-            open_s=time.monotonic() - pull.stepped_at if is_news else None,
-            held_s=time.monotonic() - stats.ended_at,
-            num_faults=len(stats.faults),
-        )
-        meters.record_update(version, stats.full_bytes, update)
-        await self._ledger.versions.engine_ready(self.job_id, version, worker, update)
-        for fault in stats.faults:
-            await self._ledger.event_log.emit(
-                self.job_id, "weights.fault", f"{worker}, policy version {version}: {fault}"
-            )
-        logger.info(
-            "serving policy version %d: pulled %.1f of %.1f MB in %.2f s from %s, loaded in %.2f s",
-            version,
-            stats.received_bytes / 1e6,
-            stats.full_bytes / 1e6,
-            stats.pull_s,
-            ", ".join(update.sources) or "nowhere",
-            load_s,
-        )
+        return self._parts.producer.token_rate.per_second() if self._parts is not None else None
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
@@ -286,13 +107,13 @@ class Session:
                 logger.info("job %s needs no more rollouts", self.job_id)
                 self._ending.set()
                 self._hurry.set()
-            if self._loop is not None:
-                self._loop.num_workers = 1 + await self._num_peers()
+            if self._parts is not None:
+                self._parts.loop.num_workers = 1 + await self._num_peers()
             await asyncio.sleep(FOLLOW_S)
 
     async def _follow_weights(self, puller: WeightsPuller) -> None:
         """Follow the weights also while the engine starts: once it has read its first version, the newest is pulled."""
-        await self._has_model.wait()
+        await self._attachment.has_model.wait()
         await puller.follow()
 
     async def _is_served(self) -> bool:
@@ -309,18 +130,6 @@ class Session:
             for worker in await live_workers(self._ledger, self._settings.pool)
         )
 
-    async def _load_when_idle(self, puller: WeightsPuller) -> None:
-        """Load a new version when it is announced, if no group is in flight, not when the first prompt asks for it."""
-        assert self._gate is not None
-        assert self._loop is not None
-        while True:
-            version = await puller.wait_for_news()
-            if version is not None and not len(self._loop.flights):
-                try:
-                    await self._gate.advance(version)
-                except WeightsError as error:
-                    logger.warning("policy version %d is not loaded before it is asked for: %s", version, error)
-
     async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of the work, or None if the end came first: the work is cancelled then."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
@@ -332,34 +141,13 @@ class Session:
             working.cancel()
             await asyncio.wait({working})
 
-    # ---- places --------------------------------------------------------------------------------------------------
 
-    def _connect(self, address: str) -> WeightsSource:
-        return self._connect_weights(address, self.job_id)
-
-    async def _find_address(self) -> str:
-        try:
-            return (await self._ledger.jobs.fields(self.job_id))["weights_address"]
-        except JobNotFound as error:
-            raise WeightsError(f"job {self.job_id} is gone") from error
-
-
-@contextmanager
-def staging_folder(parent: Path | None) -> Iterator[Path]:
-    """Make a private folder for one session, removed with everything inside, and remove what a killed process left."""
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with private_folder("onbeat-rollout-", parent) as folder:
-        yield folder
-
-
-def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:
-    """Write configuration and tokenizer, plain data only. Raises ValueError for a name that would leave the folder."""
-    model_dir.mkdir()
-    for name, content in files.items():
-        if Path(name).name != name:
-            raise ValueError(f"the trainer sent a model file named {name!r}: expected a plain file name")
-        if Path(name).suffix not in MODEL_FILE_SUFFIXES:
-            logger.warning("ignoring %s of the model: not a configuration or tokenizer file", name)
-            continue
-        (model_dir / name).write_bytes(content)
+async def load_when_idle(parts: Parts, puller: WeightsPuller) -> None:
+    """Load a new version when it is announced, if no group is in flight, not when the first prompt asks for it."""
+    while True:
+        version = await puller.wait_for_news()
+        if version is not None and not len(parts.loop.flights):
+            try:
+                await parts.gate.advance(version)
+            except WeightsError as error:
+                logger.warning("policy version %d is not loaded before it is asked for: %s", version, error)

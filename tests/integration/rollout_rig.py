@@ -16,7 +16,7 @@ from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, Verdict
-from services.rollout.session import SourceFactory
+from services.rollout.attach import SourceFactory
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 from tests.rollout_fakes import FakeEngine, FakeTrainer

@@ -602,7 +602,7 @@ async def test_two_workers_share_an_iteration(rig, monkeypatch):
     workers = [rig.start_worker(FakeEngine(capacity=64, delay_s=0.3)) for _ in range(2)]
 
     def know_each_other() -> bool:
-        loops = [worker._session and worker._session._loop for worker in workers]
+        loops = [worker._session and worker._session._parts and worker._session._parts.loop for worker in workers]
         return all(loop is not None and loop.num_workers == 2 for loop in loops)
 
     await rig.until(know_each_other)
@@ -647,7 +647,7 @@ async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
     await rig.until(lambda: engine.num_in_flight() == G)
     await rig.commit(0)
     await rig.open(2, rig.task(2, 0), version=1)  # waits until the engine is free of version 0
-    await rig.until(lambda: len(worker._session._loop.flights) == 2)
+    await rig.until(lambda: len(worker._session._parts.loop.flights) == 2)
     worker.stop()
     taken = []
 

@@ -12,10 +12,10 @@ from onbeat.streams.ledger import Claim
 from services import device
 from services.rollout import __main__ as rollout
 from services.rollout import engines
+from services.rollout.attach import staging_folder, write_model_files
 from services.rollout.engines import create_engine, prepare_engine
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate
-from services.rollout.session import staging_folder, write_model_files
 from services.rollout.settings import Settings
 
 

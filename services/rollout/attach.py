@@ -1,0 +1,252 @@
+"""The attachment of a rollout to a job: fetch the model, start the engine on it, put the parts that serve together."""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from onbeat.config import JobConfig
+from onbeat.errors import JobNotFound, WeightsError
+from onbeat.streams.chat import Chats
+from onbeat.streams.ledger import Ledger
+from onbeat.temporary import private_folder
+from onbeat.types import WeightUpdate
+from onbeat.weights.client import ModelDescription, Peer
+from onbeat.weights.connections import WeightsSource
+from onbeat.weights.host import host_id
+from onbeat.weights.mover import WeightsMover
+from onbeat.weights.pull import Pull
+from onbeat.weights.security import reachable_host
+from onbeat.weights.server import PayloadServer
+from services.rollout import meters
+from services.rollout.chat import ChatServer
+from services.rollout.claim_loop import ClaimLoop
+from services.rollout.engine import Engine, TalkativeEngine
+from services.rollout.engines import stop_engine, wait_for_engine
+from services.rollout.episodes.runner import EpisodeRunner
+from services.rollout.gate import VersionGate
+from services.rollout.producer import GroupProducer
+from services.rollout.prompts import PromptEncoder
+from services.rollout.puller import WeightsPuller
+from services.rollout.rewards.scorer import Scorer
+from services.rollout.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+ATTACH_RETRY_S = 1.0
+MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+
+EngineFactory = Callable[[JobConfig], Engine]
+SourceFactory = Callable[[str, str], WeightsSource]  # address, job id
+
+
+@dataclass(frozen=True)
+class ServedJob:
+    """A job that this rollout serves."""
+
+    id: str
+    config: JobConfig
+    settings: Settings
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that serve a job once the engine has its model."""
+
+    engine: Engine
+    gate: VersionGate
+    producer: GroupProducer
+    loop: ClaimLoop
+    chats: ChatServer | None
+
+
+class Attachment:
+    """The start of a session. `ending` and `hurry`: see `Session`."""
+
+    def __init__(
+        self,
+        job: ServedJob,
+        create_engine: EngineFactory,
+        connect_weights: SourceFactory,
+        ending: asyncio.Event,
+        hurry: asyncio.Event,
+    ) -> None:
+        self.job_id = job.id
+        self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
+        self._create_engine, self._connect_weights = create_engine, connect_weights
+        self._ending, self._hurry = ending, hurry
+        self._newest_served: int | None = None
+        self._starting: Engine | None = None
+        self.has_model = asyncio.Event()
+
+    @property
+    def doing(self) -> str:
+        """The step of the start, in words."""
+        if self._starting is None:
+            return "getting the model from the trainer"
+        step = self._starting.doing if isinstance(self._starting, TalkativeEngine) else ""
+        return step or "starting the engine"
+
+    async def create_puller(self, cleanup: AsyncExitStack, staging_dir: Path) -> WeightsPuller:
+        """Create the puller and the server that passes on what it pulls."""
+        settings, security = self._settings, self._settings.wire_security()
+        peer = Peer(settings.worker_id, "", host_id(), settings.zone)
+        mover = WeightsMover(self._connect, self._find_address, peer, staging_dir)
+        puller = WeightsPuller(mover)
+        cleanup.push_async_callback(puller.close)
+        if settings.weights_relay and security.can_serve:
+            server = PayloadServer(self.job_id, mover, security)
+            port = await server.start(settings.weights_host, settings.weights_port)
+            cleanup.push_async_callback(server.stop)
+            mover.serve_at(f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}")
+        return puller
+
+    async def attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> Parts:
+        """Fetch the model, start the engine on it, and put the parts together. `cleanup` undoes it in reverse order."""
+        description, pull = await self._fetch_model(puller)
+        self.has_model.set()
+        model_dir = staging_dir / "model"
+        write_model_files(model_dir, description.files)
+        loading = asyncio.to_thread(PromptEncoder.load, model_dir, self._config.model.max_context_tokens)
+        encoding = asyncio.create_task(loading, name="load the tokenizer")  # while the engine starts
+        cleanup.callback(encoding.cancel)
+        engine = self._starting = self._create_engine(self._config)
+        cleanup.push_async_exit(functools.partial(stop_engine, engine))
+        await self._start_engine(engine, model_dir, pull, puller)
+        encoder = await encoding
+        settings = self._settings
+        deadlines = (settings.engine_load_s, settings.chat_grace_s)
+        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), *deadlines)
+        cleanup.push_async_callback(gate.close)
+        rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
+        cleanup.push_async_callback(rewards.close)
+        scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
+        assert scored_by is not None, "a job has a reward or an environment"
+        attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
+        episodes = await self._serve_episodes(cleanup, gate, encoder)
+        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts, episodes)
+        shared = (self._settings, self._ledger, self.job_id, self._config)
+        loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)
+        cleanup.push_async_callback(loop.abandon)
+        chats = self._serve_chats(engine, gate, encoder) if settings.chat_slots else None
+        return Parts(engine, gate, producer, loop, chats)
+
+    async def _serve_episodes(
+        self, cleanup: AsyncExitStack, gate: VersionGate, encoder: PromptEncoder
+    ) -> EpisodeRunner | None:
+        """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
+        if self._config.environment is None:
+            return None
+        from services.rollout.environments import EnvironmentProcesses
+        from services.rollout.episodes.server import SessionServer
+
+        environments, server = EnvironmentProcesses(), SessionServer()
+        cleanup.push_async_callback(environments.close)
+        await server.start()
+        cleanup.push_async_callback(server.stop)
+        return EpisodeRunner(gate, encoder, environments, server, self._config.environment.max_attempts)
+
+    def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
+        return ChatServer(
+            Chats(self._ledger.redis),
+            self.job_id,
+            self._settings.worker_id,
+            engine,
+            gate,
+            encoder,
+            num_slots=self._settings.chat_slots,
+            max_tokens=self._config.rollout.max_response_tokens,
+            ending=self._ending,
+        )
+
+    async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
+        """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""
+        last_reason = ""
+        while True:
+            try:
+                description = await puller.mover.describe()
+                pull = await puller.obtain(description.policy_version, deadline_s=0)
+                await pull.complete()
+                return description, pull
+            except WeightsError as error:
+                if str(error) != last_reason:
+                    logger.warning("job %s: waiting for its trainer: %s", self.job_id, error)
+                last_reason = str(error)
+            await asyncio.sleep(ATTACH_RETRY_S)
+
+    async def _start_engine(self, engine: Engine, model_dir: Path, pull: Pull, puller: WeightsPuller) -> None:
+        assert puller.mover.host is not None
+        (model_dir / "model.safetensors").symlink_to(puller.mover.host.path)
+        started = time.monotonic()
+        with puller.reading():
+            starting = asyncio.create_task(engine.start(model_dir, pull.version), name="start the engine")
+            deadline_s = self._settings.engine_start_s
+            await wait_for_engine(starting, deadline_s, "the start of the engine", "ONBEAT_ENGINE_START_S")
+        starting.result()
+        puller.mark_read(pull)
+        await self._record_ready(pull, time.monotonic() - started)
+
+    async def _record_ready(self, pull: Pull, load_s: float) -> None:
+        stats, version, worker = pull.stats, pull.version, self._settings.worker_id
+        is_news = self._newest_served is not None and version > self._newest_served
+        self._newest_served = version if self._newest_served is None else max(self._newest_served, version)
+        update = WeightUpdate(
+            received_bytes=stats.received_bytes,
+            sources=list(dict.fromkeys(stats.sources)),
+            pull_s=stats.pull_s,
+            apply_s=stats.apply_s,
+            load_s=load_s,
+            open_s=time.monotonic() - pull.stepped_at if is_news else None,
+            held_s=time.monotonic() - stats.ended_at,
+            num_faults=len(stats.faults),
+        )
+        meters.record_update(version, stats.full_bytes, update)
+        await self._ledger.versions.engine_ready(self.job_id, version, worker, update)
+        for fault in stats.faults:
+            await self._ledger.event_log.emit(
+                self.job_id, "weights.fault", f"{worker}, policy version {version}: {fault}"
+            )
+        logger.info(
+            "serving policy version %d: pulled %.1f of %.1f MB in %.2f s from %s, loaded in %.2f s",
+            version,
+            stats.received_bytes / 1e6,
+            stats.full_bytes / 1e6,
+            stats.pull_s,
+            ", ".join(update.sources) or "nowhere",
+            load_s,
+        )
+
+    def _connect(self, address: str) -> WeightsSource:
+        return self._connect_weights(address, self.job_id)
+
+    async def _find_address(self) -> str:
+        try:
+            return (await self._ledger.jobs.fields(self.job_id))["weights_address"]
+        except JobNotFound as error:
+            raise WeightsError(f"job {self.job_id} is gone") from error
+
+
+@contextmanager
+def staging_folder(parent: Path | None) -> Iterator[Path]:
+    """Make a private folder for one session, removed with everything inside, and remove what a killed process left."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with private_folder("onbeat-rollout-", parent) as folder:
+        yield folder
+
+
+def write_model_files(model_dir: Path, files: dict[str, bytes]) -> None:
+    """Write configuration and tokenizer, plain data only. Raises ValueError for a name that would leave the folder."""
+    model_dir.mkdir()
+    for name, content in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"the trainer sent a model file named {name!r}: expected a plain file name")
+        if Path(name).suffix not in MODEL_FILE_SUFFIXES:
+            logger.warning("ignoring %s of the model: not a configuration or tokenizer file", name)
+            continue
+        (model_dir / name).write_bytes(content)
