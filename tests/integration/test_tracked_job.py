@@ -13,7 +13,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
 from services.trainer.job.background import Background
 from services.trainer.job.lease import ClaimedJob, Lease
-from services.trainer.trackers.follow import LeasedJob, Tracking
+from services.trainer.trackers.follow import LeasedJob, Pace, Tracking
 from tests.integration.broker_fixtures import commit, create_job, drain, start_training, tasks_for
 
 
@@ -43,7 +43,7 @@ async def test_two_trainers_in_turn_leave_the_curves_of_rest(ledger: Ledger, red
     lease = Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), threading.Event())
 
     def track() -> Tracking:
-        return Tracking(LeasedJob(lease), job_id, config, tmp_path, look_s=0.05)
+        return Tracking(LeasedJob(lease), job_id, config, tmp_path, Pace(look_s=0.05))
 
     try:
         for iterations in (range(3), range(3, 5)):

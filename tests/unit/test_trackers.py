@@ -12,12 +12,13 @@ from tensorboard.backend.event_processing.directory_watcher import DirectoryDele
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from services.trainer.trackers import follow
-from services.trainer.trackers.follow import Follower, Tracking, opener
+from services.trainer.trackers.follow import Bookmark, Follower, Pace, Tracking, opener
 from services.trainer.trackers.points import Cursor, Point
 from services.trainer.trackers.tensorboard import TensorBoard
 from tests.unit.trainer_fixtures import job_config
 
-LOOK_S = 0.01
+PACE = Pace(look_s=0.01, retry_s=60.0)
+RETRIES = Pace(look_s=0.01, retry_s=0.02)
 
 
 class LedgerOf:
@@ -42,9 +43,9 @@ def evaluation(number):
     return Point(number, 1000.5 + number, {"eval/reward_mean": 0.5}, is_evaluation=True)
 
 
-def tracking(job, folder, *types):
+def tracking(job, folder, *types, pace=PACE):
     config = job_config() if not types else job_config_with([{"type": kind} for kind in types])
-    return Tracking(job, "job-1", config, folder, look_s=LOOK_S)
+    return Tracking(job, "job-1", config, folder, pace)
 
 
 def job_config_with(trackers):
@@ -210,18 +211,17 @@ def test_library_that_is_not_installed_is_one_warning(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "services.trainer.trackers.wandb", raising=False)
     job = LedgerOf(2)
     with tracking(job, tmp_path, "wandb"):
-        time.sleep(5 * LOOK_S)
+        time.sleep(5 * PACE.look_s)
     (warning,) = job.warnings
     assert "tracker wandb" in warning
     assert "install it where the trainer runs" in warning
     assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 2
 
 
-def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "RETRY_S", 0.02)
+def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, tmp_path):
     wandb.error = RuntimeError("no route to host\nand a page of advice")
     job = LedgerOf(3)
-    with tracking(job, tmp_path, "wandb"):
+    with tracking(job, tmp_path, "wandb", pace=RETRIES):
         wait_until(lambda: len(wandb.inits) > 2)
         wandb.error = None
         wait_until(lambda: len(wandb.rows) == 3)
@@ -251,7 +251,7 @@ class Store:
 
 
 def follow_until(check, store, path):
-    follower = Follower("mlflow", store.open, LedgerOf(5), path, look_s=LOOK_S, retry_s=0.02)
+    follower = Follower("mlflow", store.open, LedgerOf(5), Bookmark(path), RETRIES)
     wait_until(check)
     follower.close(has_succeeded=True)
     assert follower.wait_closed(20)

@@ -3,6 +3,8 @@
 Scripts are atomic in Redis, so two brokers, a zombie trainer or a broker that died half-way cannot break a rule.
 """
 
+from typing import Any
+
 from redis.asyncio import Redis
 
 from onbeat.streams.ledger.audit_log import AuditLog
@@ -25,11 +27,18 @@ class Ledger:
     """The ledger of all jobs of one Redis, by who calls it."""
 
     def __init__(self, redis: Redis) -> None:
-        scripts = Scripts(redis)
-        self.redis, self.now = scripts.redis, scripts.now
+        scripts = self._scripts = Scripts(redis)
         self.lists = JobLists(scripts.redis)
         self.jobs = Jobs(scripts, self.lists)
         self.iterations, self.evaluations = Iterations(scripts), Evaluations(scripts)
         self.rollout, self.trainer = RolloutSide(scripts), TrainerSide(scripts, self.jobs)
         self.versions, self.workers = Versions(scripts), Workers(scripts)
         self.event_log, self.audit_log, self.traces = EventLog(scripts), AuditLog(scripts), Traces(scripts)
+
+    @property
+    def redis(self) -> Any:  # redis-py types answers as unions over both protocols
+        return self._scripts.redis
+
+    async def now(self) -> float:
+        """Return Unix seconds by the Redis clock, the source of all times in the ledger."""
+        return await self._scripts.now()

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -27,8 +27,6 @@ from services.trainer.trackers.points import Cursor, Point, read_points
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 2.0
-RETRY_S = 60.0  # after an error of a tracker
 MAX_MESSAGE_CHARS = 300
 CLOSE_S = 10.0  # all trackers together, at the end of the job
 
@@ -68,17 +66,44 @@ class LeasedJob:
             logger.warning("job %s: the event could not be stored: %s", self._id, error)
 
 
+@dataclass(frozen=True)
+class Pace:
+    look_s: float = 2.0
+    retry_s: float = 60.0  # after an error of a tracker
+
+
+DEFAULT_PACE = Pace()
+
+
+class Bookmark:
+    """A tracker's cursor, and the file that keeps it, if any."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.cursor = Cursor()
+
+    def load(self) -> None:
+        text = self._path.read_text() if self._path is not None and self._path.is_file() else "{}"
+        self.cursor = Cursor(**json.loads(text))
+
+    def save(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(asdict(self.cursor)))
+        os.replace(new, self._path)
+
+
 class Follower:
-    """A thread that opens a tracker, logs new points, and reopens it after an error. `path`: the cursor's, if kept."""
+    """A thread that opens a tracker, logs new points, and reopens it after an error."""
 
     def __init__(
-        self, name: str, open_tracker: Callable[[], Tracker], job: Job, path: Path | None, look_s: float, retry_s: float
+        self, name: str, open_tracker: Callable[[], Tracker], job: Job, bookmark: Bookmark, pace: Pace
     ) -> None:
         self.name = name
-        self._open_tracker, self._job, self._path = open_tracker, job, path
-        self._look_s, self._retry_s = look_s, retry_s
+        self._open_tracker, self._job, self._bookmark, self._pace = open_tracker, job, bookmark, pace
         self._tracker: Tracker | None = None
-        self._cursor = Cursor()
         self._has_warned = self._has_succeeded = False
         self._stop, self._is_abandoned = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
@@ -103,46 +128,33 @@ class Follower:
                 self._keep_up()
                 if is_last and self._tracker is not None and not self._is_abandoned.is_set():
                     self._tracker.finish(self._has_succeeded)
-                pause_s = self._look_s
+                pause_s = self._pace.look_s
             except ImportError as error:
                 self._warn(f"{error}; install it where the trainer runs; the job goes on without this tracker")
                 return
             except Exception as error:  # a third-party library: whatever it raises, the training continues
                 logger.info("tracker %s", self.name, exc_info=True)
-                self._warn(f"{first_line(error)}; tried again every {self._retry_s:.0f} s")
+                self._warn(f"{first_line(error)}; tried again every {self._pace.retry_s:.0f} s")
                 self._tracker = None
-                pause_s = self._retry_s
+                pause_s = self._pace.retry_s
             self._stop.wait(pause_s)
 
     def _keep_up(self) -> None:
         if self._tracker is None:
             self._tracker = self._open_tracker()
-            self._cursor = self._load_cursor()
-        while points := self._job.read(self._cursor):
+            self._bookmark.load()
+        while points := self._job.read(self._bookmark.cursor):
             try:
                 for point in points:
                     if self._is_abandoned.is_set():
                         return
                     if point.values:
                         self._tracker.log(point)
-                    self._cursor = self._cursor.after(point)
+                    self._bookmark.cursor = self._bookmark.cursor.after(point)
                 self._tracker.flush()
             finally:  # points before one that failed must not be logged again
-                self._save_cursor()
-
-    def _load_cursor(self) -> Cursor:
-        if self._path is None or not self._path.is_file():
-            return Cursor()
-        return Cursor(**json.loads(self._path.read_text()))
-
-    def _save_cursor(self) -> None:
-        """Save the cursor, unless the thread is abandoned: another trainer may keep its own cursor there by now."""
-        if self._path is None or self._is_abandoned.is_set():
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self._cursor)))
-        os.replace(new, self._path)
+                if not self._is_abandoned.is_set():  # another trainer may keep its own cursor there by then
+                    self._bookmark.save()
 
     def _warn(self, message: str) -> None:
         """Warn once per job."""
@@ -160,16 +172,16 @@ def first_line(error: Exception) -> str:
 class Tracking:
     """The trackers of a job, which run until the end of the `with` block."""
 
-    def __init__(self, job: Job, job_id: str, config: JobConfig, folder: Path, look_s: float = LOOK_S) -> None:
+    def __init__(self, job: Job, job_id: str, config: JobConfig, folder: Path, pace: Pace = DEFAULT_PACE) -> None:
         """Start the trackers. `folder`: the job's own."""
         self._job = job
         self._followers = [
-            Follower("tensorboard", lambda: open_tensorboard(folder / "tensorboard"), job, None, look_s, RETRY_S)
+            Follower("tensorboard", lambda: open_tensorboard(folder / "tensorboard"), job, Bookmark(None), pace)
         ]
         for tracker in config.tracking:
-            path = folder / "trackers" / f"{tracker.type}.json"
+            bookmark = Bookmark(folder / "trackers" / f"{tracker.type}.json")
             opens = opener(tracker, config, job_id)
-            self._followers.append(Follower(tracker.type, opens, job, path, look_s, RETRY_S))
+            self._followers.append(Follower(tracker.type, opens, job, bookmark, pace))
 
     def __enter__(self) -> "Tracking":
         return self
