@@ -40,7 +40,7 @@ def page() -> str:
     top = [field_row(name, field, schema) for name, field in plain.items()]
     top += [section_row(name, field, schema) for name, field in sections.items()]
     return join(
-        generated_note("onbeat/config.py and onbeat/objectives/"),
+        generated_note("onbeat/config/ and onbeat/objectives/"),
         INTRODUCTION,
         "## The whole file",
         table(HEADS, top),

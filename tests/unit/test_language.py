@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Texts that users see: help of commands, schemas and routes. They are written for them, and read in docs/reference.
-SHOWN = ("onbeat/cli", "onbeat/config.py", "onbeat/objectives", "onbeat/types.py", "services/broker/api")
+SHOWN = ("onbeat/cli", "onbeat/config", "onbeat/objectives", "onbeat/types.py", "services/broker/api")
 NO_VERBS = {
     *("A", "All", "An", "As", "At", "By", "Every", "For", "From", "How", "In", "Its", "No", "None", "Of", "One", "The"),
     *("Those", "To", "Until", "What", "When", "Where", "Whether", "Which", "Who", "Whoever", "Why", "With", "Without"),

@@ -1,0 +1,52 @@
+"""Job files: TOML or JSON, with overrides of single keys."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Read the raw job with `key.sub=value` overrides applied; values are TOML, bare words are strings.
+
+    >>> apply_override({"schedule": {"mode": "sync"}}, "schedule.mode=periodic")
+    {'schedule': {'mode': 'periodic'}}
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such job file; see examples/ for jobs to start from")
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"{path}: a job file is TOML or JSON, not YAML; see examples/ for jobs to start from")
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_text("utf-8-sig")  # some editors put a mark before the first character
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8; save it as UTF-8") from error
+    try:
+        job: dict[str, Any] = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deep for a job; see examples/ for what one looks like") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid {kind}: {error}") from error
+    if not isinstance(job, dict):
+        raise ValueError(f'{path}: a job is one JSON object, such as {{"model": ...}}')
+    for override in overrides:
+        apply_override(job, override)
+    return job
+
+
+def apply_override(job: dict[str, Any], override: str) -> dict[str, Any]:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ValueError(f"--set {override}: expected key=value, such as schedule.num_iterations=10")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.strip().split(".")
+    section = job
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ValueError(f"--set {override}: {parent} is a value, not a section")
+    section[leaf] = value
+    return job

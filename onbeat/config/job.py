@@ -1,0 +1,257 @@
+"""A whole job: its sections together, and what must hold between them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from onbeat.config.data import DataConfig
+from onbeat.config.evaluation import EvaluationConfig, HeldOutSet
+from onbeat.config.files import read_job_file
+from onbeat.config.model import LoraConfig, ModelConfig
+from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
+from onbeat.config.schedule import BoundedSchedule, ScheduleConfig
+from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
+from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
+from onbeat.objectives import IS_ACCEPTED, AnyObjective
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.rewards import OneOrSeveralRewards, RewardConfig, rewards_in
+from onbeat.section import Float, Int, Section
+
+MAX_DEPTH = 32  # lists and mappings within each other; the libraries that read and write JSON end at about 250
+
+
+class JobConfig(Section):
+    """One training job. `JobConfig.from_file` reads TOML or JSON."""
+
+    name: str = Field(
+        "job",
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="for people; need not be unique",
+    )
+    pool: str = Field(
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="which trainers and rollouts serve it"
+    )
+    seed: Int = Field(0, ge=0, lt=2**32, description="of the data's order and of sampling")
+    solved_at: Float = Field(
+        1.0, description="a response with this reward or more counts as solved, in pass_at_k and in shares of groups"
+    )
+    model: ModelConfig
+    lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
+    data: DataConfig
+    reward: OneOrSeveralRewards | None = Field(None, description="scores responses; needed unless an environment does")
+    environment: EnvironmentConfig | None = Field(
+        None, description="responses are episodes of several turns; default: one response to the prompt"
+    )
+    rollout: RolloutConfig
+    objective: AnyObjective = Field(default_factory=GrpoObjective)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    gac: GacConfig = GacConfig()
+    training: TrainingConfig = TrainingConfig()
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    retention: RetentionConfig = RetentionConfig()
+    evaluation: EvaluationConfig | None = None
+    fork: ForkConfig | None = Field(None, description="start from a checkpoint of another job; default: from the model")
+    tracking: list[TrackerConfig] = Field(
+        default_factory=list, description="trackers besides TensorBoard, one of a kind"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_depth(cls, job: Any) -> Any:
+        """Refuse what could be stored, but not shown again."""
+        for name, section in job.items() if isinstance(job, dict) else ():
+            if is_nested_deeper(section, MAX_DEPTH):
+                field = name if str(name).isidentifier() and len(name) <= 80 else "job"
+                raise ValueError(f"{field}: nested more than {MAX_DEPTH} levels deep; make it flatter")
+        return job
+
+    @field_validator("tracking")
+    @classmethod
+    def check_trackers(cls, trackers: list[TrackerConfig]) -> list[TrackerConfig]:
+        types = [tracker.type for tracker in trackers]
+        if twice := sorted({each for each in types if types.count(each) > 1}):
+            raise ValueError(f"two trackers of type {twice[0]}; a job has one run in each")
+        return trackers
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def default_schedule(cls, value: Any) -> Any:
+        return {"mode": "periodic", **value} if isinstance(value, dict) else value
+
+    def with_dtype(self, dtype: str) -> "JobConfig":
+        """Return the job as its trainer and rollouts see it once the dtype is resolved."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
+
+    def extended(self, num_iterations: int) -> "JobConfig":
+        """Return the job with more iterations, once it has done those that it has."""
+        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
+        more = {"num_iterations": num_iterations, "earlier_ends": ends}
+        return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
+
+    @property
+    def rewards(self) -> list[RewardConfig]:
+        """The rewards whose weighted sum a response gets, of a single one without a part; none with an environment."""
+        return rewards_in(self.reward) if self.reward is not None else []
+
+    @property
+    def longest_response(self) -> int:
+        """The most tokens that one response may sample; those of an episode are sampled in several turns."""
+        max_turns = self.environment.max_turns if self.environment is not None else 1
+        return max_turns * self.rollout.max_response_tokens
+
+    @property
+    def held_out(self) -> list[HeldOutSet]:
+        """The held-out sets, in the order of their prompts; none without an evaluation."""
+        evaluation = self.evaluation
+        if evaluation is None:
+            return []
+        if evaluation.data is not None:
+            own = (evaluation.data, evaluation.num_prompts, self.rewards, self.solved_at)
+            return [HeldOutSet("", "evaluation", *own)]
+        return [
+            HeldOutSet(
+                name=each.name,
+                field=f"evaluation.sets.{index}",
+                data=each.data,
+                num_prompts=each.num_prompts or evaluation.num_prompts,
+                rewards=self.rewards if each.reward is None else rewards_in(each.reward),
+                solved_at=self.solved_at if each.solved_at is None else each.solved_at,
+            )
+            for index, each in enumerate(evaluation.sets)
+        ]
+
+    @property
+    def first_iteration(self) -> int:
+        """0, unless the job is a fork."""
+        return self.fork.iteration if self.fork is not None else 0
+
+    @property
+    def decay_ends(self) -> list[int]:
+        """Optimizer steps to which the learning rate decays, one after another; the last one ends the job."""
+        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
+        return [end * self.training.num_updates_per_iteration for end in ends]
+
+    @property
+    def max_staleness(self) -> int:
+        """0 in the strict modes."""
+        return self.schedule.max_staleness if isinstance(self.schedule, BoundedSchedule) else 0
+
+    @model_validator(mode="after")
+    def check_reward(self) -> "JobConfig":
+        if self.reward is None and self.environment is None:
+            raise ValueError("reward: missing; name one, or an [environment], which gives the reward itself")
+        if self.reward is not None and self.environment is not None:
+            raise ValueError("reward: the environment gives the reward; leave out [reward] or [environment]")
+        sets = self.evaluation.sets if self.evaluation is not None else []
+        if self.environment is not None and any(each.reward is not None for each in sets):
+            raise ValueError("evaluation.sets: the environment gives the reward; leave out those of the sets")
+        return self
+
+    @model_validator(mode="after")
+    def check_group_size(self) -> "JobConfig":
+        if self.rollout.num_samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.num_samples_per_prompt: the group advantage of "
+                f"{self.objective.type} needs at least 2 responses per prompt, got "
+                f"{self.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_mode(self) -> "JobConfig":
+        objective, allowed = self.objective, self.objective.modes
+        if self.schedule.mode not in allowed:
+            reason = "needs statistics of the whole iteration and " if objective.needs_whole_iteration else ""
+            raise ValueError(
+                f"schedule.mode: objective {objective.type} {reason}cannot run in {self.schedule.mode}; "
+                f"use {' or '.join(allowed)}, or another objective"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_ends(self) -> "JobConfig":
+        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
+        if ends != sorted(set(ends)):
+            raise ValueError(
+                f"schedule.earlier_ends: {self.schedule.earlier_ends} must ascend and stay below the "
+                f"{self.schedule.num_iterations} iterations of the job; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_fork(self) -> "JobConfig":
+        if self.first_iteration >= self.schedule.num_iterations:
+            raise ValueError(
+                f"schedule.num_iterations: {self.schedule.num_iterations} are done in the checkpoint after "
+                f"{self.first_iteration} iterations that the job starts from; raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_updates(self) -> "JobConfig":
+        num_updates, num_prompts = self.training.num_updates_per_iteration, self.rollout.num_prompts_per_iteration
+        if num_updates > num_prompts:
+            raise ValueError(
+                f"training.num_updates_per_iteration: {num_updates} updates of {num_prompts} prompts leave some "
+                f"without any; use at most {num_prompts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_old_policy(self) -> "JobConfig":
+        if self.objective.old_policy == "proximal" and (self.max_staleness == 0 or self.objective.importance is None):
+            raise ValueError(
+                "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which "
+                "corrects for the policy that generated; elsewhere use behaviour"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def default_gac(self) -> "JobConfig":
+        if self.gac.mode is None:
+            mode = "control" if self.max_staleness else "metric"
+            object.__setattr__(self, "gac", self.gac.model_copy(update={"mode": mode}))
+        return self
+
+    @model_validator(mode="after")
+    def default_retention(self) -> "JobConfig":
+        """Keep the iterations between two checkpoints, as a replay starts at a checkpoint."""
+        if self.retention.rollout_iterations is None:
+            kept = RetentionConfig(rollout_iterations=max(50, self.checkpoint.every_iterations))
+            object.__setattr__(self, "retention", kept)
+        return self
+
+    @classmethod
+    def of_job(cls, fields: Mapping[str, str]) -> "JobConfig":
+        """Return the job of a ledger's record, with its dtype resolved if a trainer has recorded one.
+
+        Its objective need not be installed here. Raises pydantic's ValidationError for a job of another version of
+        Onbeat.
+        """
+        config = cls.model_validate_json(fields["config"], context=IS_ACCEPTED)
+        return config.with_dtype(fields["dtype"]) if "dtype" in fields else config
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: list[str] | None = None) -> "JobConfig":
+        """Read a TOML or JSON job. Raises ValueError (pydantic's included) naming the file and the remedy."""
+        return cls.model_validate(read_job_file(Path(path), overrides or []))
+
+
+def is_nested_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and mappings lie more than `depth` levels within each other, level by level.
+
+    >>> is_nested_deeper([[1]], 2), is_nested_deeper([{"a": [1]}], 2)
+    (False, True)
+    """
+    level = [value]
+    for _ in range(depth + 1):
+        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        if not containers:
+            return False
+        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    return True
