@@ -1,10 +1,15 @@
 """Numbers, durations and curves as text for people."""
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
+
 BLOCKS = "▁▂▃▄▅▆▇█"
+EMOJI = r"[\u2190-\u21ff\u2600-\u27bf\u2b00-\u2bff\U0001f300-\U0001faff]"
+EMOJI_JOINER = re.compile(rf"(?:(?<={EMOJI})|(?<={EMOJI}\ufe0f))\u200d(?={EMOJI})")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -38,6 +43,22 @@ def number(value: float | None, spec: str) -> str:
 
 
 def printable(value: Any) -> str:
-    """Escape control characters visibly, so that text from a model or a server cannot move the cursor."""
+    """Escape control characters visibly, so that text from a model or a server cannot move the cursor.
+
+    A joiner stays between two emoji, where it can only make one picture of them. Elsewhere it would hide in a word.
+    """
     text = str(value)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    kept = {found.start() for found in EMOJI_JOINER.finditer(text)}
+    return "".join(
+        c if c.isprintable() or index in kept else c.encode("unicode_escape").decode("ascii")
+        for index, c in enumerate(text)
+    )
+
+
+def shortened(text: str, width: int) -> str:
+    """Return the text in at most `width` cells of a terminal; its end is cut if it is longer.
+
+    >>> shortened("abc", 3), shortened("abcd", 3), shortened("日本語", 4)
+    ('abc', 'ab…', '日 …')
+    """
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"

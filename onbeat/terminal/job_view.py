@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.cells import set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from onbeat.response_stats import rewards_of_sets
-from onbeat.terminal.formatting import duration, number, printable, sparkline
+from onbeat.terminal.formatting import duration, number, printable, shortened, sparkline
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.report import num_tokens
 from onbeat.types import SILENT_S, EvaluationRecord, IterationRecord, JobRecord, JobState, WorkerRecord
@@ -58,13 +59,12 @@ def row_lines(row: Row, console: Console, width: int) -> list[Text]:
         lines = lines[: row.max_lines]
         lines[-1].truncate(max(10, width - indent - 2))
         lines[-1].append(" …")
-    label = Text(printable(row.label)[: indent - 2].ljust(indent), style="dim")
+    label = Text(set_cell_size(set_cell_size(printable(row.label), LABEL_WIDTH), indent), style="dim")
     return [Text.assemble(label if place == 0 else " " * indent, line) for place, line in enumerate(lines)]
 
 
 def head_line(job: JobRecord, width: int) -> Text:
-    name = printable(job.name)
-    name = name if len(name) <= width // 3 else name[: width // 3 - 1] + "…"
+    name = shortened(printable(job.name), width // 3)
     version = f"  version {job.policy_version}" if job.policy_version is not None else ""
     dtype = f"  {job.dtype}" if job.dtype else ""
     return Text.assemble(

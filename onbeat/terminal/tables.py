@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onbeat.terminal.formatting import printable
+from rich.cells import cell_len
+
+from onbeat.terminal.formatting import printable, shortened
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Column:
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
     """Yield the title line and one line per row; columns are left out and texts cut until they fit."""
     cells = [[column.title.upper() for column in columns], *([printable(text) for text in row] for row in rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    widths = [max(cell_len(row[index]) for row in cells) for index in range(len(columns))]
     shown = list(range(len(columns)))
     while width is not None and sum(widths[index] + 2 for index in shown) - 2 > width:
         droppable = [index for index in shown if columns[index].rank]
@@ -32,5 +34,6 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width:
 
 
 def aligned(text: str, width: int, is_number: bool) -> str:
-    text = text if len(text) <= width else text[: width - 1] + "…"
-    return text.rjust(width) if is_number else text.ljust(width)
+    text = shortened(text, width)
+    padding = " " * (width - cell_len(text))
+    return padding + text if is_number else text + padding

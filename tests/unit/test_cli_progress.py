@@ -3,6 +3,7 @@ import io
 import time
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from onbeat.client import BrokerUnreachable
@@ -11,6 +12,7 @@ from onbeat.terminal.formatting import duration, printable, sparkline
 from onbeat.terminal.job_progress import JobProgress, trainer_activity
 from onbeat.terminal.job_view import JobView, evaluation_line, plain_line
 from onbeat.terminal.live import look_until
+from onbeat.terminal.tables import Column, table_lines
 from onbeat.types import (
     Diagnosis,
     EvaluationRecord,
@@ -361,3 +363,20 @@ def test_notices_of_one_kind_are_bounded() -> None:
 
 def test_control_codes_become_visible() -> None:
     assert printable("a\x1b[31m\r\nb ü") == "a\\x1b[31m\\r\\nb ü"
+    assert printable("pay\u200dpal \u202eevil") == "pay\\u200dpal \\u202eevil"
+    assert printable("\u200d\U0001f680 a\u200d\U0001f680") == "\\u200d\U0001f680 a\\u200d\U0001f680"
+
+
+@pytest.mark.parametrize("emoji", ["👩‍🚀", "👩🏽‍🚀", "🏳️‍🌈", "❤️‍🔥", "👨‍👩‍👧", "🏃‍♀️‍➡️"])
+def test_emoji_of_several_parts_stay_whole(emoji: str) -> None:
+    assert "\u200d" in emoji
+    assert printable(f"a {emoji} b") == f"a {emoji} b"
+
+
+@pytest.mark.parametrize("name", ["日本語のモデル", "👩‍🚀 run", "e\u0301tude", "plain"])
+@pytest.mark.parametrize("width", [None, 14])
+def test_columns_are_aligned_in_cells(name: str, width: int | None) -> None:
+    columns = [Column("name"), Column("reward", is_number=True)]
+    title, *rows = table_lines(columns, [[name, "1"], ["a name in ascii", "12345"]], width)
+    assert {cell_len(row) for row in rows} == {cell_len(title)}
+    assert width is None or cell_len(title) <= width
