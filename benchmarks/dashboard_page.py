@@ -80,8 +80,8 @@ DRAWN = """([selector, count]) => new Promise((resolve) => {
 SHOWN = """(iteration) => new Promise((resolve) => {
     longTasks.length = 0;
     const slider = document.querySelector("[data-testid=chart-reward] [role=slider]");
-    const told = (time) => setTimeout(() => resolve([time, longTasks]), 300);
-    const painted = () => setTimeout(() => told(Date.now() / 1000));
+    const report = (time) => setTimeout(() => resolve([time, longTasks]), 300);
+    const painted = () => setTimeout(() => report(Date.now() / 1000));
     const look = () => requestAnimationFrame(slider.ariaValueNow === String(iteration) ? painted : look);
     look();
 })"""

@@ -114,9 +114,9 @@ def ready_services(chaos: ChaosStack) -> dict[int, str]:
         async def read() -> set[str]:
             redis = connect(chaos.stack.redis_url)
             ledger = Ledger(redis)
-            told = [*await ledger.workers.records(POOL), *await trainers(ledger, POOL)]
+            heartbeats = [*await ledger.workers.records(POOL), *await trainers(ledger, POOL)]
             await redis.aclose()
-            return {record.id for record in told if record.state == "idle" and record.last_seen_at > asked_at}
+            return {record.id for record in heartbeats if record.state == "idle" and record.last_seen_at > asked_at}
 
         return asyncio.run(read())
 

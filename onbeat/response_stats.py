@@ -103,9 +103,9 @@ class ResponseStats:
         return {"counts": counts, "lengths": list(self.lengths.items()), "parts": self.parts}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Self:
-        stats = cls(lengths=Counter(dict(told["lengths"])), parts=told["parts"])
-        stats.num_groups, stats.num_solved_all, stats.num_solved_none = told["counts"]
+    def from_json(cls, state: dict[str, Any]) -> Self:
+        stats = cls(lengths=Counter(dict(state["lengths"])), parts=state["parts"])
+        stats.num_groups, stats.num_solved_all, stats.num_solved_none = state["counts"]
         return stats
 
     def shape(self) -> dict[str, float]:

@@ -181,7 +181,7 @@ class DatasetRecord(Record):
 
 
 class WeightsRecord(Record):
-    """A policy version on its way from the trainer to the rollouts. None where the trainer told nothing."""
+    """A policy version on its way from the trainer to the rollouts. None where the trainer reported nothing."""
 
     policy_version: int
     full_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""How much room the chosen tests need on disks: told before the first of them, not half an hour later."""
+"""Disk space that the chosen tests need: checked before the first of them, not half an hour later."""
 
 import os
 import shutil

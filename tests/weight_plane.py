@@ -182,7 +182,7 @@ class Rollout:
             assert bits(received[name]) == bits(tensor), name
 
     async def leave(self) -> None:
-        """As a killed process: nobody is told."""
+        """Stop like a killed process, without a word to anyone."""
         if self.server is not None:
             await self.server.stop()
         await self.mover.close()

@@ -109,9 +109,9 @@ def describe_value_error(error: ValueError) -> str:
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]  # a union's tag is in it where the file has none
         field, message = ".".join(part for part in path if part not in tags), problem["msg"]
-        told = message.removeprefix("Value error, ")
-        names_itself = told != message and FIELD.match(told)  # a check of a section or of the whole job
-        lines.append(f"  {told}" if names_itself else f"  {field or 'job'}: {told}")
+        explanation = message.removeprefix("Value error, ")
+        names_itself = explanation != message and FIELD.match(explanation)  # a check of a section or of the whole job
+        lines.append(f"  {explanation}" if names_itself else f"  {field or 'job'}: {explanation}")
     return "\n".join(lines)
 
 

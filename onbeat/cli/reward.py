@@ -150,7 +150,7 @@ def show_score(name: str, response: str, answer: dict[str, Any]) -> None:
 
     if "reward" in answer:
         parts = "".join(f"  {part} {value:g}" for part, value in answer["parts"].items())
-        told = f"reward {answer['reward']:g}{parts}"
+        outcome = f"reward {answer['reward']:g}{parts}"
     else:
-        told = f"failed: {printable(answer.get('message', answer))}"
-    typer.echo(f"  {name:<12}{clip(response)!r}\n  {'':<12}{told}")
+        outcome = f"failed: {printable(answer.get('message', answer))}"
+    typer.echo(f"  {name:<12}{clip(response)!r}\n  {'':<12}{outcome}")

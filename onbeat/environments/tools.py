@@ -88,7 +88,7 @@ async def converse(
 
 
 async def result_of(tool_call: Mapping[str, Any], tools: Mapping[str, Tool]) -> Message:
-    """Run one call. A tool that does not exist and wrong arguments are told to the policy."""
+    """Run one call. An unknown tool or wrong arguments are reported to the policy."""
     function = tool_call["function"]
     tool, arguments = tools.get(function["name"]), read_json(function["arguments"])
     if tool is None:

@@ -171,9 +171,9 @@ def check_logprobs(group: RolloutGroup) -> None:
 def check_token_lengths(group: RolloutGroup) -> None:
     """Raise ValueError when the lengths of tokens do not add up to the text. This looks at every token, too."""
     for index, response in enumerate(group.responses):
-        num_told, num_characters = sum(response.token_lengths), len(response.text)
-        if response.token_lengths and num_told != num_characters:
-            text = f"its tokens gave {num_told} characters of a text of {num_characters}; leave token_lengths empty"
+        num_counted, num_characters = sum(response.token_lengths), len(response.text)
+        if response.token_lengths and num_counted != num_characters:
+            text = f"its tokens gave {num_counted} characters of a text of {num_characters}; leave token_lengths empty"
             raise ValueError(f"group {group.group_id}, response {index}: {text}")
 
 

@@ -97,8 +97,8 @@ async def stored_group(ledger: Ledger, job_id: str, entry: str) -> bytes | None:
 
 async def group_advantages(ledger: Ledger, job_id: str, iteration: int, group_id: str) -> list[float | None]:
     """Return the advantage of each response of one group, like `Iterations.advantages`; empty if none were recorded."""
-    told = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
-    return list(json.loads(told)) if told else []
+    stored = await ledger.redis.hget(JobKeys(job_id).advantages(iteration), group_id)
+    return list(json.loads(stored)) if stored else []
 
 
 async def newest_events(ledger: Ledger, job_id: str, count: int = 1000) -> list[Event]:

@@ -152,14 +152,14 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
 
 def explain_pool(pool: str, trainers: list[TrainerRecord], workers: list[WorkerRecord], now: float) -> Finding:
     """Describe a pool: `pool default: 1 trainer alive (trainer-a is training job-1), 2 rollouts alive (...)`."""
-    told = []
+    parts = []
     kinds: dict[str, Sequence[TrainerRecord | WorkerRecord]] = {"trainer": trainers, "rollout": workers}
     for kind, processes in kinds.items():
         alive = [p for p in processes if now - p.last_seen_at < SILENT_S and p.state != "stopped"]
         names = [f"{process.id} is {process.state}{f' {process.job_id}' * bool(process.job_id)}" for process in alive]
         more = ", ..." if len(names) > 8 else ""
-        told.append(f"{count(len(alive), kind)} alive" + (f" ({', '.join(names[:8])}{more})" if names else ""))
-    return Finding(sentence=f"pool {pool}: {', '.join(told)}", who=pool)
+        parts.append(f"{count(len(alive), kind)} alive" + (f" ({', '.join(names[:8])}{more})" if names else ""))
+    return Finding(sentence=f"pool {pool}: {', '.join(parts)}", who=pool)
 
 
 def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:

@@ -238,8 +238,8 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
         sentence = f"{start}, the last one {since_s:.0f} s ago; {user} {what}"
         return s.find(sentence, who=unit.name, waits_for=user, since_s=since_s)
     refused = {what: int(fields.get(f"num_{what}", "0")) for what in ("stale", "lost", "failed_groups")}
-    told = [f"{number} {REFUSALS[what]}" for what, number in refused.items() if number]
-    parts = [start, *describe_leases(s, unit), *told]
+    refusals = [f"{number} {REFUSALS[what]}" for what, number in refused.items() if number]
+    parts = [start, *describe_leases(s, unit), *refusals]
     since_s = max(0.0, s.now - float(fields["opened_at"]))
     return s.find("; ".join(parts), who=unit.name, waits_for=count(len(unit.waiting), "group"), since_s=since_s)
 

@@ -222,7 +222,7 @@ def look_at_parts(c: Course) -> Finding | None:
         f"part {steady[0]} of the reward was" if len(steady) == 1 else f"parts {', '.join(steady)} of the reward were"
     )
     sentence = (
-        f"{c.lately} of {c.job_id}, {what} the same for every response, and told none from another: read samples, "
+        f"{c.lately} of {c.job_id}, {what} the same for every response, and distinguished none of them: read samples, "
     )
     return c.find(f"{sentence}then correct it or leave it out (reward)", "reward", is_problem=False)
 

@@ -113,7 +113,7 @@ async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseExce
         async with asyncio.timeout(REPORT_DEADLINE_S):
             await ledger.event_log.emit(worker.job_id, "worker.failed", message, {"worker_id": worker_id})
     except (RedisError, TimeoutError) as error:
-        logger.warning("the job was not told: %s", error)
+        logger.warning("the failure could not be recorded in the job: %s", error)
 
 
 if __name__ == "__main__":

@@ -140,9 +140,9 @@ class IterationStats:
         """Record the advantages of a micro-batch; a group may come in several parts."""
         values, members = iter(advantages.tolist()), iter(torch.cat(batch.members).tolist())
         for group_id, rewards, part in zip(batch.group_ids, batch.group_rewards, batch.members, strict=True):
-            told = self.advantages.setdefault(group_id, [None] * len(rewards))
+            recorded = self.advantages.setdefault(group_id, [None] * len(rewards))
             for _ in range(len(part)):
-                told[next(members)] = round(next(values), 4) + 0.0  # no -0.0
+                recorded[next(members)] = round(next(values), 4) + 0.0  # no -0.0
 
     def add_decision(self, decision: GacDecision) -> None:
         if decision.cosine is not None:
@@ -173,8 +173,8 @@ class IterationStats:
 
     def to_bytes(self) -> bytes:
         names = ("sums", "maxima", "first_failure", "digests", "advantages")
-        told = {name: getattr(self, name) for name in names} | {"responses": self.responses.to_json()}
-        return json.dumps(told).encode()
+        recorded = {name: getattr(self, name) for name in names} | {"responses": self.responses.to_json()}
+        return json.dumps(recorded).encode()
 
     @property
     def divergence(self) -> float:

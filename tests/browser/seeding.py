@@ -80,8 +80,8 @@ async def seed_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int
             advantages[group.group_id] = advantages_of(group)
     version, digest = iteration + 1, f"d{iteration + 1}"
     await ledger.versions.announce(job_id, epoch, version, "127.0.0.1:1", digest, PublishedWeights(**PUBLISHED))
-    told = report(iteration, dice)
-    await ledger.trainer.commit(job_id, epoch, iteration, version, digest, told, "used", True, advantages)
+    metrics = report(iteration, dice)
+    await ledger.trainer.commit(job_id, epoch, iteration, version, digest, metrics, "used", True, advantages)
 
 
 def advantages_of(group: RolloutGroup) -> list[float | None]:

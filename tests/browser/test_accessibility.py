@@ -26,10 +26,10 @@ TOO_WIDE = """(width) => {
 async def violations(page: Page) -> list[str]:
     """Of axe-core, whose script the page's own policy would refuse: its context has to bypass it."""
     await page.evaluate(AXE_FILE_PATH.read_text())
-    return [told(violation) for violation in await page.evaluate(AXE)]
+    return [described(violation) for violation in await page.evaluate(AXE)]
 
 
-def told(violation: dict[str, Any]) -> str:
+def described(violation: dict[str, Any]) -> str:
     nodes = "; ".join(f"{node['html'][:200]} ({node['failureSummary']})" for node in violation["nodes"][:3])
     return f"{violation['impact']} {violation['id']}: {violation['help']}: {nodes}"
 

@@ -299,7 +299,7 @@ async def redraw(page: Page, *lines: tuple[str, list[list[float]]]) -> None:
     await page.evaluate("(lines) => draw(lines)", [{"name": name, "points": points} for name, points in lines])
 
 
-async def test_chart_of_a_thousand_iterations_tells_all_values(modules: Page) -> None:
+async def test_chart_of_a_thousand_iterations_shows_all_values(modules: Page) -> None:
     points = walk(1000)
     await draw(modules, [{"name": "mean", "points": points, "band": [[x, y - 1, y + 1] for x, y in points]}])
     await expect(modules.locator("canvas")).to_have_count(1)

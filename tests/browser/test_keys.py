@@ -1,4 +1,4 @@
-"""The API key: asked for, kept in the tab and nowhere else, and told when it may not do something."""
+"""The API key: asked for, kept in the tab and nowhere else, and what a key without the right sees."""
 
 import json
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ async def enters(page: Page, key: str) -> None:
     await expect(page.get_by_role("link", name="kept-secret")).to_be_visible()
 
 
-async def test_wrong_key_is_told_and_the_right_one_lets_in(visit: Visitor, broker: Broker, keys: Keys) -> None:
+async def test_wrong_key_is_reported_and_the_right_one_lets_in(visit: Visitor, broker: Broker, keys: Keys) -> None:
     visit.watch.expect(REFUSED)
     page = await visit(broker.url)
     await expect(page.get_by_role("heading", level=1)).to_contain_text("asks for a key")
@@ -92,7 +92,7 @@ async def test_revoked_key_is_asked_for_again(visit: Visitor, broker: Broker, ke
     await expect(page.get_by_label("API key")).to_be_visible()  # the list is asked for now and then
 
 
-async def test_reader_is_told_that_this_takes_another_role(visit: Visitor, broker: Broker, keys: Keys) -> None:
+async def test_reader_sees_that_this_takes_another_role(visit: Visitor, broker: Broker, keys: Keys) -> None:
     visit.watch.expect(REFUSED)
     page = await visit(broker.url)
     await enters(page, keys.by_role[Role.READ])

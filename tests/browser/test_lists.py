@@ -74,7 +74,7 @@ async def test_opened_list_is_asked_for_once_before_the_next_look(visit: Visitor
 # ---- comparing ---------------------------------------------------------------------------------------------------
 
 
-async def test_deleted_job_is_told_and_the_other_ones_go_on(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+async def test_deleted_job_is_announced_and_the_others_go_on(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
     visit.watch.expect("status of 404")
     deleted, other = [await create_job(ledger, name=name) for name in ("deleted", "other")]
     page = await visit(broker.url, f"#/compare?jobs={deleted},{other}")

@@ -92,8 +92,8 @@ async def test_stream_is_taken_up_again_after_the_broker_was_restarted(
         await train(ledger, job_id, epoch, range(1))
         await expect_progress(page, 1, 4)
         await wait_open(ledger, job_id, 1)
-        told = page.get_by_test_id("events").get_by_role("listitem")
-        await expect(told).to_have_count(len(await ledger_events(ledger, job_id)))
+        shown = page.get_by_test_id("events").get_by_role("listitem")
+        await expect(shown).to_have_count(len(await ledger_events(ledger, job_id)))
     await drain(ledger, job_id)
     assert await commit(ledger, job_id, epoch, 1, reward_mean=0.75)  # while no broker is there
     async with visit.broker(ledger, tmp_path, port=port) as broker:
@@ -102,8 +102,8 @@ async def test_stream_is_taken_up_again_after_the_broker_was_restarted(
         await expect_progress(page, 4, 4)
         slider = page.get_by_test_id("chart-reward").get_by_role("slider")
         await expect(slider).to_have_attribute("aria-valuenow", "3")
-        await expect(told).to_have_count(len(await ledger_events(ledger, job_id)))
-        assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was told again from the beginning"
+        await expect(shown).to_have_count(len(await ledger_events(ledger, job_id)))
+        assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was sent again from the beginning"
 
 
 def cursors(visit: Visitor) -> list[str]:

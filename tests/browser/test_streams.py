@@ -64,7 +64,7 @@ async def test_hidden_page_closes_its_stream_and_resumes_when_shown(
     epoch = await start_training(ledger, job_id)
     page = await open_with_clock(visit, broker, job_id)
     await train(ledger, job_id, epoch, range(1))
-    told = page.get_by_test_id("events").get_by_role("listitem")
+    shown = page.get_by_test_id("events").get_by_role("listitem")
     await expect_progress(page, 1, 4)
     await page.evaluate(SET_HIDDEN, True)
     await page.clock.fast_forward(HIDDEN_MS + 1000)
@@ -75,8 +75,8 @@ async def test_hidden_page_closes_its_stream_and_resumes_when_shown(
     assert (broker.num_watchers, len(cursors(visit))) == (0, num_connections), "it came back, and nobody looks"
     await page.evaluate(SET_HIDDEN, False)
     await expect_progress(page, 3, 4)
-    await expect(told).to_have_count(len(await ledger_events(ledger, job_id)))
-    assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was told again from the beginning"
+    await expect(shown).to_have_count(len(await ledger_events(ledger, job_id)))
+    assert cursors(visit)[-1] in await ledger_events(ledger, job_id), "it was sent again from the beginning"
 
 
 async def test_page_that_is_hidden_for_a_moment_keeps_its_connection(
@@ -122,8 +122,8 @@ async def test_page_error_reaches_the_console_and_its_stream_goes_on(
     await start_training(ledger, job_id)
     await ledger.jobs.move(job_id, JobState.FAILED, "no more memory")
     page = await visit(broker.url)
-    told = await page.evaluate(LISTEN, f"/jobs/{job_id}/stream")
-    assert told == {"heard": await ledger_events(ledger, job_id), "states": ["connecting", "open", "over"]}
+    shown = await page.evaluate(LISTEN, f"/jobs/{job_id}/stream")
+    assert shown == {"heard": await ledger_events(ledger, job_id), "states": ["connecting", "open", "over"]}
     assert any("this page has a defect" in said for said in visit.watch.complaints)
 
 

@@ -61,7 +61,7 @@ async def is_refused_by_field_and_line(page: Page, job: dict[str, Any]) -> None:
 
 
 async def shows_both_sides_of_the_pipeline(page: Page) -> None:
-    """Lanes with what each did; the spans are told by the arrow keys as well."""
+    """Lanes with what each did; the arrow keys read the spans out as well."""
     await page.get_by_role("navigation", name="Pages of this job").get_by_role("link", name="Timeline").click()
     await expect(page.get_by_role("heading", level=1, name="Timeline of")).to_be_focused()  # the page is there
     timeline = page.get_by_test_id("timeline")
@@ -69,9 +69,9 @@ async def shows_both_sides_of_the_pipeline(page: Page) -> None:
         slider = timeline.get_by_role("slider", name=lane)
         await slider.focus()
         await page.keyboard.press("ArrowRight")
-        told = re.compile(rf"{lane}: .*({kinds}).*(iteration|policy version) \d", re.IGNORECASE)
-        await expect(slider).to_have_attribute("aria-valuetext", told)
-        await expect(page.get_by_test_id("timeline-readout")).to_have_text(told)
+        description = re.compile(rf"{lane}: .*({kinds}).*(iteration|policy version) \d", re.IGNORECASE)
+        await expect(slider).to_have_attribute("aria-valuetext", description)
+        await expect(page.get_by_test_id("timeline-readout")).to_have_text(description)
     await expect(page.get_by_test_id("timeline-summary")).to_contain_text("the trainer was idle")
 
 

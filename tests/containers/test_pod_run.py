@@ -81,7 +81,7 @@ def test_a_container_runs_as_its_pod_says():
     }
 
 
-def test_the_engine_is_told_the_same(tmp_path: Path):
+def test_the_engine_gets_the_same_options(tmp_path: Path):
     run = docker_run_arguments(POD, container(), CONFIG_MAPS, SECRETS, FIELDS)
     options = run.sdk_options(tmp_path)
     assert (options["user"], options["group_add"], options["read_only"]) == ("5:6", [8, 7], True)

@@ -42,7 +42,7 @@ def test_every_iteration_has_one_version_within_the_bound(finished):
     assert versions == sorted(versions)
 
 
-def test_report_tells_the_staleness_and_what_gac_did(finished):
+def test_report_has_the_staleness_and_what_gac_did(finished):
     stack, job_id, job = finished
     jobs = stack.client.jobs
     report = make_report(job, jobs.iterations(job_id), jobs.evaluations(job_id))

@@ -1,4 +1,4 @@
-"""A real job on a disk that is really full: it is told, costs a checkpoint, and the job goes on when there is room."""
+"""A real job on a disk that is really full: it is reported, costs a checkpoint, and the job goes on."""
 
 import subprocess
 from collections.abc import Iterator

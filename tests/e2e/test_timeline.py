@@ -35,7 +35,7 @@ def timeline(finished):
     return stack.client.jobs.timeline(job_id, iterations=NUM_ITERATIONS)
 
 
-def test_stream_told_every_event_and_every_iteration(finished):
+def test_stream_sent_every_event_and_every_iteration(finished):
     stack, job_id, updates = finished
     ids = [update.id for update in updates if isinstance(update, Event)]
     assert ids == [event.id for event in stack.client.jobs.events(job_id)][: len(ids)]  # some come after the end
@@ -81,8 +81,8 @@ def test_rollout_generates_between_the_hand_overs_of_weights(finished, timeline)
             assert pulls[version].start <= pulls[version].end <= load.end
     idle = {lane.id: lane.idle_frac for lane in timeline.lanes}
     busy_s = (1 - idle[worker]) * (timeline.end - timeline.start)
-    told_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(job_id))
-    assert busy_s == pytest.approx(told_s, rel=0.1, abs=SLACK_S)  # as the rollout has measured it
+    reported_s = sum((1 - r.rollout_idle_frac) * r.wall_s for r in stack.client.jobs.iterations(job_id))
+    assert busy_s == pytest.approx(reported_s, rel=0.1, abs=SLACK_S)  # as the rollout has measured it
 
 
 def test_the_adviser_speaks_by_the_report_of_the_same_run(finished, timeline):

@@ -150,5 +150,5 @@ async def commit(
     groups = await ledger.iterations.accepted_groups(job_id, iteration)
     used = used_digest({group.group_id: group_digest(group) for group in groups})
     advantages = {g.group_id: [response.reward - 0.5 for response in g.responses] for g in groups if g.responses}
-    told = (metrics, used, is_published, advantages)
-    return await ledger.trainer.commit(job_id, epoch, iteration, version, digest, *told)
+    report = (metrics, used, is_published, advantages)
+    return await ledger.trainer.commit(job_id, epoch, iteration, version, digest, *report)

@@ -85,7 +85,7 @@ async def test_headers_let_a_page_do_nothing_but_talk_to_its_broker(broker: http
             assert len(headers.get_list(once)) == 1, once
 
 
-async def test_who_has_a_file_is_told_so_without_a_body(broker: httpx.AsyncClient) -> None:
+async def test_unchanged_file_is_answered_without_a_body(broker: httpx.AsyncClient) -> None:
     first = await broker.get("/assets/app.js")
     tag = first.headers["etag"]
     assert first.headers["cache-control"] == "no-cache"

@@ -340,7 +340,7 @@ async def test_api_explains_one_job_and_the_whole_installation(ledger: Ledger, p
         )
 
 
-async def test_doctor_tells_what_redis_allows_to_know(tmp_path: Path) -> None:
+async def test_doctor_reports_what_redis_lets_it_know(tmp_path: Path) -> None:
     port = free_port()
     process = start_redis(port, str(tmp_path))
     redis = connect(f"redis://127.0.0.1:{port}", retry_s=1)
@@ -503,7 +503,7 @@ async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledg
     background.close()
 
 
-async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_url: str, pool: str) -> None:
+async def test_trainer_reports_what_it_does_with_its_lease(ledger: Ledger, redis_url: str, pool: str) -> None:
     job_id = await create_job(ledger, pool=pool)
     epoch = await start_training(ledger, job_id)
     config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
@@ -511,21 +511,21 @@ async def test_trainer_tells_with_its_lease_what_it_does(ledger: Ledger, redis_u
     own = background.run(connect_to(redis_url))
     job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
 
-    async def tells(doing: str) -> None:
-        async def is_told() -> bool:
+    async def reports(doing: str) -> None:
+        async def is_reported() -> bool:
             return (await ledger.jobs.fields(job_id)).get("doing") == doing
 
-        await eventually(doing, is_told, LATER_S)
+        await eventually(doing, is_reported, LATER_S)
 
     try:
-        await tells("loading the model")
+        await reports("loading the model")
         await open_iteration(ledger, job_id, 0, num_groups=2)
         feed = (await asyncio.to_thread(GroupFeed, job, config, 0)).micro_batches(0, ["0-0", "0-1"])
         micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
-        await tells("waiting for groups of iteration 0: 2 missing")
+        await reports("waiting for groups of iteration 0: 2 missing")
         await drain(ledger, job_id)
         num_groups = len(await micro_batch)
-        await tells(f"training a micro-batch of {num_groups} groups of iteration 0")
+        await reports(f"training a micro-batch of {num_groups} groups of iteration 0")
     finally:
         stop.set()  # whoever still waits for groups ends by this
         await asyncio.to_thread(job.close)
@@ -556,9 +556,9 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, po
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:
         findings = (await broker.get("/v1/doctor")).json()["findings"]
-        told = [finding["sentence"] for finding in findings if "cannot be read" in finding["sentence"]]
-        assert len(told) == 1
-        assert told[0].startswith(
+        complaint = [finding["sentence"] for finding in findings if "cannot be read" in finding["sentence"]]
+        assert len(complaint) == 1
+        assert complaint[0].startswith(
             f"4 heartbeats of pool {pool} cannot be read, and are left out (evil, of-a-later-version"
         )
         assert len((await broker.get(f"/v1/workers?pool={pool}")).json()["workers"]) == 1
@@ -573,10 +573,10 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, po
 def test_silence_and_a_clock_ahead_are_told_apart() -> None:
     now = time.time()
 
-    def told(ago_s: float, state: str = "generating") -> str:
+    def complaint(ago_s: float, state: str = "generating") -> str:
         finding = explain_silence(WorkerRecord(id="rollout-a", state=state, last_seen_at=now - ago_s), now)
         return finding.sentence if finding else ""
 
-    assert told(1) == told(3600) == told(30, "stopped") == ""
-    assert told(30).startswith("rollout-a was last seen 30 s ago (generating) and did not sign off")
-    assert told(-5).startswith("the clock of rollout-a is 5.0 s ahead of that of Redis")
+    assert complaint(1) == complaint(3600) == complaint(30, "stopped") == ""
+    assert complaint(30).startswith("rollout-a was last seen 30 s ago (generating) and did not sign off")
+    assert complaint(-5).startswith("the clock of rollout-a is 5.0 s ahead of that of Redis")

@@ -47,7 +47,9 @@ def fork_body(parent: str, iteration: int = FIRST, **sections: object) -> dict[s
     return job_body(fork={"job": parent, "iteration": iteration}, **({"schedule": {"num_iterations": 4}} | sections))
 
 
-async def test_refused_fork_is_told_what_there_is(broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path) -> None:
+async def test_refused_fork_names_the_reason_and_the_remedy(
+    broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path
+) -> None:
     parent = await parent_of(broker, ledger, tmp_path, 1, 2)
     without = await parent_of(broker, ledger, tmp_path / "none")
     refusals = {

@@ -58,7 +58,7 @@ async def test_each_trainer_takes_a_job_of_its_own_oldest_first(ledger: Ledger) 
     assert again[0] == late
 
 
-async def test_pending_job_tells_its_place_in_the_queue_of_its_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_pending_job_shows_its_place_in_the_queue_of_its_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     pool, other = new_pool(), new_pool()
     first, elsewhere = await submit(broker, pool=pool), await submit(broker, pool=other)
     second, third = await submit(broker, pool=pool), await submit(broker, pool=pool)

@@ -303,10 +303,10 @@ async def test_repeated_version_keeps_first_numbers_and_emits_an_event(ledger: L
     assert record is not None
     assert record.delta_bytes == 20
     assert record.rollouts == {"w1": update_of(20, 1.5)}
-    told = [event for event in await ledger.event_log.read(job_id) if event.kind == "worker.updated"]
-    assert [(event.data["num_bytes"], event.data.get("open_s")) for event in told] == [(20, 1.5), (1000, None)]
-    assert told[0].message == "w1 serves policy version 1"
-    assert told[0].data == {
+    updates = [event for event in await ledger.event_log.read(job_id) if event.kind == "worker.updated"]
+    assert [(event.data["num_bytes"], event.data.get("open_s")) for event in updates] == [(20, 1.5), (1000, None)]
+    assert updates[0].message == "w1 serves policy version 1"
+    assert updates[0].data == {
         "policy_version": 1,
         "worker_id": "w1",
         "num_bytes": 20,

@@ -314,7 +314,7 @@ async def test_iteration_is_trimmed_only_in_its_turn(ledger: Ledger, iteration: 
     assert len(await kept_groups(ledger, job_id)) == (4 if is_due else 6)
 
 
-async def test_who_asks_for_groups_that_are_gone_is_told_so(ledger: Ledger, tmp_path: Path) -> None:
+async def test_asking_for_groups_that_are_gone_gives_the_reason(ledger: Ledger, tmp_path: Path) -> None:
     job_id, epoch = await interleaved_job(ledger)
     await ledger.trainer.checkpointed(job_id, epoch, 0, 2, "/c/2")
     await Retention(ledger, 0).step()

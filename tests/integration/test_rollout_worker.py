@@ -171,7 +171,7 @@ async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
     await rig.until(is_clean)
 
 
-async def test_heartbeat_tells_job_state_and_version(rig):
+async def test_heartbeat_reports_job_state_and_version(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
     rig.start_worker(engine)
@@ -804,7 +804,7 @@ async def test_killed_rollout_loses_no_group_and_sigterm_ends_cleanly(served_rig
 
 
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0.0, 1), (600.0, 2)])
-async def test_process_told_to_hurry_returns_everything_at_once(served_rig, redis_url, drain_s, num_signals):
+async def test_process_asked_to_hurry_returns_everything_at_once(served_rig, redis_url, drain_s, num_signals):
     rig = served_rig
     process = Process(redis_url, rig.pool, "hasty", drain_s).process
     try:

@@ -153,7 +153,7 @@ def with_tokens(group: RolloutGroup) -> None:
     group.responses[0].reward_parts["right"] = 0.75
 
 
-async def test_group_is_told_token_by_token(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_group_is_shown_token_by_token(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)
@@ -163,10 +163,10 @@ async def test_group_is_told_token_by_token(broker: httpx.AsyncClient, ledger: L
     place = ("iteration", "group_id", "policy_version", "worker_id", "num_prompt_tokens", "generate_s", "failure")
     assert [detail[name] for name in place] == [0, "0-1", 0, "w1", 3, 0.1, ""]
     assert detail["prompt"].startswith("say ")
-    told, unknown = detail["tokens"]
-    assert [token["text"] for token in told] == TOKEN_TEXTS
-    assert [token["id"] for token in told] == list(range(10, 16))
-    assert [token["logprob"] for token in told] == [-0.1, -0.25, -3.0, -0.5, 0.0, -1.5]
+    known, unknown = detail["tokens"]
+    assert [token["text"] for token in known] == TOKEN_TEXTS
+    assert [token["id"] for token in known] == list(range(10, 16))
+    assert [token["logprob"] for token in known] == [-0.1, -0.25, -3.0, -0.5, 0.0, -1.5]
     assert [token["text"] for token in unknown] == [None] * 6
     samples = (await get(broker, f"{job_id}/samples?iteration=0"))["samples"]
     assert detail["responses"] == [sample for sample in samples if sample["group_id"] == "0-1"]
@@ -305,7 +305,7 @@ async def test_advantages_come_with_the_commit_and_only_with_the_first(ledger: L
     assert await ledger.iterations.advantages(job_id, 0) == {"0-0": [0.5, None]}
 
 
-async def test_commit_may_tell_no_advantages(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+async def test_commit_may_have_no_advantages(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await wait_open(ledger, job_id, 0)

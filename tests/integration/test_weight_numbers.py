@@ -25,11 +25,11 @@ def sample(name: str) -> float:
 
 
 async def update_to(rig: Rig, version: int) -> WeightUpdate:  # noqa: F811
-    async def is_told() -> bool:
+    async def is_recorded() -> bool:
         record = await rig.ledger.versions.weights(rig.job_id, version)
         return record is not None
 
-    await rig.until(is_told)
+    await rig.until(is_recorded)
     record = await rig.ledger.versions.weights(rig.job_id, version)
     assert record is not None
     return record.rollouts["w0"]

@@ -201,7 +201,7 @@ async def test_the_right_key_opens_unary_calls_and_streams(wire):
     await assert_is_answered(wire.stub(address, WireSecurity(api_key=KEY)))
 
 
-async def test_no_key_is_refused_and_told_what_to_set(wire):
+async def test_no_key_is_refused_with_what_to_set(wire):
     address = await wire.serve(WireSecurity(api_key=KEY))
     unauthenticated = grpc.StatusCode.UNAUTHENTICATED
     await assert_is_refused(wire.stub(address, PLAIN), unauthenticated, "no API key", "ONBEAT_WEIGHTS_API_KEY")
@@ -214,7 +214,7 @@ async def test_a_wrong_key_is_refused_and_not_echoed(wire, wrong):
     await assert_is_refused(stub, grpc.StatusCode.UNAUTHENTICATED, "is wrong", "ONBEAT_WEIGHTS_API_KEY")
 
 
-async def test_without_the_key_not_even_the_names_of_methods_are_told(wire):
+async def test_without_the_key_not_even_names_of_methods_are_given(wire):
     address = await wire.serve(WireSecurity(api_key=KEY))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await wire.channel(address, PLAIN).unary_unary("/no.such/Method")(b"", timeout=DEADLINE_S)
@@ -386,7 +386,7 @@ def test_files_that_cannot_work_are_refused_by_variable_and_path(authority, stra
 # Limits
 
 
-async def test_a_call_beyond_the_limit_is_refused_and_told_the_limit(wire):
+async def test_a_call_beyond_the_limit_is_refused_with_the_limit(wire):
     address = await wire.serve(PLAIN, max_concurrent_calls=2)
     stub = wire.stub(address, PLAIN)
     calls = [await open_stream(stub), await open_stream(stub)]

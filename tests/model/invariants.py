@@ -117,10 +117,10 @@ def audit_is_clean(state: State) -> None:
         audit.read(Entry(str(place), *entry) for place, entry in enumerate(view.audit))
     except AuditViolation as violation:
         raise Violation(str(violation)) from None
-    require(audit.next_iteration == int(view.job["next_iteration"]), f"the log tells of {audit.next_iteration} commits")
-    told = [set(iteration.digests) for iteration in audit.iterations]
+    require(audit.next_iteration == int(view.job["next_iteration"]), f"the log has {audit.next_iteration} commits")
+    logged = [set(iteration.digests) for iteration in audit.iterations]
     accepted = [view.accepted(iteration) for iteration in sorted(view.iterations)]
-    require(told == accepted, f"the log tells of {told}, accepted are {accepted}")
+    require(logged == accepted, f"the log has {logged}, accepted are {accepted}")
 
 
 STATES = (

@@ -236,9 +236,9 @@ def read_state(answer: list[bytes], before: State) -> State:
         state.dumps[key], state.contents[key] = dump, content
         name, _, number = key.removeprefix(PREFIX).partition(":")
         if name == "job":
-            view.job = told(content) | {"lease": job_lease(content)}
+            view.job = visible(content) | {"lease": job_lease(content)}
         elif name == "iteration":
-            view.iterations[int(number)] = told(content)
+            view.iterations[int(number)] = visible(content)
         elif name == "groups":
             for group_id, ledger in content.items():
                 view.groups.setdefault(int(number), {})[group_id], _, view.places[group_id] = ledger.partition(":")
@@ -295,7 +295,7 @@ def place(entry: str) -> tuple[int, ...]:
     return tuple(map(int, entry.split("-")))
 
 
-def told(fields: dict[str, str]) -> dict[str, str]:
+def visible(fields: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in fields.items() if name not in UNREAD and not name.endswith("_at")}
 
 

@@ -84,14 +84,14 @@ class FakeJobs:
     async def stream(self, job_id: str, after: str) -> AsyncIterator[str]:
         """All that is so, whenever it has changed: the job, its iterations, its one event, what the doctor says."""
         self.num_streams += 1
-        told: dict[str, str] = {}
+        sent: dict[str, str] = {}
         while job_id in self.jobs:
             record = self.record(job_id)
             states = {"job": record, "explain": self.diagnosis()}
             states |= {f"iteration {one['iteration']}": {"record": one} for one in self.iterations(job_id)}
             for name, state in states.items():
-                if told.get(name) != (text := json.dumps(state)):
-                    told[name] = text
+                if sent.get(name) != (text := json.dumps(state)):
+                    sent[name] = text
                     yield f"event: {name.split()[0]}\ndata: {text}\n\n"
             if after == "0":
                 after = EVENT["id"]

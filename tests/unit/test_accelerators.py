@@ -122,7 +122,7 @@ def test_those_who_share_a_device_share_its_memory(rollouts: list[str], shares: 
     assert [plan.memory_share(rollout) for rollout in range(len(rollouts))] == shares
 
 
-# ---- what the services are told --------------------------------------------------------------------------------
+# ---- devices of the services -------------------------------------------------------------------------------
 
 
 def test_machine_without_devices_adds_nothing(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_memory_is_lowered_on_a_shared_device_unless_set_by_user(tmp_path: Path)
 @pytest.mark.parametrize(("size", "rollouts"), [("2", ["1,2", "3,4"]), ("two", ["1", "2"]), ("0", ["1", "2"])])
 def test_rollout_gets_as_many_devices_as_hold_its_model(tmp_path: Path, size: str, rollouts: list[str]) -> None:
     files = machine(tmp_path, *(f"nvidia{number}" for number in range(5)))
-    told = device_environments({"ONBEAT_TENSOR_PARALLEL_SIZE": size}, 2, files)[1]
-    assert told == [{CUDA: names} for names in rollouts]
+    given = device_environments({"ONBEAT_TENSOR_PARALLEL_SIZE": size}, 2, files)[1]
+    assert given == [{CUDA: names} for names in rollouts]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_rollout_gets_as_many_devices_as_hold_its_model(tmp_path: Path, size: st
         ("4,5,6,7", "4", ["5", "6"], [None, None]),
     ],
 )
-def test_trainer_and_rollouts_are_told_devices_of_their_own(
+def test_trainer_and_rollouts_get_devices_of_their_own(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     visible: str,
@@ -174,7 +174,7 @@ def test_trainer_and_rollouts_are_told_devices_of_their_own(
     broker, trainer, *rollouts = service_specs(StackOptions(tmp_path, num_rollouts=2), "redis://r", 8801)
     seen = [spec.env.get(CUDA) for spec in (broker, trainer, *rollouts)]
     assert seen == [None, trainer_sees, *rollouts_see]
-    told = [spec.env.get(MEMORY) for spec in (broker, trainer, *rollouts)]
-    assert told == [None, None, *memory]
+    given = [spec.env.get(MEMORY) for spec in (broker, trainer, *rollouts)]
+    assert given == [None, None, *memory]
     at_once = [spec.env["ONBEAT_MAX_NUM_SEQS"] for spec in rollouts]
     assert at_once == [SHARED_MAX_NUM_SEQS if trainer_sees else SPLIT_MAX_NUM_SEQS] * 2, "a device is made for many"

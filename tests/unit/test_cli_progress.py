@@ -59,7 +59,7 @@ def text_of(progress: JobProgress, width: int = 100, height: int = 40, now: floa
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_live_view_tells_what_everyone_does() -> None:
+def test_live_view_shows_what_everyone_does() -> None:
     progress = progress_of(4)
     progress.workers = [WorkerRecord(id="rollout-0", state="updating", policy_version=4, last_seen_at=0)]
     progress.trainer = "loading the model"
@@ -111,13 +111,13 @@ def test_live_view_fits_any_terminal(width: int, height: int) -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_a_problem_is_told_once_it_has_lasted() -> None:
+def test_a_problem_is_shown_once_it_has_lasted() -> None:
     """A job that is submitted while its trainer starts is no cause for alarm."""
     progress = progress_of(0)
-    for since_s, is_told in ((0.0, False), (9.9, False), (10.0, True)):
+    for since_s, is_shown in ((0.0, False), (9.9, False), (10.0, True)):
         finding = Finding(sentence="no trainer has asked for jobs", is_problem=True, since_s=since_s)
         progress.diagnosis = Diagnosis(is_healthy=False, findings=[finding])
-        assert (progress.waits_for is not None) is is_told, since_s
+        assert (progress.waits_for is not None) is is_shown, since_s
 
 
 def test_services_that_start_are_no_cause_for_alarm() -> None:
@@ -148,8 +148,8 @@ def test_what_it_waits_for_is_shown_when_wrong_or_long() -> None:
     short = Finding(sentence="waits a little", waits_for="a group", since_s=2)
     long = Finding(sentence="waits long", waits_for="a group", since_s=60)
     problem = Finding(sentence="is broken", is_problem=True)
-    told = [([short], None), ([short, long], "waits long"), ([long, problem], "is broken")]
-    for findings, shown in told:
+    cases = [([short], None), ([short, long], "waits long"), ([long, problem], "is broken")]
+    for findings, shown in cases:
         progress.diagnosis = Diagnosis(is_healthy=True, findings=findings)
         assert (progress.waits_for.sentence if progress.waits_for else None) == shown
         assert shown is None or shown in text_of(progress)

@@ -185,8 +185,8 @@ class Script(Transport):
 async def test_stream_that_sends_events_between_breaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.0,))
     events = [Event(id=f"{i}-0", time=i, kind="test") for i in range(1, 6)]
-    told = [[Message("event", event.model_dump_json(), event.id)] for event in events]  # breaks off without a word
-    script = Script(*told, [Message("end", '{"reason":"over"}', "")])
+    streams = [[Message("event", event.model_dump_json(), event.id)] for event in events]  # breaks off without a word
+    script = Script(*streams, [Message("end", '{"reason":"over"}', "")])
     assert [update async for update in AsyncJobs(script).stream("job")] == events
     assert script.cursors == ["0", *(event.id for event in events)]
 

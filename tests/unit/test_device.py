@@ -163,7 +163,7 @@ def test_missing_device_says_what_to_check(monkeypatch: pytest.MonkeyPatch) -> N
         ("import yaml_that_is_not_there", "No module named 'yaml_that_is_not_there'"),
     ],
 )
-def test_broken_driver_is_told_with_its_reason(
+def test_broken_driver_is_reported_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, reason: str
 ) -> None:
     write_torch_npu(tmp_path, source, monkeypatch)
@@ -200,9 +200,9 @@ def test_service_says_why_torch_itself_cannot_be_imported(tmp_path: Path, servic
     )
     assert ended.returncode == 1
     remedy = "Source CANN's set_env.sh" if service == "services.trainer" else "docs/platforms.md says"
-    told = [line for line in ended.stderr.splitlines() if "Error" in line or "ERROR" in line]
-    assert "libhccl.so: cannot open shared object file" in told[-1]
-    assert remedy in told[-1]
+    printed = [line for line in ended.stderr.splitlines() if "Error" in line or "ERROR" in line]
+    assert "libhccl.so: cannot open shared object file" in printed[-1]
+    assert remedy in printed[-1]
 
 
 def test_ranks_use_the_devices_backend_and_gloo_between_hosts() -> None:

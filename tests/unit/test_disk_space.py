@@ -1,4 +1,4 @@
-"""Room on disks is told before it is needed, and sessions of tests give theirs back."""
+"""Missing disk space is reported before it is needed, and sessions of tests give theirs back."""
 
 import os
 import shutil
@@ -32,10 +32,10 @@ def usage(free: float):
 # ---- is there room? ----------------------------------------------------------------------------------------------
 
 
-def test_folder_free_and_needed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_names_folder_free_and_needed_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", usage(1.26 * GB))
-    told = f"{tmp_path}/not/there has 1.3 GB free, three checkpoints need 5.7 GB"
-    assert shortage(tmp_path / "not" / "there", 5.7 * GB, "three checkpoints") == told
+    message = f"{tmp_path}/not/there has 1.3 GB free, three checkpoints need 5.7 GB"
+    assert shortage(tmp_path / "not" / "there", 5.7 * GB, "three checkpoints") == message
     assert shortage(tmp_path, 1.26 * GB, "three checkpoints") == ""
 
 
@@ -74,8 +74,8 @@ def test_each_choice_of_tests_asks_for_what_it_needs(tmp_path: Path, monkeypatch
         room.check_room([item("unit"), item("e2e")])
     monkeypatch.setattr(shutil, "disk_usage", usage(9 * GB))
     room.check_room([item("e2e"), item("containers")])  # of manifests
-    told = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: make room"
-    with pytest.raises(pytest.UsageError, match=told):
+    message = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: make room"
+    with pytest.raises(pytest.UsageError, match=message):
         room.check_room([item("containers", "images")])
     (engine / "overlay2").mkdir(parents=True)  # images are there
     room.check_room([item("containers", "images")])

@@ -1,4 +1,4 @@
-"""Tools of a class: what the policy is told about them, and what happens when it calls them."""
+"""Tools of a class: what the policy learns about them, and what happens when it calls them."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ async def test_results_of_calls_go_back_until_an_answer_without_one():
         ("divide", {"a": 1, "b": 0}, "Error: float division by zero"),
     ],
 )
-async def test_wrong_call_is_told_to_the_policy(name, arguments, words):
+async def test_wrong_call_is_reported_to_the_policy(name, arguments, words):
     session = ScriptedSession(calls(name, arguments), says("well"))
     await play(session)
     assert session.asked[1][-1]["content"].startswith(words)

@@ -15,8 +15,8 @@ GERMAN = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamteng
 @pytest.mark.parametrize("width", [30, 60, 81, 100, 200])
 @pytest.mark.parametrize("text", [CHINESE, GERMAN])
 def test_a_long_text_is_never_cut(text: str, width: int) -> None:
-    told = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
-    sample = Sample(prompt="", response=text, reward=1.0, **told)
+    values = {"iteration": 0, "group_id": "0-0", "policy_version": 0, "num_tokens": 1, "finish_reason": "stop"}
+    sample = Sample(prompt="", response=text, reward=1.0, **values)
     out = io.StringIO()
     print_examples(Console(file=out, width=width), "iteration 0", [sample])
     lines = [line.split("│") for line in out.getvalue().splitlines() if "│" in line]

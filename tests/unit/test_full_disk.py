@@ -1,4 +1,4 @@
-"""A full disk costs a checkpoint, not the job; the last one is waited for; little room is told at the start."""
+"""A full disk costs a checkpoint, not the job; the last one is waited for; short space is a warning at the start."""
 
 import errno
 import shutil
@@ -56,7 +56,7 @@ def test_checkpoint_without_disk_space_is_skipped_and_reported(tmp_path, full_di
     ]
 
 
-def test_each_left_out_in_a_row_is_told(tmp_path, full_disk):
+def test_each_left_out_in_a_row_is_reported(tmp_path, full_disk):
     full_disk.update({2: 1, 3: 1})
     config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
     _, link = train(config, recorded_iterations(4), tmp_path)
@@ -147,18 +147,18 @@ def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeyp
     monkeypatch.setattr("services.trainer.checkpoints.disk_space.checkpoint_bytes", lambda policy, config: size)
     store = CheckpointStore(tmp_path / "job" / "checkpoints", keep=2)
 
-    def told(free, **schedule):
+    def warning(free, **schedule):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
         return little_room(store, policy, job_config(schedule={"num_iterations": 3, **schedule}, checkpoint=EVERY))
 
-    assert told(3 * size) == ""
-    message = told(3 * size - GB)
+    assert warning(3 * size) == ""
+    message = warning(3 * size - GB)
     assert f"{store.folder} has 5.0 GB free" in message
     assert "checkpoints (at most 3 of 2.0 GB at a time) need 6.0 GB; make room" in message
-    assert told(2 * size, num_iterations=2) == "", "there are only two"
+    assert warning(2 * size, num_iterations=2) == "", "there are only two"
     (store.folder / "iteration-000001").mkdir(parents=True)
     (store.folder / "iteration-000001" / "state.json").write_text("{}")
     with (store.folder / "iteration-000001" / "weights").open("wb") as sparse:
         sparse.truncate(size)
-    assert told(2 * size) == "", "one of them is there already"
-    assert told(2 * size - 1e8) != ""
+    assert warning(2 * size) == "", "one of them is there already"
+    assert warning(2 * size - 1e8) != ""

@@ -82,7 +82,7 @@ async def test_metrics_and_unknown_paths(port: int) -> None:
     assert "/readyz" in await answers(port, "/", 404)
 
 
-def test_a_taken_port_is_told_with_its_settings() -> None:
+def test_a_taken_port_is_reported_with_its_settings() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

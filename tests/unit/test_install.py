@@ -109,19 +109,19 @@ def test_package_that_no_source_has_ends_set_up_with_its_name(install: Installer
     assert "No matching distribution found for plain==1.0" in done.stderr
 
 
-def test_uv_is_told_of_the_sources_that_pip_has(install: Installer, tmp_path: Path) -> None:
+def test_uv_gets_the_sources_that_pip_has(install: Installer, tmp_path: Path) -> None:
     publish(tmp_path / "company", "kernels", "1.0+cpu")
-    publish(tmp_path / "company", "uv", uv_version(), '#!/bin/sh\nenv >"$HOME/told"\n')
+    publish(tmp_path / "company", "uv", uv_version(), '#!/bin/sh\nenv >"$HOME/variables"\n')
     (tmp_path / "a.pem").touch()
     done = install(
         f"extra-index-url = file:///a\n  file:///b\nfind-links = /c /d\n[install]\ncert = {tmp_path}/a.pem\n"
     )
     assert done.returncode == 0, done.stderr
-    told = dict(line.split("=", 1) for line in (tmp_path / "told").read_text().splitlines())
-    assert told["UV_DEFAULT_INDEX"] == (tmp_path / "company").as_uri()
-    assert told["UV_INDEX"] == "file:///a file:///b"
-    assert told["UV_FIND_LINKS"] == "/c,/d"
-    assert told["SSL_CERT_FILE"] == f"{tmp_path}/a.pem"
+    variables = dict(line.split("=", 1) for line in (tmp_path / "variables").read_text().splitlines())
+    assert variables["UV_DEFAULT_INDEX"] == (tmp_path / "company").as_uri()
+    assert variables["UV_INDEX"] == "file:///a file:///b"
+    assert variables["UV_FIND_LINKS"] == "/c,/d"
+    assert variables["SSL_CERT_FILE"] == f"{tmp_path}/a.pem"
 
 
 @pytest.mark.skipif(not UV.exists(), reason="set-up found no uv for this machine")

@@ -57,9 +57,9 @@ def learning(num: int = 40, start: float = 0.3, end: float = 0.98, **metrics: fl
     for number in range(num):
         share = min(1.0, number / (0.5 * num))
         reward = min(1.0, max(0.0, start + (end - start) * share + rng.gauss(0, 0.05)))
-        told = {"rollout/uniform_groups": float(round(4 * share)), "rollout/solved_all_frac": share}
-        told |= {"train/entropy": 2.1 * (1 - share) + 0.02, "rollout/truncated_frac": 0.47 - 0.3 * share}
-        records.append(iteration(number, reward, **(told | metrics)))
+        values = {"rollout/uniform_groups": float(round(4 * share)), "rollout/solved_all_frac": share}
+        values |= {"train/entropy": 2.1 * (1 - share) + 0.02, "rollout/truncated_frac": 0.47 - 0.3 * share}
+        records.append(iteration(number, reward, **(values | metrics)))
     return records
 
 

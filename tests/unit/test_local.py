@@ -117,12 +117,12 @@ if __name__ == "__main__":
 
 
 def test_killed_service_leaves_no_shared_memory(tmp_path: Path) -> None:
-    script, told = tmp_path / "sharing.py", tmp_path / "told"
+    script, notes = tmp_path / "sharing.py", tmp_path / "notes"
     script.write_text(SHARING)
-    command = [sys.executable, str(script), str(told)]
+    command = [sys.executable, str(script), str(notes)]
     supervisor = Supervisor(tmp_path, lambda line: None)
-    supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "" if told.exists() else "its name")])
-    segment = Path("/dev/shm") / told.read_text()
+    supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "" if notes.exists() else "its name")])
+    segment = Path("/dev/shm") / notes.read_text()
     assert segment.exists()
     (service,) = psutil.Process(supervisor.services[0].pid).children()
     service.kill()
@@ -230,7 +230,7 @@ def test_redis_starts_with_a_password_on_loopback_and_keeps_data(tmp_path: Path)
     assert (folder / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
 
 
-def test_services_are_told_where_they_are(tmp_path: Path) -> None:
+def test_services_get_the_addresses_of_each_other(tmp_path: Path) -> None:
     options = StackOptions(tmp_path, num_rollouts=2, engine="transformers", rollout_cores=[0], trainer_cores=[0])
     broker, trainer, *rollouts = service_specs(options, "redis://r", 8801)
     common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
@@ -350,18 +350,18 @@ time.sleep(300)
 
 def test_each_service_has_its_own_fresh_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
-    told = tmp_path / "told"
+    notes = tmp_path / "notes"
     spec = ServiceSpec(
-        "s", [sys.executable, "-c", LITTERER, str(told)], 0, missing=lambda: "" if told.exists() else "-"
+        "s", [sys.executable, "-c", LITTERER, str(notes)], 0, missing=lambda: "" if notes.exists() else "-"
     )
     supervisor = Supervisor(tmp_path, lambda line: None, scratch=tmp_path / "scratch")
     supervisor.start([spec])
-    folder, *litter = told.read_text().split()
+    folder, *litter = notes.read_text().split()
     assert (folder, len(litter)) == (str(tmp_path / "scratch" / "s"), 1)
-    told.unlink()
+    notes.unlink()
     os.killpg(supervisor.services[0].pid or 0, signal.SIGKILL)
-    wait_for(lambda: supervisor.check() or told.exists())
-    assert len(told.read_text().split()) == 2, "what the first one left was removed"
+    wait_for(lambda: supervisor.check() or notes.exists())
+    assert len(notes.read_text().split()) == 2, "what the first one left was removed"
     supervisor.stop()
 
 
@@ -385,7 +385,7 @@ def test_paths_of_sockets_among_temporary_files_are_short_enough(monkeypatch: py
     assert [str(parent) in report for report in reports] == [True] * is_long
 
 
-def test_no_room_for_temporary_files_is_told_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_for_temporary_files_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     with pytest.raises(OnbeatError, match=r"no temporary folder can be made in /proc: .*set TMPDIR to another folder"):
         make_scratch(lambda line: None)

@@ -59,8 +59,8 @@ class StoringLink(RecordedLink):
     def publish(self, snapshot, published):
         super().publish(snapshot, published)
         version = snapshot.policy_version
-        self.holders_when_told = [link.rank for link in self.everybody if version in link.held]
-        self.told = published
+        self.holders_when_published = [link.rank for link in self.everybody if version in link.held]
+        self.announcement = published
 
 
 def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedule):
@@ -94,7 +94,7 @@ def sharded(tmp_path_factory):
     return publish_twice(tmp_path_factory.mktemp("sharded"), is_sharded=True)
 
 
-def test_deltas_of_all_shards_decide_and_are_told(sharded):
+def test_deltas_of_all_shards_decide_and_are_announced(sharded):
     _, links = sharded
     snapshots = [link.store.get(1) for link in links]
     shards = [sum(map(len, snapshot.buffers)) for snapshot in snapshots]
@@ -103,14 +103,14 @@ def test_deltas_of_all_shards_decide_and_are_told(sharded):
     assert all(0 < delta < shard for delta, shard in zip(deltas[1:], shards[1:], strict=True))
     for link in links:
         assert [step.size_bytes for step in link.store.steps(0, 1)] == [sum(deltas)]
-    assert links[0].told.delta_bytes == sum(deltas)
+    assert links[0].announcement.delta_bytes == sum(deltas)
 
 
 def test_version_is_announced_only_when_all_ranks_hold_shards(sharded):
     _, (main, *others) = sharded
     assert main.published == [0, 1]
     assert [link.published for link in others] == [[], []]
-    assert main.holders_when_told == [0, 1, 2]
+    assert main.holders_when_published == [0, 1, 2]
 
 
 def test_whole_replicas_that_serve_nothing_hold_no_versions(tmp_path):

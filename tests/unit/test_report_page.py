@@ -17,8 +17,8 @@ HOSTILE = "</table><script>alert('x')</script>"
 
 
 def test_page_has_no_script_and_loads_nothing() -> None:
-    told = {"policy_version": 0, "num_tokens": 3, "finish_reason": "stop"}
-    sample = Sample(iteration=0, group_id="0-0", prompt=HOSTILE, response=HOSTILE, reward=1.0, **told)
+    values = {"policy_version": 0, "num_tokens": 3, "finish_reason": "stop"}
+    sample = Sample(iteration=0, group_id="0-0", prompt=HOSTILE, response=HOSTILE, reward=1.0, **values)
     page = page_of(HOSTILE, [("reason", HOSTILE)], {HOSTILE: [(0, 1.0)]}, [sample], {"name": HOSTILE})
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 8  # title, heading, reason, curve twice, prompt, response, configuration

@@ -74,6 +74,6 @@ def test_prompts_carry_one_reward_as_before_or_all_of_several() -> None:
     assert (alone.reward.name, list(alone.rewards), alone.reward.weight) == ("exact", [], 0.0)
     (task,) = build_tasks(job(SEVERAL), 0, [PromptItem(text="a", context={})])
     assert not task.HasField("reward")  # an earlier rollout refuses it instead of scoring a part
-    told = [(each.name, each.part, each.weight, each.max_attempts) for each in task.rewards]
-    assert told == [("exact", "exact", 0.9, 2), ("regex", "form", 0.1, 5)]
+    sent = [(each.name, each.part, each.weight, each.max_attempts) for each in task.rewards]
+    assert sent == [("exact", "exact", 0.9, 2), ("regex", "form", 0.1, 5)]
     assert json.loads(task.rewards[1].options_json) == {"pattern": "x"}

@@ -19,7 +19,7 @@ def groups_of(rewards):
     return [make_group(group_id, 4, (2, 3, 4), rewards=own) for group_id, own in rewards.items()]
 
 
-def told(tmp_path, rewards=REWARDS, objective=None, **sections):
+def published(tmp_path, rewards=REWARDS, objective=None, **sections):
     schedule = {"mode": "sync", "num_iterations": 1}
     config = job_config(objective={"type": "grpo"} | (objective or {}), schedule=schedule, **sections)
     _, link = train(config, groups_of(rewards), tmp_path, arrivals=4)
@@ -52,15 +52,18 @@ BY_HAND = {
 
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_advantages_are_the_objectives_and_zero_where_untrained(kind, tmp_path):
-    found = told(tmp_path, objective={"type": kind})
+    found = published(tmp_path, objective={"type": kind})
     assert found.keys() == REWARDS.keys()
     for group_id, rewards in REWARDS.items():
         assert found[group_id] == pytest.approx(BY_HAND[kind](rewards), abs=1.01e-4), group_id
     assert found["0-2"] == [0.0, 0.0, 0.0]
 
 
-def test_group_that_is_split_over_rows_is_told_whole(tmp_path):
-    whole, split = told(tmp_path / "whole"), told(tmp_path / "split", training={"max_tokens_per_micro_batch": 1})
+def test_group_that_is_split_over_rows_is_published_whole(tmp_path):
+    whole, split = (
+        published(tmp_path / "whole"),
+        published(tmp_path / "split", training={"max_tokens_per_micro_batch": 1}),
+    )
     assert split == whole
 
 
@@ -88,12 +91,12 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
 
 
 def test_pairs_have_no_advantages(tmp_path):
-    assert told(tmp_path, objective={"type": "online_dpo"}) == {}
+    assert published(tmp_path, objective={"type": "online_dpo"}) == {}
 
 
-def test_update_without_any_signal_tells_zeros(tmp_path):
+def test_update_without_any_signal_publishes_zeros(tmp_path):
     uniform = {group_id: [1.0, 1.0, 1.0] for group_id in REWARDS}
-    assert told(tmp_path, uniform) == {group_id: [0.0, 0.0, 0.0] for group_id in REWARDS}
+    assert published(tmp_path, uniform) == {group_id: [0.0, 0.0, 0.0] for group_id in REWARDS}
 
 
 def test_failed_group_is_left_out(tmp_path):
@@ -105,11 +108,11 @@ def test_failed_group_is_left_out(tmp_path):
     assert link.advantages[0].keys() == REWARDS.keys() - {"0-1"}
 
 
-def test_each_update_of_an_iteration_tells_its_share(tmp_path):
-    assert told(tmp_path / "two", training={"num_updates_per_iteration": 2}) == told(tmp_path / "one")
+def test_each_update_of_an_iteration_publishes_its_share(tmp_path):
+    assert published(tmp_path / "two", training={"num_updates_per_iteration": 2}) == published(tmp_path / "one")
 
 
-def test_replicas_tell_theirs_together(tmp_path):
+def test_replicas_publish_theirs_together(tmp_path):
     first, second = IterationStats(0), IterationStats(0)
     first.advantages, second.advantages = {"0-0": [0.5, None]}, {"0-1": [-0.5, 0.5]}
     messages = [first.to_bytes(), second.to_bytes()]
@@ -118,8 +121,8 @@ def test_replicas_tell_theirs_together(tmp_path):
         assert replica.told_advantages() == {"0-0": [0.5, None], "0-1": [-0.5, 0.5]}
 
 
-def test_nothing_is_told_of_a_huge_iteration(tmp_path, monkeypatch):
+def test_nothing_is_published_of_a_huge_iteration(tmp_path, monkeypatch):
     monkeypatch.setattr(stats_module, "MAX_TOLD", 12)
-    assert len(told(tmp_path / "all")) == 4
+    assert len(published(tmp_path / "all")) == 4
     monkeypatch.setattr(stats_module, "MAX_TOLD", 11)
-    assert told(tmp_path / "none") == {}
+    assert published(tmp_path / "none") == {}

@@ -1,4 +1,4 @@
-"""What vLLM is told on each device, and what a user is told when the vLLM for it is missing. vLLM is not imported."""
+"""The options of vLLM on each device, and the message when the vLLM for it is missing. vLLM is not imported."""
 
 import math
 import re
@@ -175,7 +175,7 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         VllmEngine.check_device("cuda", 3)
 
 
-def test_engine_tells_vllm_what_its_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_gives_vllm_what_its_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, vllm="0.32.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -221,7 +221,7 @@ def test_engine_is_checked_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch
         engines.check_engine("mine", "cpu")
 
 
-def test_engine_that_cannot_be_imported_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_import_of_an_engine_is_reported_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         try:
             raise ImportError("libhccl.so is not there")

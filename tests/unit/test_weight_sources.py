@@ -173,7 +173,7 @@ def test_the_trainer_is_the_last_resort_even_if_it_has_failed():
     assert located(sources, peer(0), failed=[TRAINER]) == TRAINER
 
 
-def test_loopback_addresses_are_only_told_to_the_same_host():
+def test_loopback_addresses_are_only_given_to_the_same_host():
     sources = create_sources(egress=9, fanout=9)
     holder = peer(0, host="mine", address="127.0.0.1:5")
     completed(sources, holder)
@@ -196,7 +196,7 @@ def test_loopback_addresses_are_only_told_to_the_same_host():
         ("gpu-7:5", False),
     ],
 )
-def test_loopback_is_told_by_the_address(address, expected):
+def test_loopback_is_recognised_by_the_address(address, expected):
     assert is_loopback(address) is expected
 
 

@@ -90,8 +90,8 @@ class Iterations(Part):
 
     async def advantages(self, job_id: str, iteration: int) -> dict[str, list[float | None]]:
         """Return group id -> each response's advantage as trained; empty before the commit, or if none are recorded."""
-        told = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
-        return {group_id.decode(): json.loads(own) for group_id, own in told.items()}
+        stored = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
+        return {group_id.decode(): json.loads(own) for group_id, own in stored.items()}
 
     async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
         """Return worker id -> seconds with at least one response in flight in that iteration."""

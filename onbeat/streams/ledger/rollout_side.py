@@ -112,8 +112,8 @@ class RolloutSide(Part):
         versions = ",".join(map(str, span_versions(group)))
         payload = encode_group(group)
         args = (entry_id, group.worker_id, ROLLOUT_GROUP, number, group.group_id, payload)
-        told = (versions, failure_text(group), group.timings.worker_busy_s, kind)
-        more_args = (*told, payload_digest(payload), *length_of(group))
+        described = (versions, failure_text(group), group.timings.worker_busy_s, kind)
+        more_args = (*described, payload_digest(payload), *length_of(group))
         verdict = await self._submission([job.job, job.events, *more_keys, job.audit], [*args, *more_args])
         return Verdict(verdict.decode())
 

@@ -118,9 +118,9 @@ class TrainerSide(Part):
         """
         job = JobKeys(job_id)
         args = (epoch, iteration, version, digest, json.dumps(metrics), "1" if is_published else "0", used)
-        told = [word for group_id, own in (advantages or {}).items() for word in (group_id, json.dumps(own))]
+        published = [word for group_id, own in (advantages or {}).items() for word in (group_id, json.dumps(own))]
         more_keys = [job.iteration(iteration), job.advantages(iteration)]
-        outcome = (await self._run("commit_iteration", job, more_keys, *args, *told)).decode()
+        outcome = (await self._run("commit_iteration", job, more_keys, *args, *published)).decode()
         if outcome == "fenced":
             raise LeaseLost(f"job {job_id} has another trainer now")
         if outcome == "diverged":

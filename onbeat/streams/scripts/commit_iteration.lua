@@ -1,6 +1,6 @@
 -- KEYS: job, events, iteration, advantages.
 -- ARGV: epoch, iteration, new policy version, weights digest (hex), metrics (JSON), is_published ('1'/'0'), digest of
--- the groups that were used (hex), then group id / advantages of its responses (JSON) pairs, as far as they are told.
+-- the groups that were used (hex), then group id / advantages of its responses (JSON) pairs, as far as they are reported.
 -- Closes a drained iteration and publishes the next version in one move, unless rollouts are to stay on the one that they
 -- have; the bound must then still let the next iteration open. Idempotent: a replayed commit is 'already', or 'diverged'
 -- when its weights are not those of the first time. Returns committed | already | diverged | fenced | open | unbounded.

@@ -2,7 +2,7 @@
 -- ARGV: iteration, how many durable iterations are kept.
 -- Drops the contents of the oldest iteration that still has them, if a checkpoint contains it and the newer ones that are
 -- to be kept: its own entries of the stream, which in `bounded` lie between those of others, what only a replay needs, and
--- what is told of each response. Returns 1, or 0 when it is not its turn.
+-- what is reported of each response. Returns 1, or 0 when it is not its turn.
 local iteration = tonumber(ARGV[1])
 if tonumber(field('num_trimmed') or '0') ~= iteration then return 0 end
 if iteration + tonumber(ARGV[2]) >= tonumber(field('checkpoint_iteration') or '0') then return 0 end

@@ -92,27 +92,27 @@ function explained(error, signal, late) {
  * (401, 403, 404, 422). What the callbacks throw goes to the console, and the stream goes on.
  */
 export async function stream(path, { after = "0", signal, onMessage, onState = () => {} }) {
-  const [tell, tellState] = [onMessage, onState].map(reported);
+  const [report, reportState] = [onMessage, onState].map(reported);
   const cursor = { after };
   let tries = 0;
   while (!signal.aborted) {
     if (document.hidden) {
-      tellState("lost");
+      reportState("lost");
       await shown(signal);
       continue;
     }
-    tellState("connecting");
+    reportState("connecting");
     try {
-      const reason = await readStream(path, cursor, signal, tell, () => {
+      const reason = await readStream(path, cursor, signal, report, () => {
         tries = 0;
-        tellState("open");
+        reportState("open");
       });
-      if (reason === "over") return tellState("over");
+      if (reason === "over") return reportState("over");
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof ApiError && error.status >= 400 && error.status < 500 && error.status !== 429) throw error;
     }
-    tellState("lost");
+    reportState("lost");
     if (document.hidden) continue;
     await pause(RETRY_MS[Math.min(tries, RETRY_MS.length - 1)], signal);
     tries += 1;

@@ -33,7 +33,7 @@ export class Pointer {
 export class Chart extends Component {
   state = { at: null, isOpen: false };
   plot = createRef();
-  width = 0; // of the plot, as the browser tells after each layout; 0: not in sight
+  width = 0; // of the plot, as the browser reports after each layout; 0: not in sight
 
   get pointer() {
     return this.props.pointer ?? (this.own ??= new Pointer());
@@ -145,7 +145,7 @@ export class Chart extends Component {
     // Pointing at nothing shows the newest value of each, which some lines have not at the same x.
     const values = lines.map((line) => (at === null ? newestOf(line) : valueAt(line, x)));
     const isOne = at !== null || values.every((value) => !value || value.x === values[0]?.x);
-    const told = lines.map((line, index) => `${line.name} ${this.words(values[index])}`).join(", ");
+    const spoken = lines.map((line, index) => `${line.name} ${this.words(values[index])}`).join(", ");
     const summary = `${title}: ${description ? "about it, and its values" : "its values"}`;
     return html`
       <figure class=${isWide ? "chart wide" : "chart"} data-testid=${testId}>
@@ -171,7 +171,7 @@ export class Chart extends Component {
           aria-valuemin=${xs[0] ?? 0}
           aria-valuemax=${xs.at(-1) ?? 0}
           aria-valuenow=${x ?? 0}
-          aria-valuetext=${x === null ? "no values yet" : `iteration ${x}: ${told} ${unit}`.trim()}
+          aria-valuetext=${x === null ? "no values yet" : `iteration ${x}: ${spoken} ${unit}`.trim()}
           onKeyDown=${(event) => this.onKey(event)}
           onPointerMove=${(event) => this.onMove(event)}
           onPointerDown=${(event) => this.onMove(event)}

@@ -5,7 +5,8 @@ import { Chart, Pointer } from "./charts.js";
 import { EventLog, EventStore } from "./events.js";
 import { number, toToml } from "./format.js";
 import {
-  announce, Component, confirmed, createRef, heartbeatTime, html, isOver, JobControls, JobTabs, pathOf, render, StateBadge, tell,
+  announce, Component, confirmed, createRef, heartbeatTime, html, isOver, JobControls, JobTabs, pathOf, render,
+  showRefusal, StateBadge,
 } from "./parts.js";
 import { CHARTS, Series } from "./series.js";
 import { Beat, Doctor, Facts, Newest, ProgressLine } from "./status.js";
@@ -185,7 +186,7 @@ class JobPage extends Component {
       announce(`${this.job.name} is deleted`);
       location.hash = "#/";
     } catch (error) {
-      await tell("Delete was refused", error);
+      await showRefusal("Delete was refused", error);
     }
   }
 

@@ -63,7 +63,7 @@ class JobsPage extends Component {
     try {
       const { jobs } = await get("/jobs", paramsOf(this.state.filter), signal);
       if (turn !== this.turn) return; // asked again meanwhile
-      this.tellChanges(jobs);
+      this.announceChanges(jobs);
       this.jobs = jobs;
       this.seenAt = Date.now() / 1000;
       this.setState({ jobs, problem: "" }, () => this.readCurves());
@@ -74,7 +74,7 @@ class JobsPage extends Component {
     }
   }
 
-  tellChanges(jobs) {
+  announceChanges(jobs) {
     const before = new Map(this.jobs.map((job) => [job.id, job.state]));
     const changed = jobs.filter((job) => before.has(job.id) && before.get(job.id) !== job.state);
     if (changed.length) announce(changed.map((job) => `${job.name} is ${job.state.toLowerCase()}`).join(", "));
@@ -82,7 +82,7 @@ class JobsPage extends Component {
 
   /** After a move of the user. */
   changed(job) {
-    this.jobs = this.jobs.map((each) => (each.id === job.id ? job : each)); // or it would be told as news
+    this.jobs = this.jobs.map((each) => (each.id === job.id ? job : each)); // or it would be announced as news
     this.setState({ jobs: this.jobs });
     this.refresh();
   }

@@ -119,7 +119,7 @@ export class JobControls extends Component {
       announce(`${job.name} is ${changed.state.toLowerCase()}`);
       onChange(changed);
     } catch (error) {
-      await tell(`${title(verb)} was refused`, error);
+      await showRefusal(`${title(verb)} was refused`, error);
     } finally {
       this.setState({ isMoving: false });
     }
@@ -160,7 +160,7 @@ export async function confirmed({ heading, detail, yes, no }) {
 }
 
 /** Shows what the broker said of a refusal. */
-export async function tell(heading, error) {
+export async function showRefusal(heading, error) {
   if (error instanceof ApiError && error.status === 401) return; // the key form is there
   if (!(error instanceof ApiError)) throw error;
   await opened(heading, error.detail || error.title, html`<button class="button" value="ok">Close</button>`);

@@ -71,13 +71,13 @@ def reasoning_gym(response: str, context: Context, *, answer_pattern: str | None
 def scorer_and_entry(context: Context) -> tuple[Any, dict[str, Any]]:
     """Return the task's scorer and the entry as it made it: JSON turns tuples into lists, which matters to arc_agi."""
     options = json.dumps(context.get("options") or {}, sort_keys=True)
-    told = {name: context[name] for name in ("question", "answer", "metadata")}
+    given = {name: context[name] for name in ("question", "answer", "metadata")}
     if "index" not in context:
-        return task_dataset(context["task"], options, seed=0, size=1), told
+        return task_dataset(context["task"], options, seed=0, size=1), given
     dataset = task_dataset(context["task"], options, context["seed"], context["size"])
     made = task_entry(dataset, context["index"])
-    is_same = made["question"] == told["question"]  # another version of reasoning_gym may make another
-    return dataset, made if is_same else told
+    is_same = made["question"] == given["question"]  # another version of reasoning_gym may make another
+    return dataset, made if is_same else given
 
 
 @functools.lru_cache(maxsize=64)
