@@ -79,7 +79,7 @@ class Watcher:
         self.queue: asyncio.Queue[Message | None] = asyncio.Queue()  # None: the end
         self.is_dropped = False
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         """Queue the messages of a tick. A watcher that took the earlier ones is not slow, however many come at once."""
         if messages and self.queue.qsize() >= MAX_WAITING:
             self.is_dropped = True
@@ -87,7 +87,7 @@ class Watcher:
             for message in messages:
                 self.queue.put_nowait(message)
 
-    def tell_end(self, reason: str) -> None:
+    def send_end(self, reason: str) -> None:
         if not self.is_dropped:
             self.queue.put_nowait(end_of(reason))
             self.queue.put_nowait(None)
@@ -102,7 +102,7 @@ class JobWatch:
         self.cursor = "0"  # the event that was sent last; before the first tick: the newest one
         self.first_open = 0  # the first iteration that was not sent as committed
         self.explained: Message | None = None  # the last time, if something waits
-        self._told: dict[str, bytes] = {}  # by job or iteration: the last state that was sent
+        self._sent: dict[str, bytes] = {}  # by job or iteration: the last state that was sent
         self._fields: Fields = {}
         self._explain_at = 0.0
         self.task: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class JobWatch:
             raise
         finally:
             for watcher in self.watchers:
-                watcher.tell_end(reason)
+                watcher.send_end(reason)
 
     async def start(self) -> None:
         """Stand at the newest event and the first iteration that is not committed. Raises JobNotFound."""
@@ -151,16 +151,16 @@ class JobWatch:
             self._explain_at = time.monotonic() + EXPLAIN_S
             messages += await self._explanation()
         for watcher in self.watchers:
-            watcher.tell(messages)
+            watcher.send(messages)
         if events:  # in one go with sending them: a watcher that joins counts from here
             self.cursor = events[-1].id
         return is_over
 
     def _news(self, what: str, message: Message) -> list[Message]:
         """Return the message, or nothing when it was the last one sent about `what`."""
-        if self._told.get(what) == message.body:
+        if self._sent.get(what) == message.body:
             return []
-        self._told[what] = message.body
+        self._sent[what] = message.body
         return [message]
 
     async def _iterations(self, fields: Fields) -> list[Message]:
@@ -171,7 +171,7 @@ class JobWatch:
                 name = f"iteration {update.record.iteration}"
                 messages += self._news(name, encode("iteration", update))
                 if update.record.state is IterationState.COMMITTED:
-                    del self._told[name]
+                    del self._sent[name]
                     self.first_open = update.record.iteration + 1
         return messages
 
@@ -229,7 +229,7 @@ class JobStreams:
             async with self._arriving:
                 watch = await self._join(job_id, watcher)
                 past = await missed(self._ledger, job_id, after, watch.cursor, watch.first_open)
-            async with aclosing(told(past, watch, watcher, after)) as messages:
+            async with aclosing(messages_for(past, watch, watcher, after)) as messages:
                 async for message in messages:
                     yield message.body
         except JobNotFound:  # deleted meanwhile
@@ -284,7 +284,7 @@ def log_crash(task: asyncio.Task[None]) -> None:
         logger.error("%s: crashed", task.get_name(), exc_info=error)
 
 
-async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: str) -> AsyncGenerator[Message]:
+async def messages_for(past: list[Message], watch: JobWatch, watcher: Watcher, after: str) -> AsyncGenerator[Message]:
     """Yield the messages for one watcher: what it missed until it joined, and then what its queue holds."""
     deadline = time.monotonic() + MAX_STREAM_S
     last = after
@@ -317,9 +317,9 @@ async def told(past: list[Message], watch: JobWatch, watcher: Watcher, after: st
 async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open: int) -> list[Message]:
     """Return the states as they are, including the iterations that the events are about, and then the events."""
     events = [event async for event in events_between(ledger, job_id, after, until)]
-    told_of = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
+    mentioned = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
     record = await read_record(ledger, await ledger.jobs.fields(job_id))
-    updates = await read_updates(ledger, job_id, min([max(0, first_open - 1), *told_of]))
+    updates = await read_updates(ledger, job_id, min([max(0, first_open - 1), *mentioned]))
     states = [encode("job", record), *(encode("iteration", update) for update in updates)]
     return states + [encode_event(event) for event in events]
 

@@ -1,4 +1,4 @@
-"""A job as it runs, over real sockets to a whole broker: what its stream tells, and its timeline."""
+"""A job as it runs, over real sockets to a whole broker: what its stream sends, and its timeline."""
 
 import asyncio
 import contextlib
@@ -104,13 +104,13 @@ async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[Broker]:
 
 
 @dataclass(frozen=True)
-class Told:
+class Sent:
     kind: str  # "" of a comment
     data: Any
     id: str
 
 
-async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Told]:
+async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Sent]:
     """By the rules of the format alone, without our client."""
     path = f"{url}/v1/jobs/{job_id}/stream"
     async with contextlib.AsyncExitStack() as stack:
@@ -125,29 +125,29 @@ async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Told]:
                 name, _, value = line.partition(": ")
                 fields[name or "comment"] = value
                 continue
-            yield Told(fields.get("event", ""), json.loads(fields.get("data", "null")), fields.get("id", ""))
+            yield Sent(fields.get("event", ""), json.loads(fields.get("data", "null")), fields.get("id", ""))
             fields = {}
 
 
-async def take(told: list[Told], url: str, job_id: str, **headers: str) -> list[Told]:
-    """All messages, into `told`."""
+async def take(sent: list[Sent], url: str, job_id: str, **headers: str) -> list[Sent]:
+    """All messages, into `sent`."""
     async with asyncio.timeout(LIMIT_S):
         async for message in listen(url, job_id, **headers):
-            told.append(message)
-    return told
+            sent.append(message)
+    return sent
 
 
-async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Told]:
+async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Sent]:
     return await take([], url, job_id, **headers)
 
 
-async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Told]]:
+async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Sent]]:
     """Returns when it has heard something."""
-    told: list[Told] = []
-    listening = asyncio.create_task(take(told, broker.url, job_id, **headers))
+    sent: list[Sent] = []
+    listening = asyncio.create_task(take(sent, broker.url, job_id, **headers))
 
     async def has_heard() -> bool:
-        return bool(told) or listening.done()
+        return bool(sent) or listening.done()
 
     await eventually("it listens", has_heard)
     return listening
@@ -165,13 +165,13 @@ async def ledger_events(ledger: Ledger, job_id: str) -> list[str]:
     return [event.id for event in await ledger.event_log.read(job_id)]
 
 
-def events_of(told: list[Told]) -> list[str]:
-    return [message.id for message in told if message.kind == "event"]
+def events_of(sent: list[Sent]) -> list[str]:
+    return [message.id for message in sent if message.kind == "event"]
 
 
-def committed_of(told: list[Told]) -> dict[int, dict[str, float]]:
+def committed_of(sent: list[Sent]) -> dict[int, dict[str, float]]:
     """Iteration -> its point."""
-    updates = [message.data for message in told if message.kind == "iteration"]
+    updates = [message.data for message in sent if message.kind == "iteration"]
     done = [update for update in updates if update["record"]["state"] == "COMMITTED"]
     return {update["record"]["iteration"]: update["point"] for update in done}
 
@@ -185,15 +185,15 @@ async def test_stream_sends_each_state_and_event_once_until_the_end(broker: Brok
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(3))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
-    told = await listening
-    assert events_of(told) == await ledger_events(ledger, job_id)
-    points = committed_of(told)
+    sent = await listening
+    assert events_of(sent) == await ledger_events(ledger, job_id)
+    points = committed_of(sent)
     assert [points[i]["train/loss"] for i in range(3)] == [1.0, 2.0, 3.0]
     assert [points[i]["iteration/reward_mean"] for i in range(3)] == [0.5] * 3
-    states = [message.data["state"] for message in told if message.kind == "job"]
+    states = [message.data["state"] for message in sent if message.kind == "job"]
     assert (states[0], states[-1]) == ("PENDING", "SUCCEEDED")
-    assert (told[-1].kind, told[-1].data) == ("end", {"reason": "over"})
-    assert [message.id for message in told if message.kind != "event"] == [""] * (len(told) - len(events_of(told)))
+    assert (sent[-1].kind, sent[-1].data) == ("end", {"reason": "over"})
+    assert [message.id for message in sent if message.kind != "event"] == [""] * (len(sent) - len(events_of(sent)))
     assert broker.num_watchers == 0
 
 
@@ -203,16 +203,16 @@ async def test_whoever_has_seen_an_event_has_seen_the_states_behind_it(broker: B
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(3))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED)
-    told = await listening
-    for place, message in enumerate(told):
+    sent = await listening
+    for place, message in enumerate(sent):
         if message.kind == "event" and message.data["kind"] == "iteration.committed":
-            assert message.data["data"]["iteration"] in committed_of(told[:place])
+            assert message.data["data"]["iteration"] in committed_of(sent[:place])
 
 
 async def test_stream_continues_after_the_last_event_without_gaps(broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger, schedule={"num_iterations": 6})
     epoch = await start_training(ledger, job_id)
-    first: list[Told] = []
+    first: list[Sent] = []
     async with contextlib.aclosing(listen(broker.url, job_id)) as messages:
         training = asyncio.create_task(train(ledger, job_id, epoch, range(2)))
         async for message in messages:
@@ -244,23 +244,23 @@ async def test_event_seen_through_another_broker_is_not_sent_again(
     assert events_of(await second) == expected[expected.index(seen.id) + 1 :]
 
 
-async def test_stream_of_a_job_that_is_over_tells_it_and_ends(broker: Broker, ledger: Ledger) -> None:
+async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker: Broker, ledger: Ledger) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await train(ledger, job_id, epoch, range(2))
     await ledger.jobs.move(job_id, JobState.FAILED, "out of memory")
-    told = await listen_to_end(broker.url, job_id)
-    assert events_of(told) == await ledger_events(ledger, job_id)
-    assert committed_of(told).keys() == {0, 1}
-    assert told[0].data["error"] == "out of memory"
-    assert [message.kind for message in told[-2:]] == ["explain", "end"]
+    sent = await listen_to_end(broker.url, job_id)
+    assert events_of(sent) == await ledger_events(ledger, job_id)
+    assert committed_of(sent).keys() == {0, 1}
+    assert sent[0].data["error"] == "out of memory"
+    assert [message.kind for message in sent[-2:]] == ["explain", "end"]
     (newest,) = (await inspection.newest_events(ledger, job_id, count=1))[:1]
     resumed = await listen_to_end(broker.url, job_id, **{"Last-Event-ID": newest.id})
     assert events_of(resumed) == []
     assert resumed[-1].data == {"reason": "over"}
 
 
-async def test_stream_tells_all_iterations_however_many_they_are(
+async def test_stream_sends_all_iterations_however_many_they_are(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = await create_job(ledger, schedule={"num_iterations": 6})
@@ -271,7 +271,7 @@ async def test_stream_tells_all_iterations_however_many_they_are(
         assert committed_of(await listen_to_end(broker.url, job_id)).keys() == set(range(5))
 
 
-async def test_crash_of_a_reader_is_logged_and_told(
+async def test_crash_of_a_reader_is_logged_and_sent(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def crash(*_: Any) -> Any:
@@ -315,8 +315,8 @@ async def test_watchers_of_a_job_share_one_reader(
     await ledger.event_log.emit(job_id, "test.hello", "hello")
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
-    for told in await asyncio.gather(*listening):
-        assert events_of(told) == expected
+    for sent in await asyncio.gather(*listening):
+        assert events_of(sent) == expected
 
 
 async def test_many_watchers_may_come_at_once(broker: Broker, ledger: Ledger) -> None:
@@ -330,7 +330,7 @@ async def test_many_watchers_may_come_at_once(broker: Broker, ledger: Ledger) ->
     await eventually("all listen", all_are_here, LIMIT_S)
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     expected = await ledger_events(ledger, job_id)
-    assert all(events_of(told) == expected for told in await asyncio.gather(*listening))
+    assert all(events_of(sent) == expected for sent in await asyncio.gather(*listening))
 
 
 async def test_waiting_job_is_explained_now_and_then(
@@ -345,13 +345,13 @@ async def test_waiting_job_is_explained_now_and_then(
         return await explain_job(*args)
 
     monkeypatch.setattr(live, "explain_job", noting)
-    job_id, num_told = await create_job(ledger, pool="nobody-there"), 0
+    job_id, num_sent = await create_job(ledger, pool="nobody-there"), 0
     async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
         async for message in messages:
             if message.kind == "explain":
                 assert "trainer of pool nobody-there" in message.data["findings"][0]["waits_for"]
-                num_told += 1
-            if num_told == 3:
+                num_sent += 1
+            if num_sent == 3:
                 break
     assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(explained))
 
@@ -370,8 +370,8 @@ async def test_long_stream_is_to_be_asked_for_again(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "MAX_STREAM_S", 0.5)
-    told = await listen_to_end(broker.url, await create_job(ledger))
-    assert told[-1].data == {"reason": "renew"}
+    sent = await listen_to_end(broker.url, await create_job(ledger))
+    assert sent[-1].data == {"reason": "renew"}
 
 
 async def test_stopping_broker_ends_its_streams(ledger: Ledger, tmp_path: Path) -> None:
@@ -445,8 +445,8 @@ async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect(("127.0.0.1", int(broker.url.rsplit(":")[-1])))
             reader.sendall(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
-            told: list[Told] = []  # to one that is quick
-            listening = asyncio.create_task(take(told, broker.url, job_id))
+            sent: list[Sent] = []  # to one that is quick
+            listening = asyncio.create_task(take(sent, broker.url, job_id))
 
             async def both_are_here() -> bool:
                 return broker.num_watchers == 2
@@ -457,7 +457,7 @@ async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
                 return broker.num_watchers == 1 and len(broker.server.server_state.connections) == 1
 
             async def has_taken_all() -> bool:
-                return events_of(told)[-1:] == [newest.id]
+                return events_of(sent)[-1:] == [newest.id]
 
             async with asyncio.timeout(LIMIT_S):
                 while not await one_is_left():
@@ -467,7 +467,7 @@ async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
                     await eventually("the quick one has taken all", has_taken_all)
             await ledger.jobs.move(job_id, JobState.CANCELLED)
             await asyncio.wait_for(listening, LIMIT_S)
-            assert told[-1].data == {"reason": "over"}
+            assert sent[-1].data == {"reason": "over"}
 
 
 async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +489,7 @@ async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, mo
     async def has_looked() -> bool:
         return watch.cursor == newest
 
-    await eventually("it is told to whoever listens", has_looked)
+    await eventually("it is sent to whoever listens", has_looked)
     assert watcher.queue.qsize() == num_waiting
     rest = [body async for body in stream]
     assert b'"slow"' in rest[-1]
@@ -514,7 +514,7 @@ async def test_watcher_that_keeps_up_is_not_slow_at_any_rate(ledger: Ledger, mon
     watching = streams._watches[job_id].task
     assert watching is not None
     async with asyncio.timeout(LIMIT_S):
-        await watching  # all is told before the watcher takes the first of it
+        await watching  # all is sent before the watcher takes the first of it
         bodies += [body async for body in stream]
     assert b'"stopping"' in bodies[-1]
     assert any(b"event: explain" in body for body in bodies)
@@ -553,8 +553,8 @@ async def test_odd_ends_of_lines_are_text_to_the_client(broker: Broker, ledger: 
     async with AsyncClient(broker.url) as client:
         updates = [update async for update in client.jobs.stream(job_id)]
     assert [u.message for u in updates if isinstance(u, Event) and u.kind == "test.odd"] == [ODD_TEXT]
-    told = await listen_to_end(broker.url, job_id)  # a reader that takes them for ends of lines
-    assert [m.data["message"] for m in told if m.kind == "event" and m.data["kind"] == "test.odd"] == [ODD_TEXT]
+    sent = await listen_to_end(broker.url, job_id)  # a reader that takes them for ends of lines
+    assert [m.data["message"] for m in sent if m.kind == "event" and m.data["kind"] == "test.odd"] == [ODD_TEXT]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -670,8 +670,8 @@ async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker: Br
     failed.timings.generate_s, failed.timings.score_s = 0.0, 0.0
     await ledger.rollout.submit(job_id, second.entry_id, failed)
     begin = opened_at + 0.1
-    told = [("micro_batch", begin, 0.1), ("micro_batch", begin + 0.102, 0.1), ("optimizer", begin + 0.3, 0.05)]
-    await commit(ledger, job_id, epoch, 0, spans=told, reward_mean=0.5)
+    spans = [("micro_batch", begin, 0.1), ("micro_batch", begin + 0.102, 0.1), ("optimizer", begin + 0.3, 0.05)]
+    await commit(ledger, job_id, epoch, 0, spans=spans, reward_mean=0.5)
     committed_at = float((await ledger.iterations.fields(job_id, 0))["committed_at"])
     timeline = await get_timeline(broker, job_id, 1)
     if timeline.iterations == [1]:  # the next one is open already
@@ -706,7 +706,7 @@ async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
         return list((await client.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"])
 
 
-async def test_timeline_of_a_job_that_tells_less(broker: Broker, ledger: Ledger) -> None:
+async def test_timeline_of_a_job_that_reports_less(broker: Broker, ledger: Ledger) -> None:
     """Of an older trainer and older rollouts: groups have their place all the same."""
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
@@ -720,7 +720,7 @@ async def test_timeline_of_a_job_that_tells_less(broker: Broker, ledger: Ledger)
     assert timeline.iterations == [1, 2]
     assert {s.kind for s in timeline.spans if s.iteration > 0} == {"generate", "score"}
     assert timeline.lanes[0].idle_frac is None
-    assert timeline.spans == (await get_timeline(broker, job_id, 2)).spans  # read once, told twice
+    assert timeline.spans == (await get_timeline(broker, job_id, 2)).spans  # read once, sent twice
 
 
 async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
