@@ -112,7 +112,7 @@ class JobRecord(Record):
 
 
 class IterationRecord(Record):
-    """One iteration. Names are those of the report; None until known. Durations in seconds of wall clock."""
+    """An iteration. Names are those of the report; a value is None until it is known. Durations are in seconds."""
 
     iteration: int
     state: IterationState
@@ -157,7 +157,7 @@ class PublishedWeights(Record):
 
 
 class WeightUpdate(Record):
-    """What a rollout tells of its move to a policy version. The three durations of its parts overlap."""
+    """A rollout's report of its move to a policy version. The durations of the three parts overlap."""
 
     received_bytes: int  # over the network, failed tries included; 0 when read from this machine's memory
     sources: list[str] = []  # addresses of the trainer and of other rollouts
@@ -171,7 +171,7 @@ class WeightUpdate(Record):
 
 
 class DatasetRecord(Record):
-    """An uploaded data file. `path`: what a job writes as its `data.path`. `sha256`: None where it was copied there."""
+    """An uploaded data file. A job names it by `path`. `sha256` is None for a file that was copied there."""
 
     name: str
     path: str
@@ -181,7 +181,7 @@ class DatasetRecord(Record):
 
 
 class WeightsRecord(Record):
-    """A policy version on its way from the trainer to the rollouts. None where the trainer reported nothing."""
+    """A policy version on its way from the trainer to the rollouts. A value that was not reported is None."""
 
     policy_version: int
     full_bytes: int | None = None
@@ -212,7 +212,7 @@ class EvaluationRecord(Record):
 
 
 class AuditReport(Record):
-    """What the audit log, the ledger and the streams say of each other."""
+    """A comparison of the audit log with the ledger and the streams."""
 
     is_clean: bool
     violation: str | None = None  # the first one
@@ -225,7 +225,7 @@ class AuditReport(Record):
 
 
 class EpisodeTurn(Record):
-    """One call of the policy in an episode: what was new to it, and what it said."""
+    """One call of the policy in an episode: the new messages, and the answer."""
 
     continues: int | None = None  # the turn that came before it in its history; None: the prompt alone
     is_fork: bool = False  # its history was rewritten: it shares only the beginning of that turn, or of the prompt
@@ -241,7 +241,7 @@ class EpisodeTurn(Record):
 
 
 class Sample(Record):
-    """One response for humans to read. `iteration` is the number of the evaluation for one of those."""
+    """A response for people to read. For a response of an evaluation, `iteration` is the number of the evaluation."""
 
     iteration: int
     group_id: str
@@ -266,7 +266,7 @@ class Token(Record):
 
 
 class GroupDetail(Record):
-    """A prompt with all its responses, and what the engine said of every token."""
+    """A prompt with all its responses, and the engine's data about every token."""
 
     iteration: int
     group_id: str
@@ -339,7 +339,7 @@ class TrainerRecord(Record):
 
 
 class Finding(Record):
-    """One sentence of the doctor, and the same for programs."""
+    """A sentence of the doctor, with the same facts as fields."""
 
     sentence: str
     is_problem: bool = False
@@ -353,14 +353,14 @@ class Finding(Record):
 
 
 class IterationUpdate(Record):
-    """An iteration that has changed, as streams report it."""
+    """An iteration that has changed, as live streams send it."""
 
     record: IterationRecord
     point: dict[str, float] = {}  # its values in the series of metrics, once it is committed
 
 
 class Span(Record):
-    """Something that took its time. `start` and `end` are Unix seconds by the Redis clock."""
+    """A span of time with what was done in it. `start` and `end` are Unix seconds by the Redis clock."""
 
     lane: str  # id of the rollout, or "trainer"
     kind: str  # "generate" | "score" | "pull" | "load"; "wait" | "micro_batch" | "optimizer" | "publish" | "checkpoint"
@@ -371,7 +371,7 @@ class Span(Record):
 
 
 class Lane(Record):
-    """One rollout, or the trainer, over the time of a timeline."""
+    """The trainer or a rollout, over the time of the timeline."""
 
     id: str
     # Share of the time in which a rollout generates nothing, or the trainer waits; None: unknown.
@@ -379,7 +379,7 @@ class Lane(Record):
 
 
 class Timeline(Record):
-    """Who did what while some iterations were made. Unix seconds by the Redis clock."""
+    """A record of what trainer and rollouts did during some iterations. Times are Unix seconds by the Redis clock."""
 
     start: float  # when the first of the iterations was opened
     end: float  # when the last of them was committed, or now
@@ -390,7 +390,7 @@ class Timeline(Record):
 
 
 class PoolStatus(Record):
-    """What a pool has to do, and who is there for it."""
+    """The work that waits in a pool, and the processes that are alive in it."""
 
     pool: str
     num_jobs: int = 0  # pending, running, paused or being cancelled
@@ -401,7 +401,7 @@ class PoolStatus(Record):
 
 
 class Diagnosis(Record):
-    """What the doctor finds, most important first. Healthy: none of it is a problem."""
+    """The findings of the doctor, most important first. `is_healthy`: none of them is a problem."""
 
     is_healthy: bool
     findings: list[Finding]

@@ -79,7 +79,7 @@ def root(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 it failed, 2 wrong usage or a wrong job, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage or a wrong job, 130 interrupted."""
     from onbeat.errors import ApiError, OnbeatError
 
     for stream in (sys.stdout, sys.stderr):

@@ -9,13 +9,13 @@ import typer
 from onbeat.cli.jobs import print_json, print_table
 from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask
 
-app = typer.Typer(help="Data files of a broker.", no_args_is_help=True)
+app = typer.Typer(help="Upload, list and delete the data files of a broker.", no_args_is_help=True)
 
 
 @app.command()
 def push(
     file: Annotated[Path, typer.Argument(help="A JSONL or Parquet file.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="Default: the file's name, with its digest.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name to upload as. Default: its own, with its digest.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
@@ -26,7 +26,7 @@ def push(
 
 @app.command("list")
 def list_files(as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
-    """Uploaded files, newest first."""
+    """List the uploaded files, newest first."""
     found = ask(url, api_key, data_dir, lambda client: client.datasets.list())
     if as_json:
         print_json(found)

@@ -74,7 +74,7 @@ def fork(
 @app.command("list")
 def list_jobs(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state, such as RUNNING.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Largest number of jobs.")] = 50,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,

@@ -14,7 +14,7 @@ from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, ask
 if TYPE_CHECKING:
     from onbeat.types import IterationRecord
 
-Last = Annotated[int, typer.Option("--last", min=1, help="So many of the newest ones.")]
+Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest ones to show.")]
 
 
 @app.command()
@@ -26,7 +26,7 @@ def iterations(
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """One line for each iteration: reward, time, tokens, idle shares."""
+    """List iterations: reward, time, tokens and idle shares."""
     found = ask(url, api_key, data_dir, lambda client: client.jobs.iterations(job_id))[-last:]
     if as_json:
         print_json(found)
@@ -55,14 +55,15 @@ def iteration_row(record: "IterationRecord") -> Sequence[str]:
 def metrics(
     job_id: JobId,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Such as reward/mean. Default: all, in short.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="A curve, such as reward/mean. Default: all, in short."),
     ] = None,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """The curves of a job. Of one that is named, a value for each iteration."""
+    """Print the curves of a job in short; of named ones, the value at each iteration."""
     from onbeat.terminal.formatting import number, sparkline
 
     series = ask(url, api_key, data_dir, lambda client: client.jobs.metrics(job_id))
@@ -92,7 +93,7 @@ def events(
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """What happened, oldest first."""
+    """List the events of a job, oldest first."""
     found = ask(url, api_key, data_dir, lambda client: client.jobs.events(job_id))[-last:]
     if as_json:
         print_json(found)
@@ -103,12 +104,13 @@ def events(
 
 def logs(
     service: Annotated[
-        str | None, typer.Argument(metavar="[SERVICE]", help="Such as trainer or rollout-0. Default: all.")
+        str | None,
+        typer.Argument(metavar="[SERVICE]", help="A service, such as trainer or rollout-0. Default: all."),
     ] = None,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Of the end of each log.")] = 20,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
     data_dir: DataDir = None,
 ) -> None:
-    """The ends of the logs of the services on this machine, also of those that have ended."""
+    """Print the ends of the logs of the services on this machine, also of those that have ended."""
     from onbeat.local.state import resolve_data_dir
 
     folder = resolve_data_dir(data_dir) / "logs"

@@ -44,7 +44,7 @@ Overrides = Annotated[
 ]
 Job = Annotated[Path, typer.Argument(help="A job file, TOML or JSON; see examples/.", show_default=False)]
 JobId = Annotated[
-    str, typer.Argument(metavar="JOB", help="Its id, as `onbeat jobs list` shows it.", show_default=False)
+    str, typer.Argument(metavar="JOB", help="Id of a job, as `onbeat jobs list` shows it.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NumRollouts = Annotated[int, typer.Option("--rollouts", min=1, max=64, help="Number of rollouts.")]

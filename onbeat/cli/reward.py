@@ -23,7 +23,7 @@ ROWS, REWARDS, PROMPTS = (
     "services.trainer.prompt_lengths",
 )
 
-app = typer.Typer(help="Rewards, before a job uses them.", no_args_is_help=True)
+app = typer.Typer(help="Try rewards before a job uses them.", no_args_is_help=True)
 
 
 @app.callback()
@@ -35,7 +35,7 @@ def group() -> None:
 def try_reward(
     job: Job,
     overrides: Overrides = None,
-    num_rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Of the data, the first ones.")] = 5,
+    num_rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Rows to use, from the first one on.")] = 5,
     job_id: Annotated[
         str | None,
         typer.Option("--job", metavar="JOB", help="Show what this job recorded instead: its newest samples."),

@@ -30,21 +30,25 @@ class JobConfig(Section):
         min_length=1,
         max_length=100,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="for people; need not be unique",
+        description="name for people; need not be unique",
     )
     pool: str = Field(
-        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="which trainers and rollouts serve it"
+        "default",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
+        description="pool whose trainers and rollouts serve the job",
     )
-    seed: Int = Field(0, ge=0, lt=2**32, description="of the data's order and of sampling")
+    seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
     solved_at: Float = Field(
-        1.0, description="a response with this reward or more counts as solved, in pass_at_k and in shares of groups"
+        1.0, description="reward from which a response counts as solved, in pass_at_k and in shares of groups"
     )
     model: ModelConfig
-    lora: LoraConfig | None = Field(None, description="train adapters; default: all parameters")
+    lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
     data: DataConfig
-    reward: OneOrSeveralRewards | None = Field(None, description="scores responses; needed unless an environment does")
+    reward: OneOrSeveralRewards | None = Field(
+        None, description="one or several rewards that score responses; needed unless there is an environment"
+    )
     environment: EnvironmentConfig | None = Field(
-        None, description="responses are episodes of several turns; default: one response to the prompt"
+        None, description="environment of episodes of several turns; default: a single response to each prompt"
     )
     rollout: RolloutConfig
     objective: AnyObjective = Field(default_factory=GrpoObjective)
@@ -55,9 +59,11 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     retention: RetentionConfig = RetentionConfig()
     evaluation: EvaluationConfig | None = None
-    fork: ForkConfig | None = Field(None, description="start from a checkpoint of another job; default: from the model")
+    fork: ForkConfig | None = Field(
+        None, description="checkpoint of another job to start from; default: start from the model"
+    )
     tracking: list[TrackerConfig] = Field(
-        default_factory=list, description="trackers besides TensorBoard, one of a kind"
+        default_factory=list, description="trackers besides TensorBoard, at most one of each type"
     )
 
     @model_validator(mode="before")

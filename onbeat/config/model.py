@@ -14,19 +14,20 @@ class ModelConfig(Section):
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
-        description="dtype of computation and of published weights; auto: bfloat16 where the trainer and all rollouts "
-        "have instructions for it, else float32. Master weights are always float32",
+        description="dtype of computation and of published weights; auto: bfloat16 if the trainer and all "
+        "rollouts have "
+        "instructions for it, else float32. Master weights are always float32",
     )
     max_context_tokens: PositiveInt | None = Field(
-        None, le=16_777_216, description="longest prompt plus response; default: what the model supports"
+        None, le=16_777_216, description="longest prompt and response together; default: as many as the model supports"
     )
 
 
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; the reference policy is then the base model."""
 
-    rank: PositiveInt = Field(16, description="of the two factors of an update")
-    alpha: Float = Field(32.0, gt=0, description="the update is scaled by alpha / rank")
+    rank: PositiveInt = Field(16, description="rank of the two factors of an update")
+    alpha: Float = Field(32.0, gt=0, description="scale of the update: it is multiplied by alpha / rank")
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
     )

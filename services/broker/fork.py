@@ -1,4 +1,4 @@
-"""The broker's check that a job can start from the checkpoint of another one, before a trainer tries."""
+"""The broker's check that a fork can start from its checkpoint, before a trainer tries."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from services.broker.admission import FieldError, JobRefused
 
 
 async def review_fork(ledger: Ledger, config: JobConfig) -> None:
-    """Check the job's fork. Raises JobRefused, naming the field and the remedy."""
+    """Check that the checkpoint of the fork exists and fits. Raises JobRefused with the field and what to do."""
     if config.fork is None:
         return
     parent, wanted = config.fork.job, config.fork.iteration
@@ -24,7 +24,7 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> None:
         raise JobRefused([FieldError(field="model.path", message=message)])
     newest = int(fields.get("checkpoint_iteration", "0"))
     kept = kept_checkpoints(fields.get("checkpoint", ""))
-    if wanted in kept or (not kept and 0 < wanted <= newest):  # else its trainer's disk cannot be seen from here
+    if wanted in kept or (not kept and 0 < wanted <= newest):  # not kept: its trainer has another disk
         return
     known = f"there are those after {', '.join(map(str, kept))}" if kept else f"its newest is after {newest}"
     message = f"job {parent} has no checkpoint after {wanted} iterations; " + (known if newest else "it has none yet")
@@ -33,6 +33,6 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> None:
 
 
 def kept_checkpoints(newest: str) -> list[int]:
-    """Return the iterations that have a checkpoint, ascending; [] unless this machine has the newest one's folder."""
+    """Return the iterations that have a checkpoint, ascending; [] if the newest one's folder is not on this machine."""
     found = Path(newest).parent.glob("iteration-*/state.json") if newest else ()
     return sorted(int(path.parent.name.removeprefix("iteration-")) for path in found)

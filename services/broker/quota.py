@@ -1,4 +1,4 @@
-"""The limit of pending jobs per API key, so that no caller fills the queue, the lists and Redis for all others."""
+"""The limit on pending jobs of each API key, so that no caller can fill the queue for the others."""
 
 import contextlib
 from collections import Counter
@@ -13,13 +13,13 @@ ANYBODY = "anybody"  # the submitter of all jobs if there are no API keys
 class QuotaExceeded(OnbeatError):
     def __init__(self, num_waiting: int, limit: int) -> None:
         super().__init__(
-            f"{num_waiting} jobs of this API key are pending, and {limit} may be (ONBEAT_MAX_PENDING_JOBS of the "
-            "broker); wait for some of them, or cancel some"
+            f"{num_waiting} jobs of this API key are pending, and at most {limit} may be (ONBEAT_MAX_PENDING_JOBS of "
+            "the broker); wait until some have started, or cancel some"
         )
 
 
 class Quota:
-    """The quota of one broker. Several brokers together may admit a few more: the jobs that each is just creating."""
+    """The quota of one broker. Several brokers may admit a few more: none sees the jobs that others are creating."""
 
     def __init__(self, lists: JobLists, limit: int) -> None:
         self._lists, self._limit = lists, limit

@@ -1,4 +1,4 @@
-"""A job that is over goes on: its ledger, its recorded groups and its checkpoints are still there."""
+"""The resumption of a job that is over. Its ledger, its recorded groups and its checkpoints are still there."""
 
 from pydantic import ValidationError
 
@@ -11,20 +11,22 @@ from services.broker.admission import Admission, FieldError, JobRefused
 
 
 async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_iterations: int | None) -> None:
-    """Let it wait for a trainer. Raises CannotResume with what to do instead, JobRefused, JobNotFound."""
+    """Make the job wait for a trainer again. Raises CannotResume with what to do instead, JobRefused, JobNotFound."""
     fields = await ledger.jobs.fields(job_id)
     state, num_before = JobState(fields["state"]), int(fields["num_iterations"])
     check_resumable(job_id, state, num_before, num_iterations)
     try:
         config = JobConfig.model_validate_json(fields["config"])
     except ValidationError as error:
-        raise CannotResume(job_id, state, "it is of another version of Onbeat; submit it again") from error
+        raise CannotResume(
+            job_id, state, "another version of Onbeat wrote its configuration; submit it again"
+        ) from error
     if num_iterations is None:
         await admission.review(config)
         await ledger.jobs.resume(job_id, state)
         return
     if num_iterations <= num_before:
-        message = f"the job has made {num_before} iterations; ask for more of them in all, got {num_iterations}"
+        message = f"the job has done {num_before} iterations; give a larger total, got {num_iterations}"
         raise JobRefused([FieldError(field="num_iterations", message=message)])
     config = config.extended(num_iterations)
     await admission.review(config)
@@ -36,14 +38,14 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
 
 
 def check_resumable(job_id: str, state: JobState, num_before: int, num_iterations: int | None) -> None:
-    """Raise CannotResume, with what to do instead, unless the job can be resumed so."""
+    """Raise CannotResume, with what to do instead, unless a job in this state can be resumed with these iterations."""
     if not state.is_final:
-        raise CannotResume(job_id, state, "only a job that SUCCEEDED can be given more iterations; let it come so far")
+        raise CannotResume(job_id, state, "only a job that SUCCEEDED can get more iterations; wait until it has")
     if state is JobState.SUCCEEDED and num_iterations is None:
         reason = (
             f"all of its {num_before} iterations are done; ask for more: `onbeat jobs resume {job_id} --iterations N`"
         )
         raise CannotResume(job_id, state, reason)
     if state is not JobState.SUCCEEDED and num_iterations is not None:
-        reason = f"resume it with its {num_before} iterations first; it can be given more when it has SUCCEEDED"
+        reason = f"resume it without more iterations first; it can get more than its {num_before} once it has SUCCEEDED"
         raise CannotResume(job_id, state, reason)

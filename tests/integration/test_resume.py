@@ -78,7 +78,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     for wanted in (1, 3):
         answer = await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": wanted})
         assert answer.status_code == 422
-        assert f"the job has made 3 iterations; ask for more of them in all, got {wanted}" in answer.text
+        assert f"the job has done 3 iterations; give a larger total, got {wanted}" in answer.text
     record = (await broker.post(f"/v1/jobs/{job_id}:resume", json={"num_iterations": 6})).json()
     assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 6, 3)
     assert (record["config"]["schedule"]["num_iterations"], record["config"]["schedule"]["earlier_ends"]) == (6, [3])
@@ -98,7 +98,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     [
         ([JobState.RUNNING, JobState.SUCCEEDED], None, "all of its 3 iterations are done; ask for more: `onbeat jobs"),
         ([JobState.RUNNING], {"num_iterations": 9}, "only a job that SUCCEEDED can be given more iterations"),
-        ([JobState.FAILED], {"num_iterations": 9}, "resume it with its 3 iterations first"),
+        ([JobState.FAILED], {"num_iterations": 9}, "resume it without more iterations first"),
     ],
 )
 async def test_refusal_says_what_to_do(

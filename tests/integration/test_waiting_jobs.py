@@ -180,7 +180,10 @@ async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger: Ledger, tmp
         refused = next(answer for answer in answers if answer.status_code != 201)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
-        assert "3 may be (ONBEAT_MAX_PENDING_JOBS of the broker); wait for some of them" in refused.json()["detail"]
+        assert (
+            "at most 3 may be (ONBEAT_MAX_PENDING_JOBS of the broker); wait until some have started"
+            in refused.json()["detail"]
+        )
         assert (await broker.post("/v1/jobs", json=job_body(), headers=of_b)).status_code == 201
         await broker.post(f"/v1/jobs/{created[0]}:cancel", headers=of_a)
         assert await ledger.trainer.claim_job(created[1], "trainer-a", 30)

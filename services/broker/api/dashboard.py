@@ -1,4 +1,4 @@
-"""The dashboard's files, which hold no data and are open to anybody, and the schema of a job.
+"""The dashboard's files, which hold no data and need no key, and the schema of a job.
 
 The files are those of the package at start. A name is looked up among them and never becomes a path.
 """
@@ -108,7 +108,7 @@ def answer_asset(name: str, request: Request) -> Response:
 
 @router.get("/v1/job-schema", tags=["jobs"])
 async def get_job_schema() -> dict[str, Any]:
-    """The JSON schema of a job, as `POST /v1/jobs` takes it."""
+    """Return the JSON schema of a job, as `POST /v1/jobs` takes it."""
     return job_schema()
 
 

@@ -27,13 +27,13 @@ DatasetName = Annotated[str, Path(pattern=f"^{NAME.pattern}$")]
 
 
 class DatasetList(BaseModel):
-    """`max_bytes`: a larger file is not taken."""
+    """The uploaded files. `max_bytes` is the largest size of a file that can be uploaded."""
 
     datasets: list[DatasetRecord]
     max_bytes: int
 
 
-ALREADY: dict[int | str, dict[str, Any]] = {200: {"model": DatasetRecord, "description": "It is there already"}}
+ALREADY: dict[int | str, dict[str, Any]] = {200: {"model": DatasetRecord, "description": "The file is already there"}}
 
 
 @router.put("/datasets/{name}", status_code=201, responses=documented(409, 413, 507) | ALREADY, openapi_extra=AS_BYTES)
@@ -44,8 +44,11 @@ async def put_dataset(
     response: Response,
     sha256: Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$")] = None,
 ) -> DatasetRecord:
-    """Upload a JSONL or Parquet file, as the body. A file is never changed: 200 if it is there already, 409 if another
-    one has the name. `sha256`: what arrives must have this digest."""
+    """Upload a JSONL or Parquet file as the request body.
+
+    A file is never overwritten: the answer is 200 if the same file is already there, and 409 if another file has the
+    name. With `sha256`, the upload is refused unless the body has this digest.
+    """
     try:
         record, is_new = await broker.uploads.receive(name, request.stream(), sha256)
     except UploadRefused as error:
@@ -56,13 +59,13 @@ async def put_dataset(
 
 @router.get("/datasets")
 async def list_datasets(broker: Broker) -> DatasetList:
-    """The data files that a job can name by their `path`, the newest first."""
+    """List the uploaded files, newest first. A job uses one by its `path`."""
     return DatasetList(datasets=await asyncio.to_thread(broker.uploads.list), max_bytes=broker.uploads.max_bytes)
 
 
 @router.delete("/datasets/{name}", status_code=204, responses=documented(404, 409, 507))
 async def delete_dataset(name: DatasetName, broker: Broker) -> None:
-    """Remove a data file that no unfinished job reads."""
+    """Delete an uploaded file, unless an unfinished job uses it."""
     user = await find_user(broker, name)
     if user is not None:
         raise HTTPException(409, f"job {user} reads {name}; delete it when the job is over")

@@ -14,11 +14,11 @@ router = APIRouter(prefix="/v1", tags=["doctor"], responses=documented(422, 503)
 
 @router.get("/jobs/{job_id}:explain", responses=documented(404))
 async def get_explanation(job_id: JobId, broker: Broker) -> Diagnosis:
-    """Why the job is where it is, problems first: each a sentence, and the same in fields."""
+    """Explain the state of a job, problems first. Each finding is a sentence, with the same facts as fields."""
     return diagnosis(await explain_job(broker.ledger, job_id))
 
 
 @router.get("/doctor")
 async def get_diagnosis(broker: Broker) -> Diagnosis:
-    """Redis, clocks, trainers, rollouts, streams and every active job. Answers also when Redis does not."""
+    """Check Redis, clocks, trainers, rollouts, streams and all active jobs. It also answers when Redis does not."""
     return await diagnose(broker.ledger, is_conducting=broker.is_conducting())

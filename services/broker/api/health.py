@@ -22,13 +22,13 @@ class Health(BaseModel):
 
 @router.get("/livez")
 async def livez() -> Health:
-    """The process answers."""
+    """Report that the process is alive."""
     return Health(status="alive")
 
 
 @router.get("/readyz", response_model=Health, responses=documented(503))
 async def readyz(broker: Broker) -> Response:
-    """Redis answers and the control loop runs."""
+    """Report whether the broker can work: Redis answers and the control loop runs."""
     if not broker.is_conducting():
         return problem(503, "Not ready", "the control loop has ended; the broker must be restarted")
     try:
@@ -45,6 +45,6 @@ async def readyz(broker: Broker) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(broker: Broker) -> Response:
-    """Prometheus text."""
+    """Return the metrics in the Prometheus text format."""
     body, content_type = await broker.meters.render(broker.ledger)
     return Response(body, media_type=content_type)

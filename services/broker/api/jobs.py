@@ -81,18 +81,18 @@ class WorkerList(BaseModel):
 
 
 class Validation(BaseModel):
-    """`notes`: what the events of such a job would say about its data."""
+    """A job that can be created. `notes` are remarks about its data, which would become events of the job."""
 
     notes: list[str]
 
 
 class Resumption(BaseModel):
-    """What is to be different when a job goes on."""
+    """Changes to a job when it is resumed."""
 
     model_config = ConfigDict(extra="forbid")
 
     num_iterations: int | None = Field(
-        None, ge=1, description="of the whole job; more than it had, and only for a job that SUCCEEDED"
+        None, ge=1, description="new total number of iterations of a job that SUCCEEDED; more than it had"
     )
 
 
@@ -107,8 +107,10 @@ async def create_job(
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> JobRecord:
-    """Submit a job, as JSON or TOML. The same Idempotency-Key with the same job gives the same job again, whatever
-    became of it."""
+    """Submit a job as JSON or TOML.
+
+    A request with the Idempotency-Key of an earlier one, and the same job, returns that job and creates none.
+    """
     job_id = choose_job_id(idempotency_key)
     wanted = config.model_dump(mode="json")
     record = await find_repeated(broker.ledger, job_id, wanted) if idempotency_key else None
@@ -132,7 +134,7 @@ async def create_job(
 
 @router.post("/jobs:validate", responses=documented(400, 413), openapi_extra=AS_TOML)
 async def validate_job(config: JobConfig, broker: Broker) -> Validation:
-    """Check a job as `POST /v1/jobs` does, and create nothing. 200: it would be taken."""
+    """Check a job as `POST /v1/jobs` does, without creating it. The answer is 200 if it would be accepted."""
     return Validation(notes=await review(broker, config))
 
 
@@ -174,7 +176,7 @@ async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecor
 async def list_jobs(
     broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=MAX_JOBS)] = 200
 ) -> Response:
-    """Newest first; of a final state those that ended last. `limit`: 1 to 500."""
+    """List jobs, newest first; jobs of a final state come in the order in which they ended, latest first."""
     jobs: list[JobRecord] = []
     first = 0
     while len(jobs) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
@@ -194,8 +196,10 @@ async def get_job(job_id: JobId, broker: Broker) -> JobRecord:
 
 @router.delete("/jobs/{job_id}", status_code=204, responses=documented(404, 409))
 async def delete_job(job_id: JobId, broker: Broker) -> None:
-    """Remove a job that is over: its record, metrics, groups, events and audit log. Checkpoints are files on the
-    trainer's disk, and stay. Repeating it changes nothing."""
+    """Delete a job that is over, with its record, metrics, groups, events and audit log.
+
+    Checkpoints are files on the trainer's disk and are kept. Repeating the request changes nothing.
+    """
     await broker.ledger.jobs.delete(job_id)
 
 
@@ -211,7 +215,7 @@ async def read_job(ledger: Ledger, job_id: str) -> JobRecord:
 
 @router.post("/jobs/{job_id}:cancel", responses=documented(404, 409))
 async def cancel_job(job_id: JobId, broker: Broker) -> JobRecord:
-    """A pending job is cancelled at once, a running one by its trainer. Repeating it changes nothing."""
+    """Cancel a job: a pending one at once, a running one as soon as its trainer stops. Repeating it changes nothing."""
     for _ in range(MAX_TRIES):  # the trainer may claim the job between our look and our move
         state = await broker.ledger.jobs.state(job_id)
         if state in (JobState.CANCELLING, JobState.CANCELLED):
@@ -228,8 +232,10 @@ async def cancel_job(job_id: JobId, broker: Broker) -> JobRecord:
 
 @router.post("/jobs/{job_id}:pause", responses=documented(404, 409))
 async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
-    """No prompt is handed out and no iteration opened while a job is paused; what is in flight is kept. Repeating it
-    changes nothing."""
+    """Pause a job: no prompts are handed out and no iterations are opened until it is resumed.
+
+    Groups that are being generated are finished and kept. Repeating the request changes nothing.
+    """
     try:
         await broker.ledger.jobs.move(job_id, JobState.PAUSED)
     except IllegalTransition as conflict:
@@ -240,9 +246,12 @@ async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
 
 @router.post("/jobs/{job_id}:resume", responses=documented(400, 404, 409))
 async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Resumption | None = None) -> JobRecord:
-    """A paused job runs on. One that FAILED or was CANCELLED waits for a trainer again, and goes on from its newest
-    checkpoint and what was recorded since; one that SUCCEEDED does so when it is given more iterations. Repeating it
-    changes nothing."""
+    """Resume a job.
+
+    A paused job continues. A job that FAILED or was CANCELLED waits for a trainer again and continues from its newest
+    checkpoint and the groups recorded since. A job that SUCCEEDED needs more iterations (`num_iterations`) to do so.
+    Repeating the request changes nothing.
+    """
     num_iterations = wanted.num_iterations if wanted is not None else None
     fields = await broker.ledger.jobs.fields(job_id)
     state = JobState(fields["state"])
@@ -272,13 +281,13 @@ async def list_iterations(
     after: Annotated[int, Query(ge=-1)] = -1,
     limit: Annotated[int, Query(ge=1, le=MAX_ITERATIONS)] = MAX_ITERATIONS,
 ) -> IterationList:
-    """Iterations with a number above `after`, in order; the last one may still be open."""
+    """List the iterations after number `after`, in order. The last one may still be open."""
     return IterationList(iterations=await read_iterations(broker.ledger, job_id, after, limit))
 
 
 @router.get("/jobs/{job_id}/evaluations", responses=documented(404))
 async def list_evaluations(job_id: JobId, broker: Broker, after: Annotated[int, Query(ge=-1)] = -1) -> EvaluationList:
-    """Evaluations with a number above `after`, in order; the last ones may still be open."""
+    """List the evaluations after number `after`, in order. The last ones may still be open."""
     return EvaluationList(evaluations=await read_evaluations(broker.ledger, job_id, after))
 
 
@@ -289,7 +298,7 @@ async def list_weights(
     after: Annotated[int, Query(ge=-1)] = -1,
     limit: Annotated[int, Query(ge=1, le=MAX_ITERATIONS)] = MAX_ITERATIONS,
 ) -> WeightsList:
-    """How policy versions above `after` came to the rollouts, in order; those that were not published are left out."""
+    """List how each published policy version after `after` reached the rollouts, in order."""
     return WeightsList(weights=await read_weights(broker.ledger, job_id, after, limit))
 
 
@@ -297,16 +306,17 @@ async def list_weights(
 async def audit_job(
     job_id: JobId, broker: Broker, head: Annotated[str, Query(pattern=r"^([0-9a-f]{40})?$")] = ""
 ) -> AuditReport:
-    """Read the job's whole audit log and compare it with the ledger and with every group that is still kept.
+    """Compare the job's whole audit log with the ledger and with every group that is still kept.
 
-    `head`: that of an earlier report, which must still be in the log.
+    With the `head` of an earlier report, also check that the log still contains it.
     """
     return await run_audit(broker.ledger, job_id, head)
 
 
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))
 async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query(ge=-1)] = -1) -> MetricSeries:
-    """`area/name` -> [[iteration, value], ...]; `eval/name` by the number of the evaluation. Numbers above `after`."""
+    """Return the curves after number `after`: name -> [[number, value], ...]. The number is that of the iteration, and
+    for `eval/...` that of the evaluation."""
     records = await read_iterations(broker.ledger, job_id, after, limit=MAX_ITERATIONS)
     evaluations = await read_evaluations(broker.ledger, job_id, after)
     return MetricSeries(metrics=metric_series(records) | evaluation_series(evaluations))
@@ -332,5 +342,5 @@ async def list_events(
 async def list_workers(
     broker: Broker, pool: Annotated[str, Query(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "default"
 ) -> WorkerList:
-    """The last heartbeat of every rollout replica of a pool."""
+    """List the rollouts of a pool by their last heartbeats."""
     return WorkerList(workers=await broker.ledger.workers.records(pool))

@@ -19,7 +19,10 @@ PoolName = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 
 @router.get("/{pool}")
 async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
-    """Prompts of running jobs that are not accepted yet, and processes that are alive. Zeros for an unknown pool."""
+    """Count the waiting prompts, trainers and rollouts of a pool, for autoscalers. An unknown pool has zeros.
+
+    Waiting prompts are those of running jobs that have no accepted group yet.
+    """
     ledger = broker.ledger
     status = PoolStatus(
         pool=pool,

@@ -28,7 +28,7 @@ QUOTA_RETRY_S = 60
 
 
 class Problem(BaseModel):
-    """RFC 9457. `errors` names the fields that are wrong and what to do about them."""
+    """A problem document (RFC 9457). `errors` lists the wrong fields, each with what to do about it."""
 
     type: str = "about:blank"
     title: str

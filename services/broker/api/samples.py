@@ -59,10 +59,11 @@ async def list_samples(
     min_reward: Reward = None,
     max_reward: Reward = None,
 ) -> SampleList:
-    """Responses to read, of the newest iteration that has any, with rewards from `min_reward` to `max_reward`: a first
-    one of each prompt, then a second one of each. `offset`: so many are left out first.
+    """List responses of an iteration (default: the newest that has any), first one of each prompt, then a second one.
 
-    410: the iteration is so old that they are no longer kept (`retention` of the job)."""
+    Only responses with rewards from `min_reward` to `max_reward` are listed; the first `offset` of them are skipped.
+    The answer is 410 if the groups of the iteration are no longer kept (`retention` of the job).
+    """
     rewards = RewardRange(
         -math.inf if min_reward is None else min_reward, math.inf if max_reward is None else max_reward
     )
@@ -75,17 +76,19 @@ async def list_samples(
 
 @router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))
 async def list_evaluation_samples(job_id: JobId, broker: Broker, evaluation: Annotated[int, Path(ge=0)]) -> SampleList:
-    """A few responses of an evaluation that is done; none of any other."""
+    """List some responses of an evaluation. The list is empty until the evaluation is done."""
     await broker.ledger.jobs.state(job_id)  # raises JobNotFound
     return SampleList(samples=await read_evaluation_samples(broker.ledger, job_id, evaluation))
 
 
 @router.get("/jobs/{job_id}/groups/{group_id}", response_model=GroupDetail, responses=documented(404, 410))
 async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Response:
-    """A prompt with all its responses, and what the engine said of every token. `tokens` has a list for each response;
-    of a group of more than 100,000 tokens those of the last responses are empty. Groups of evaluations are not kept.
+    """Return a group: its prompt, and all responses with the engine's data about every token.
 
-    410: its iteration is so old that it is no longer kept (`retention` of the job)."""
+    `tokens` has one list per response. In a group of more than 100,000 tokens, the lists of the last responses are
+    empty. Groups of evaluations are not kept. The answer is 410 if the group is no longer kept (`retention` of the
+    job).
+    """
     with refusals():
         payload = await read_group(broker.ledger, job_id, group_id)
     advantages = await group_advantages(broker.ledger, job_id, int(group_id.partition("-")[0]), group_id)
@@ -95,10 +98,11 @@ async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Respons
 
 @router.get("/jobs/{job_id}/groups/{group_id}/alike", responses=documented(404, 410))
 async def list_alike(job_id: JobId, group_id: GroupId, broker: Broker) -> GroupList:
-    """The kept groups of all iterations that have this one's prompt, itself included, in order: the newest 1000 of the
-    job's newest 20,000 groups. Of `eval-NUMBER-INDEX`: the same held-out prompt in each evaluation that is done, whose
-    number is then `iteration`, by the responses that are kept.
+    """List the kept groups with the same prompt as this one, itself included, in the order of their iterations.
 
-    503: the groups are still being read; ask again."""
+    At most 1000 groups are listed, from the newest 20,000 of the job. For `eval-NUMBER-INDEX`, the list has the same
+    held-out prompt in each evaluation that is done: `iteration` is then the number of the evaluation, and the values
+    are those of the responses that were kept. The answer is 503 while the groups are being read; ask again.
+    """
     with refusals():
         return GroupList(groups=await read_alike(broker.ledger, broker.alike, job_id, group_id))

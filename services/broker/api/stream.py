@@ -26,7 +26,7 @@ OK: dict[int | str, dict[str, Any]] = {
 
 
 class EventStream(StreamingResponse):
-    """A stream that forgets a client who leaves in the middle at once, and not when memory is tidied up."""
+    """A stream that is closed as soon as its client has left, not when memory is cleaned up."""
 
     media_type = "text/event-stream"
 
@@ -46,10 +46,10 @@ async def stream_job(
     after: Annotated[str, Query(pattern=CURSOR)] = "0",
     last_event_id: Annotated[str | None, Header(pattern=CURSOR)] = None,
 ) -> EventStream:
-    """The job as it runs, as server-sent events: first what is so, then what changes.
+    """Follow a job by server-sent events: first its current state, then every change.
 
-    `Last-Event-ID`, or else `after`, is the id of the last event that was seen: those after it are told, and the
-    iterations that they are about. Without either the job is told from its beginning, as far as events are kept.
+    The stream continues after the event with the id `Last-Event-ID` (or else `after`), and repeats the iterations that
+    later events are about. Without either, it begins with the oldest event that is kept.
     """
     try:
         await broker.streams.check(job_id)

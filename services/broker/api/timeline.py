@@ -17,9 +17,9 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
 @router.get("/jobs/{job_id}/timeline", response_model=Timeline, responses=documented(404))
 async def get_timeline(job_id: JobId, broker: Broker, iterations: Annotated[int, Query(ge=1, le=20)] = 5) -> Response:
-    """What the trainer and each rollout did during the last iterations, and how much of the time they were idle.
+    """Return what the trainer and each rollout did during the last iterations, and how long they were idle.
 
-    Groups show when they are accepted, the trainer's work when the iteration is committed.
+    A group appears once it is accepted, the trainer's work once the iteration is committed.
     """
     timeline = await broker.timelines.read(job_id, iterations)
     job = await read_job(broker.ledger, job_id)

@@ -46,7 +46,7 @@ class TomlRoute(APIRoute):
 
 
 class TomlRequest(Request):
-    """The request with its TOML already parsed, announced as JSON."""
+    """A request whose TOML body has been parsed; its content type says JSON."""
 
     def __init__(self, request: Request, parsed: dict[str, Any]) -> None:
         headers = [header for header in request.scope["headers"] if header[0] != b"content-type"]
