@@ -23,8 +23,7 @@ from typing import Any
 
 from harness import RESULTS
 
-from onbeat.weights.framing import CHUNK_BYTES
-from onbeat.weights.server import CHUNKS_A_PAYLOAD, MIN_CHUNK_BYTES
+from onbeat.weights.server import CHUNK_BYTES, CHUNKS_A_PAYLOAD, MIN_CHUNK_BYTES
 
 BYTES_A_PARAMETER = 2
 MODELS = {"7B": 7e9, "32B": 32e9, "235B": 235e9}  # parameters

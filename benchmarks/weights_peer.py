@@ -24,10 +24,9 @@ import grpc
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.framing import CHUNK_BYTES
-from onbeat.weights.mover import WeightsMover
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
-from onbeat.weights.server import PayloadServer
+from onbeat.weights.server import CHUNK_BYTES, PayloadServer
+from services.rollout.puller import WeightsPuller
 
 if TYPE_CHECKING:
     import torch
@@ -193,8 +192,8 @@ class Puller:
 
         peer = Peer(worker_id, host_id=worker_id)
         self._host = host
-        self._mover = WeightsMover(connect, find_trainer, peer, Path(tempfile.gettempdir()))
-        self._relay = PayloadServer(JOB, self._mover)
+        self._puller = WeightsPuller(connect, find_trainer, peer, Path(tempfile.gettempdir()))
+        self._relay = PayloadServer(JOB, self._puller)
         self._address = ""
 
     async def start(self) -> Answer:
@@ -203,10 +202,10 @@ class Puller:
 
     async def pull(self, version: int, is_full: bool, is_relay: bool) -> Answer:
         """Pull a version. `is_full`: without a copy to build on. `done_at` is on the machine's monotonic clock."""
-        if is_full and self._mover.host is not None:
-            self._mover.host.begin("the benchmark starts over")
-        self._mover.serve_at(self._address if is_relay else "")
-        pull = self._mover.start(version, PULL_DEADLINE_S)
+        if is_full and self._puller.host is not None:
+            self._puller.host.begin("the benchmark starts over")
+        self._puller.serve_at(self._address if is_relay else "")
+        pull = self._puller.start(version, PULL_DEADLINE_S)
         try:
             await pull.complete()
         except WeightsError as error:

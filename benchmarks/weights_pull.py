@@ -32,9 +32,9 @@ from weights_peer import BARE_METHOD, JOB, Process
 from xxhash import xxh3_128_digest
 
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.mover import WeightsMover
 from onbeat.weights.pull import PullStats
 from onbeat.weights.security import PLAIN, WireSecurity, create_channel
+from services.rollout.puller import WeightsPuller
 
 SERVER_CORE, PULLER_CORE = 0, 1
 ROUNDS = 9
@@ -54,16 +54,16 @@ class Host:
             return address
 
         peer = Peer("bench", host_id="bench")
-        self._make = lambda: WeightsMover(
+        self._make = lambda: WeightsPuller(
             lambda source: WeightsClient(source, JOB, security), find_trainer, peer, Path(tempfile.gettempdir())
         )
-        self.mover = self._make()
+        self.puller = self._make()
         self.stats = PullStats()  # of the last pull
 
     async def pull(self, version: int) -> float:
         """Return the seconds until the version is here, as a delta if the previous one is here."""
         started = time.perf_counter()
-        pull = self.mover.start(version, DEADLINE_S)
+        pull = self.puller.start(version, DEADLINE_S)
         await pull.complete()
         seconds = time.perf_counter() - started
         self.stats = pull.stats
@@ -71,14 +71,14 @@ class Host:
         return seconds
 
     async def pull_full(self, version: int) -> float:
-        if self.mover.host is not None:
-            self.mover.host.begin("the benchmark starts over")
+        if self.puller.host is not None:
+            self.puller.host.begin("the benchmark starts over")
         return await self.pull(version)
 
     async def pull_first(self, version: int) -> float:
         """Pull into new memory, as a new process would."""
-        await self.mover.close()
-        self.mover = self._make()
+        await self.puller.close()
+        self.puller = self._make()
         return await self.pull(version)
 
 
@@ -164,8 +164,8 @@ async def measure(stack: AsyncExitStack, folder: Path) -> dict[str, Any]:
         await wait_until_quiet()
         taken["bare, tls"] = await tls_stream.pull(full_bytes)
         taken["full, tls"] = await tls_host.pull_full(0)
-        assert host.mover.host is not None
-        held = host.mover.host.data
+        assert host.puller.host is not None
+        held = host.puller.host.data
         taken["hash"] = seconds(lambda held=held: blake3(held).digest())
         taken["checksum"] = seconds(lambda held=held: xxh3_128_digest(held))
         taken["copy"] = seconds(lambda held=held: target.__setitem__(slice(None), held))

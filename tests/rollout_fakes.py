@@ -9,9 +9,8 @@ from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Itinerary, ModelDescription, Peer
-from onbeat.weights.framing import Manifest, TensorEntry
 from onbeat.weights.host import full_plan
-from onbeat.weights.payload import PayloadKey, Plan
+from onbeat.weights.wire import Manifest, PayloadKey, Plan, TensorEntry
 from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 
 TOKENS_PER_RESPONSE = 3
@@ -143,40 +142,40 @@ class FakeTrainer:
 
 
 class FakeSource:
-    """See `WeightsSource`."""
+    """See `WeightsClient`."""
 
     def __init__(self, trainer: FakeTrainer, address: str) -> None:
-        self._trainer, self._address = trainer, address
+        self._trainer, self.address = trainer, address
 
     async def describe(self) -> ModelDescription:
-        self._trainer.check(self._address)
+        self._trainer.check(self.address)
         return ModelDescription(self._trainer.files, self._trainer.newest)
 
     async def itinerary(self, version: int, base_version: int | None = None) -> Itinerary:
         await asyncio.sleep(0.01)
-        self._trainer.check(self._address)
+        self._trainer.check(self.address)
         if version in self._trainer.refused or version > self._trainer.newest:
             raise WeightsError(f"version {version} is not held")
         return Itinerary(manifest_of(version))
 
     async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:
-        self._trainer.check(self._address)
-        return self._address
+        self._trainer.check(self.address)
+        return self.address
 
     async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
-        self._trainer.check(self._address)
+        self._trainer.check(self.address)
         yield full_plan(manifest_of(key.policy_version), key.shard)
         yield memoryview(weights_of(key.policy_version))
         self._trainer.pulls.append(key.policy_version)
 
     async def finish(self, key: PayloadKey, worker_id: str, is_complete: bool) -> None:
-        self._trainer.check(self._address)
+        self._trainer.check(self.address)
 
     async def watch(self) -> AsyncIterator[int]:
         self._trainer.num_watches += 1
         seen = -1
         while True:
-            self._trainer.check(self._address)
+            self._trainer.check(self.address)
             if self._trainer.newest > seen:
                 seen = self._trainer.newest
                 yield seen

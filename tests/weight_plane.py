@@ -12,13 +12,12 @@ from safetensors.torch import load
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.mover import WeightsMover
-from onbeat.weights.payload import PayloadKey
 from onbeat.weights.pull import Pull
 from onbeat.weights.security import PLAIN, WireSecurity
 from onbeat.weights.server import PayloadServer
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import read_key
+from onbeat.weights.wire import PayloadKey, read_key
+from services.rollout.puller import WeightsPuller
 from services.trainer.weights import relay_tree as sources
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.server import WeightServer
@@ -124,13 +123,13 @@ class Trainer:
 
 
 class Rollout:
-    def __init__(self, plane: "Plane", mover: WeightsMover, server: SpoilingRelay | None) -> None:
-        self.plane, self.mover, self.server = plane, mover, server
+    def __init__(self, plane: "Plane", puller: WeightsPuller, server: SpoilingRelay | None) -> None:
+        self.plane, self.puller, self.server = plane, puller, server
         self.early: list[str] = []  # tensors that were called final and were not
 
     def start(self, version: int, deadline_s: float = 5.0) -> Pull:
         """Whatever it calls final is compared with its digest at once."""
-        pull = self.mover.start(version, deadline_s)
+        pull = self.puller.start(version, deadline_s)
         announce = pull.announce
 
         def checked(final: Iterable[int] = ()) -> None:
@@ -146,14 +145,14 @@ class Rollout:
         pull = self.start(version, deadline_s)
         await self.see_through(pull)
         async with asyncio.timeout(5.0):
-            await asyncio.gather(*self.mover.connections._background)
+            await asyncio.gather(*self.puller.connections._background)
         return pull
 
     async def see_through(self, pull: Pull) -> None:
         try:
             await pull.complete()
         except WeightsError:
-            assert self.mover.host is None or self.version != pull.version
+            assert self.puller.host is None or self.version != pull.version
             raise
         finally:
             self._check(pull, pull.final)
@@ -162,20 +161,20 @@ class Rollout:
 
     def _check(self, pull: Pull, final: Iterable[int]) -> None:
         for index in final:
-            assert self.mover.host is not None
+            assert self.puller.host is not None
             assert pull.manifest is not None
             tensor = pull.manifest.tensors[index]
-            if blake3(self.mover.host.tensor(index)).digest() != tensor.digest:
+            if blake3(self.puller.host.tensor(index)).digest() != tensor.digest:
                 self.early.append(tensor.name)
 
     @property
     def version(self) -> int | None:
-        return None if self.mover.host is None else self.mover.host.version
+        return None if self.puller.host is None else self.puller.host.version
 
     def assert_holds(self, version: int) -> None:
         """The file that engines read has the trainer's bits, as any safetensors reader sees it."""
         assert self.version == version
-        received, expected = load(self.mover.host.path.read_bytes()), self.plane.trainer.tensors[version]
+        received, expected = load(self.puller.host.path.read_bytes()), self.plane.trainer.tensors[version]
         assert received.keys() == expected.keys()
         for name, tensor in expected.items():
             assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
@@ -185,8 +184,8 @@ class Rollout:
         """Stop like a killed process, without a word to anyone."""
         if self.server is not None:
             await self.server.stop()
-        await self.mover.close()
-        self.mover.host = None
+        await self.puller.close()
+        self.puller.host = None
 
 
 class Plane:
@@ -219,17 +218,17 @@ class Plane:
             return self.trainer.address
 
         peer = Peer(worker_id, "", host or f"host of {worker_id}", zone)
-        mover = WeightsMover(
+        puller = WeightsPuller(
             lambda address: WeightsClient(address, JOB, self._security), find_trainer, peer, self._folder
         )
         server = None
         if is_relay:
-            server = SpoilingRelay(JOB, mover, self._security)
+            server = SpoilingRelay(JOB, puller, self._security)
             server.faults, server.pulled = [], []
-            mover.serve_at(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+            puller.serve_at(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
             self._stack.push_async_callback(server.stop)
-        self._stack.push_async_callback(mover.close)
-        return Rollout(self, mover, server)
+        self._stack.push_async_callback(puller.close)
+        return Rollout(self, puller, server)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The typed calls of the weights service. `pull` describes what a pull consists of.
+"""The typed calls of the weights service, and the connections of a host. `pull` describes what a pull consists of.
 
 Every failure is a WeightsError that names the address; every wait has a deadline.
 """
@@ -8,19 +8,17 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from onbeat.errors import WeightsError
-from onbeat.weights.framing import Manifest
-from onbeat.weights.payload import PayloadKey, Plan
 from onbeat.weights.security import PLAIN, WireSecurity, create_channel
 from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
-from onbeat.weights.wire import key_message, pull_stub, read_manifest, read_message
+from onbeat.weights.wire import SERVICE, Manifest, PayloadKey, Plan, key_message, read_manifest, read_message
 
 Answer = TypeVar("Answer")
 
@@ -81,7 +79,9 @@ class WeightsClient:
         self.job_id = job_id
         self._channel = create_channel(address, security, CHANNEL_OPTIONS)
         self._stub = weights_pb2_grpc.WeightsServiceStub(self._channel)
-        self._pull = pull_stub(self._channel)
+        self._pull: Callable[..., Any] = self._channel.unary_stream(  # its answers are bytes
+            f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString
+        )
 
     async def describe(self) -> ModelDescription:
         request = weights_pb2.DescribeRequest(job_id=self.job_id)
@@ -186,6 +186,38 @@ class WeightsClient:
                 raise
             # gRPC also raises this when the channel is closed; a task ended by it would pass for a cancelled one.
             raise WeightsError(f"could not {doing} at {self.address}: the connection was closed here") from error
+
+
+class Connections:
+    """The clients of a host, one for each address. `peer` is how the host presents itself to others."""
+
+    def __init__(self, connect: Callable[[str], WeightsClient], peer: Peer) -> None:
+        self.connect, self.peer = connect, peer
+        self._clients: dict[str, WeightsClient] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    def client(self, address: str) -> WeightsClient:
+        if address not in self._clients:
+            self._clients[address] = self.connect(address)
+        return self._clients[address]
+
+    async def drop(self, address: str) -> None:
+        """Close the connection; the next call opens a new one."""
+        if (client := self._clients.pop(address, None)) is not None:
+            await client.close()
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a call that no caller waits for; `close` cancels it if it is still running."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
 
 
 def checked(answer: Answer | None) -> Answer:

@@ -8,15 +8,17 @@ ends with the process. Where the system has none (macOS), it is a file in `folde
 
 import asyncio
 import contextlib
+import json
 import mmap
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from onbeat.errors import WeightsError
 from onbeat.weights.delta import HEADER_BYTES, Encoding
-from onbeat.weights.framing import Manifest, safetensors_header
-from onbeat.weights.payload import Payload, PayloadKey, Plan, PlanEntry
+from onbeat.weights.server import Payload
+from onbeat.weights.wire import Manifest, PayloadKey, Plan, PlanEntry
 
 EXPECT_DEADLINE_S = 10.0  # how long a peer waits for the plan of a payload that is on its way here
 
@@ -156,3 +158,13 @@ def check_plan(key: PayloadKey, plan: Plan, layout: Manifest) -> None:
         raise WeightsError(f"{key}: the plan names tensors out of order or of another shard")
     if any(entry.size_bytes > layout.tensors[entry.tensor_index].size_bytes + HEADER_BYTES for entry in plan.entries):
         raise WeightsError(f"{key}: the plan has an encoded tensor that is larger than the tensor")
+
+
+def safetensors_header(manifest: Manifest) -> bytes:
+    """Return the header of a safetensors file that holds the manifest's tensors back to back, padded to 8 bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor, (start, end) in zip(manifest.tensors, pairwise(manifest.starts), strict=True):
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,21 +1,30 @@
-"""The server of payloads: the part that the trainer's weight server and a relaying rollout have in common."""
+"""The server of payloads: the part that the trainer's weight server and a relaying rollout have in common.
 
+A payload grows while it is received, and a peer that reads it waits for the bytes that it needs next: so a relay passes
+on a payload that it has received only in part. All of this happens on one event loop.
+"""
+
+import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import MAX_ANSWER_BYTES
-from onbeat.weights.framing import CHUNK_BYTES
-from onbeat.weights.payload import Payload, PayloadKey
 from onbeat.weights.security import PLAIN, WireSecurity, bind, create_server
-from onbeat.weights.wire import data_message, plan_message, read_key, service_handler
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import SERVICE, PayloadKey, Plan, data_message, plan_message, read_key
 
 logger = logging.getLogger(__name__)
 
+CHUNK_BYTES = 1 << 20  # messages of about 1 MiB are the sweet spot of gRPC from Python
 # A source that waits for its own source sends signs of life, and its pullers stay; without one they look elsewhere.
 SIGN_OF_LIFE_S = 3.0
 GROWTH_DEADLINE_S = 60.0  # a source that got nothing for this long ends its pullers' streams
@@ -23,6 +32,74 @@ STOP_GRACE_S = 1.0
 MIN_CHUNK_BYTES = 64 << 10
 CHUNKS_A_PAYLOAD = 64  # at least: a relay passes whole messages on, so 64 hops take about as long as the payload itself
 SERVER_OPTIONS = [("grpc.max_send_message_length", MAX_ANSWER_BYTES)]
+
+
+class PayloadGivenUp(WeightsError):
+    """The owner of the payload moves on to another version."""
+
+
+class Payload:
+    """A payload on this host. `segments` together have the plan's size; their first `available` bytes are valid."""
+
+    def __init__(
+        self, key: PayloadKey, plan: Plan, segments: Sequence[memoryview], available: int | None = None
+    ) -> None:
+        self.key, self.plan = key, plan
+        self._segments = segments
+        self._starts = tuple(accumulate((len(segment) for segment in segments), initial=0))
+        assert self._starts[-1] == plan.size_bytes, "segments and plan disagree"
+        self.available = plan.size_bytes if available is None else available
+        self._reason = ""  # the reason why it was given up; '' if it was not
+        self._grown = asyncio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.available == self.plan.size_bytes
+
+    def slices(self, start: int, end: int) -> list[memoryview]:
+        """Return the bytes `start:end`, one slice per segment that they lie in."""
+        found = []
+        index = max(0, bisect_right(self._starts, start) - 1)
+        while start < end:
+            segment, offset = self._segments[index], start - self._starts[index]
+            piece = segment[offset : offset + end - start]
+            if len(piece):
+                found.append(piece)
+            start += len(piece)
+            index += 1
+        return found
+
+    def advance(self, available: int) -> None:
+        """Make the first `available` bytes valid and wake the readers."""
+        self.available = available
+        self._wake()
+
+    def give_up(self, reason: str) -> None:
+        """End the payload: its readers get PayloadGivenUp."""
+        self._reason = reason
+        self._wake()
+
+    def check(self) -> None:
+        if self._reason:
+            raise PayloadGivenUp(f"{self.key} is given up: {self._reason}")
+
+    async def wait_for(self, size_bytes: int, timeout_s: float) -> bool:
+        """Return whether `size_bytes` bytes arrive in time. Raise PayloadGivenUp."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            self.check()
+            if self.available >= size_bytes:
+                return True
+            grown = self._grown
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await grown.wait()
+            except TimeoutError:
+                return False
+
+    def _wake(self) -> None:
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
 
 
 class Holder(Protocol):
@@ -94,3 +171,45 @@ class PayloadServer:
         if request.job_id != self._job_id:
             detail = f"this address serves job {self._job_id}, not {request.job_id}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
+
+
+# ---- the service; its pull sends and receives bytes, which generated code would parse --------------------------------
+
+
+def service_handler(servicer: object) -> grpc.GenericRpcHandler:
+    """Return a handler of the service's methods that `servicer` has; the others are UNIMPLEMENTED."""
+    methods: dict[str, Any] = {}
+    for method in weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].methods:
+        if not hasattr(servicer, method.name):
+            continue
+        read = message_factory.GetMessageClass(method.input_type).FromString
+        write = message_factory.GetMessageClass(method.output_type).SerializeToString
+        create: Any = grpc.unary_unary_rpc_method_handler
+        serve = answering(getattr(servicer, method.name), read)
+        if method.server_streaming:
+            create, serve = grpc.unary_stream_rpc_method_handler, streaming(getattr(servicer, method.name), read)
+        methods[method.name] = create(serve, None, None if method.name == "Pull" else write)
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+def answering(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
+    async def serve(data: bytes, context: Any) -> Any:
+        return await method(await parse(data, read, context), context)
+
+    return serve
+
+
+def streaming(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
+    async def serve(data: bytes, context: Any) -> AsyncIterator[Any]:
+        async for message in method(await parse(data, read, context), context):
+            yield message
+
+    return serve
+
+
+async def parse(data: bytes, read: Callable[[bytes], Any], context: Any) -> Any:
+    """Return the request. An unreadable one is the caller's fault: abort the call, without a traceback in our log."""
+    try:
+        return read(data)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")

@@ -1,27 +1,132 @@
-"""The weights service's messages and their meaning here.
+"""The contract of both sides: what a version is, what a payload is, and their messages.
+
+Digests are BLAKE3, which is collision-resistant, so they can be trusted whatever the relay, and in an audit. Checksums
+are XXH3-128: they find faults in a fraction of the time, but collisions can be made on purpose. They are for bytes from
+the process that sent the checksums.
 
 The data of a pull is framed by hand, byte for byte as protobuf would: a parser would copy every megabyte once more, and
 halve the speed.
 """
 
+import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-import grpc
-import grpc.aio
-from google.protobuf import message_factory
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from onbeat.errors import WeightsError
-from onbeat.weights.framing import DTYPE_BYTES, Manifest, TensorEntry
-from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
 from onbeat.weights.v1 import weights_pb2
 
 SERVICE = "onbeat.weights.v1.WeightsService"
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 MAX_PLAN_BYTES = 1 << 20  # an entry takes about 12 bytes; a plan takes time and memory before it can be checked
 MAX_SHARDS = 4096  # ranks of a trainer; each shard is pulled by its own task
 DATA_TAG = 0x12  # of PullResponse.data: field 2, length-delimited
+
+
+# ---- a version -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a version, in the checkpoint's own name and layout."""
+
+    name: str
+    dtype: str  # safetensors names: "BF16", "F32", ...
+    shape: tuple[int, ...]
+    size_bytes: int
+    digest: bytes  # BLAKE3 over the raw little-endian bytes
+    checksum: bytes  # XXH3-128 over the same bytes; empty if there is none
+
+
+@dataclass(frozen=True)
+class Manifest:
+    policy_version: int
+    tensors: tuple[TensorEntry, ...]
+    shard_starts: tuple[int, ...] = ()  # index of the first tensor of each shard except the first
+
+    @property
+    def size_bytes(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The offset of each tensor when they lie back to back, and at last the end of the last one."""
+        return tuple(accumulate((tensor.size_bytes for tensor in self.tensors), initial=0))
+
+    @cached_property
+    def shards(self) -> tuple[range, ...]:
+        """The tensors of each shard."""
+        return tuple(range(first, end) for first, end in pairwise((0, *self.shard_starts, len(self.tensors))))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are.
+
+        Checksums are left out: jobs record this digest. A pull fails where a checksum is wrong, and is tried again.
+        """
+        whole = blake3()
+        for tensor in self.tensors:
+            whole.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+            whole.update(tensor.digest)
+        return whole.digest()
+
+    @property
+    def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """The names, dtypes and shapes: the same for all versions of a model, whatever the number of trainer ranks."""
+        return tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+
+# ---- a payload: one shard of a version, in full or as the delta from a base ------------------------------------------
+
+
+@dataclass(frozen=True)
+class PayloadKey:
+    """The name of one payload. `base_version` None: in full."""
+
+    policy_version: int
+    base_version: int | None = None
+    shard: int = 0
+
+    def __str__(self) -> str:
+        way = "in full" if self.base_version is None else f"from {self.base_version}"
+        return f"version {self.policy_version} {way}" + (f", shard {self.shard}" if self.shard else "")
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    tensor_index: int  # in the manifest
+    encoding: int  # delta.Encoding
+    size_bytes: int  # encoded
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of the payload's bytes into encoded tensors, back to back."""
+
+    entries: tuple[PlanEntry, ...]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The offset of each entry, and at last the payload's size."""
+        return tuple(accumulate((entry.size_bytes for entry in self.entries), initial=0))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.starts[-1]
+
+    def digest(self, key: PayloadKey) -> bytes:
+        whole = blake3(repr(key).encode())
+        for entry in self.entries:
+            whole.update(repr((entry.tensor_index, int(entry.encoding), entry.size_bytes)).encode())
+        return whole.digest()
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def data_message(pieces: Sequence[memoryview]) -> bytes:
@@ -75,56 +180,6 @@ def read_varint(buffer: bytes, start: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, start + index + 1
     raise WeightsError("a message ends in its header")
-
-
-# ---- the service; its pull sends and receives bytes, which generated code would parse --------------------------------
-
-
-def service_handler(servicer: object) -> grpc.GenericRpcHandler:
-    """Return a handler of the service's methods that `servicer` has; the others are UNIMPLEMENTED."""
-    methods: dict[str, Any] = {}
-    for method in weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].methods:
-        if not hasattr(servicer, method.name):
-            continue
-        read = message_factory.GetMessageClass(method.input_type).FromString
-        write = message_factory.GetMessageClass(method.output_type).SerializeToString
-        create: Any = grpc.unary_unary_rpc_method_handler
-        serve = answering(getattr(servicer, method.name), read)
-        if method.server_streaming:
-            create, serve = grpc.unary_stream_rpc_method_handler, streaming(getattr(servicer, method.name), read)
-        methods[method.name] = create(serve, None, None if method.name == "Pull" else write)
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
-
-
-def answering(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
-    async def serve(data: bytes, context: Any) -> Any:
-        return await method(await parse(data, read, context), context)
-
-    return serve
-
-
-def streaming(method: Callable[..., Any], read: Callable[[bytes], Any]) -> Callable[..., Any]:
-    async def serve(data: bytes, context: Any) -> AsyncIterator[Any]:
-        async for message in method(await parse(data, read, context), context):
-            yield message
-
-    return serve
-
-
-async def parse(data: bytes, read: Callable[[bytes], Any], context: Any) -> Any:
-    """Return the request. An unreadable one is the caller's fault: abort the call, without a traceback in our log."""
-    try:
-        return read(data)
-    except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
-
-
-def pull_stub(channel: grpc.aio.Channel) -> Callable[..., Any]:
-    """Return a callable for `Pull` whose answers are bytes."""
-    return channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=weights_pb2.PullRequest.SerializeToString)
-
-
-# ---- messages and their meaning --------------------------------------------------------------------------------------
 
 
 def key_message(key: PayloadKey) -> weights_pb2.PayloadKey:

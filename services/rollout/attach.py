@@ -15,10 +15,8 @@ from onbeat.streams.chat import Chats
 from onbeat.streams.ledger import Ledger
 from onbeat.temporary import private_folder
 from onbeat.types import WeightUpdate
-from onbeat.weights.client import ModelDescription, Peer
-from onbeat.weights.connections import WeightsSource
+from onbeat.weights.client import ModelDescription, Peer, WeightsClient
 from onbeat.weights.host import host_id
-from onbeat.weights.mover import WeightsMover
 from onbeat.weights.pull import Pull
 from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
@@ -41,7 +39,7 @@ ATTACH_RETRY_S = 1.0
 MODEL_FILE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 EngineFactory = Callable[[JobConfig], Engine]
-SourceFactory = Callable[[str, str], WeightsSource]  # address, job id
+SourceFactory = Callable[[str, str], WeightsClient]  # address, job id
 
 
 @dataclass(frozen=True)
@@ -96,14 +94,13 @@ class Attachment:
         """Create the puller and the server that passes on what it pulls."""
         settings, security = self._settings, self._settings.wire_security()
         peer = Peer(settings.worker_id, "", host_id(), settings.zone)
-        mover = WeightsMover(self._connect, self._find_address, peer, staging_dir)
-        puller = WeightsPuller(mover)
+        puller = WeightsPuller(self._connect, self._find_address, peer, staging_dir)
         cleanup.push_async_callback(puller.close)
         if settings.weights_relay and security.can_serve:
-            server = PayloadServer(self.job_id, mover, security)
+            server = PayloadServer(self.job_id, puller, security)
             port = await server.start(settings.weights_host, settings.weights_port)
             cleanup.push_async_callback(server.stop)
-            mover.serve_at(f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}")
+            puller.serve_at(f"{reachable_host(settings.weights_host, settings.weights_advertise)}:{port}")
         return puller
 
     async def attach(self, cleanup: AsyncExitStack, staging_dir: Path, puller: WeightsPuller) -> Parts:
@@ -169,7 +166,7 @@ class Attachment:
         last_reason = ""
         while True:
             try:
-                description = await puller.mover.describe()
+                description = await puller.describe()
                 pull = await puller.obtain(description.policy_version, deadline_s=0)
                 await pull.complete()
                 return description, pull
@@ -180,8 +177,8 @@ class Attachment:
             await asyncio.sleep(ATTACH_RETRY_S)
 
     async def _start_engine(self, engine: Engine, model_dir: Path, pull: Pull, puller: WeightsPuller) -> None:
-        assert puller.mover.host is not None
-        (model_dir / "model.safetensors").symlink_to(puller.mover.host.path)
+        assert puller.host is not None
+        (model_dir / "model.safetensors").symlink_to(puller.host.path)
         started = time.monotonic()
         with puller.reading():
             starting = asyncio.create_task(engine.start(model_dir, pull.version), name="start the engine")
@@ -201,7 +198,7 @@ class Attachment:
             pull_s=stats.pull_s,
             apply_s=stats.apply_s,
             load_s=load_s,
-            open_s=time.monotonic() - pull.stepped_at if is_news else None,
+            open_s=time.monotonic() - stats.stepped_at if is_news else None,
             held_s=time.monotonic() - stats.ended_at,
             num_faults=len(stats.faults),
         )
@@ -221,7 +218,7 @@ class Attachment:
             load_s,
         )
 
-    def _connect(self, address: str) -> WeightsSource:
+    def _connect(self, address: str) -> WeightsClient:
         return self._connect_weights(address, self.job_id)
 
     async def _find_address(self) -> str:

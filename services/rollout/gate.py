@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onbeat.errors import WeightsError
-from onbeat.weights.framing import Manifest
 from onbeat.weights.pull import Pull
+from onbeat.weights.wire import Manifest
+from services.rollout.arrivals import names_to_load
 from services.rollout.engine import Engine
 from services.rollout.engines import EngineBroken, give_up, wait_for_engine
 from services.rollout.puller import VersionGone, WeightsPuller
-from services.rollout.weight_file import names_to_load
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class VersionGate:
     async def _replace(self, pull: Pull) -> None:
         """Load the pulled version. Raises WeightsError, and the engine serves nothing, when the version does not
         arrive; or EngineBroken."""
-        host, manifest = self._puller.mover.host, await pull.known()
+        host, manifest = self._puller.host, await pull.known()
         assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
             started = time.monotonic()

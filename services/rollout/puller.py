@@ -1,19 +1,27 @@
-"""The follower of a job's weights: it pulls new versions as soon as they are announced, and survives a trainer that
-moves.
+"""The follower of a job's weights: it decides which version is pulled, when, and from which trainer.
+
+    an announced version   is pulled at once, in one try, unless the copy is still wanted as it is
+    a version in demand    is tried again until its deadline (`obtain`)
+    the trainer            is read from the job before every try: a restarted one has another address
 
 There is one copy of the weights here, so there is one pull at a time, and the copy stays at a version until the engine
-has read it. The trainer's address is in the job; it is read again before every try: a restarted trainer has another.
+has read it. A version whose deltas fail is pulled in full by the next try.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from onbeat.errors import WeightsError
-from onbeat.weights.mover import WeightsMover
+from onbeat.weights.client import Connections, ModelDescription, Peer, WeightsClient
+from onbeat.weights.host import HostWeights
 from onbeat.weights.pull import Pull
+from onbeat.weights.server import Payload
+from onbeat.weights.wire import Manifest, PayloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +35,44 @@ class VersionGone(WeightsError):
     """The followed server has announced a newer version and cannot give this one, perhaps never again."""
 
 
-class WeightsPuller:
-    """The mover's `find_trainer` reads the job; what it raises (the job is gone, Redis is down) ends `follow`."""
+class OtherWeights(WeightsError):
+    """The trainer has restarted and made the version anew; earlier statements about the version are void."""
 
-    def __init__(self, mover: WeightsMover) -> None:
-        self.mover = mover
+
+class WeightsPuller:
+    """The owner of the host's copy of the weights, and of its connections. Peers pull from it, too (`server.Holder`).
+
+    `find_trainer` returns the address of the trainer's rank 0; what it raises beside WeightsError (Redis is down) ends
+    `follow`. `connect` makes a client of an address.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], WeightsClient],
+        find_trainer: Callable[[], Awaitable[str]],
+        peer: Peer,
+        folder: Path,
+    ) -> None:
+        self.host: HostWeights | None = None
+        self.connections = Connections(connect, peer)
+        self._find_trainer, self._folder = find_trainer, folder
         self._current: Pull | None = None  # the version that the copy holds, or moves to
         self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
         self._is_following: bool | None = None
         self._announced: int | None = None
         self._news = asyncio.Event()
+
+    # ---- for the engine's side ---------------------------------------------------------------------------------------
+
+    async def describe(self) -> ModelDescription:
+        """Return the model without weights, in one try. Raise WeightsError."""
+        address = await self._find_trainer()
+        try:
+            return await self.connections.client(address).describe()
+        except WeightsError:
+            await self.connections.drop(address)
+            raise
 
     async def obtain(self, version: int, deadline_s: float = PULL_DEADLINE_S) -> Pull:
         """Return the pull of this version, running or done; if there is none, start it after the running one."""
@@ -47,7 +82,7 @@ class WeightsPuller:
                 current.deadline = max(current.deadline, time.monotonic() + deadline_s)
                 return current
             if current is None or current.is_over:
-                return self._start(version, deadline_s)
+                return self.start(version, deadline_s)
             await current.over()
 
     @contextmanager
@@ -59,6 +94,11 @@ class WeightsPuller:
         finally:
             self._is_being_read = False
             self._prefetch()
+
+    def mark_read(self, pull: Pull) -> None:
+        """Note that the pulled version has been read: the copy may move on."""
+        self._read = pull
+        self._prefetch()
 
     def is_announced(self, version: int) -> bool:
         """Return whether the weights server that is followed now has announced this version or a later one.
@@ -73,11 +113,41 @@ class WeightsPuller:
         self._news.clear()
         return self._announced
 
+    async def cancel(self) -> None:
+        """Cancel the running pull; those that wait for it get WeightsError."""
+        if self._current is not None:
+            await self._current.cancel()
+
+    async def close(self) -> None:
+        await self.cancel()
+        await self.connections.close()
+        if self.host is not None:
+            self.host.close()
+
+    # ---- for peers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The address where this host serves others; empty if it serves none."""
+        return self.connections.peer.address
+
+    def serve_at(self, address: str) -> None:
+        """Announce this address to the trainer from now on."""
+        self.connections.peer = replace(self.connections.peer, address=address)
+
+    async def payload(self, key: PayloadKey) -> Payload | None:
+        return None if self.host is None else await self.host.payload(key)
+
+    def versions(self) -> list[int]:
+        return [] if self.host is None else self.host.versions()
+
+    # ---- following ---------------------------------------------------------------------------------------------------
+
     async def follow(self) -> None:
         """Watch for versions and pull each newer one, for ever; a change of the connection is logged in one line."""
         delay_s = FIRST_RETRY_S
         while True:
-            address = await self.mover.find_trainer()
+            address = await self._find_trainer()
             try:
                 await self._watch(address)
                 reason = "it has moved"
@@ -91,23 +161,9 @@ class WeightsPuller:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
-    def mark_read(self, pull: Pull) -> None:
-        """Note that the pulled version has been read: the copy may move on."""
-        self._read = pull
-        self._prefetch()
-
-    async def cancel(self) -> None:
-        """Cancel the running pull; those that wait for it get WeightsError."""
-        if self._current is not None:
-            await self._current.cancel()
-
-    async def close(self) -> None:
-        await self.cancel()
-        await self.mover.close()
-
     async def _watch(self, address: str) -> None:
         """Watch until the job names another address. Raises WeightsError when the server is silent at first or gone."""
-        source = self.mover.connections.connect(address)
+        source = self.connections.connect(address)
         versions = source.watch()
         upcoming: asyncio.Future[int | None] | None = None
         try:
@@ -121,7 +177,7 @@ class WeightsPuller:
                     upcoming, has_answered = None, True
                 elif not has_answered and time.monotonic() - started > FIRST_ANSWER_S:
                     raise WeightsError(f"no answer for {FIRST_ANSWER_S:.0f} s")
-                elif await self.mover.find_trainer() != address:
+                elif await self._find_trainer() != address:
                     return
         finally:
             if upcoming is not None:
@@ -145,8 +201,58 @@ class WeightsPuller:
         is_newer = announced is not None and (self._read is None or announced > self._read.version)
         is_unread = current is not None and (not current.is_over or (not current.error and current is not self._read))
         if announced is not None and is_newer and not is_unread and not self._is_being_read:
-            self._start(announced, deadline_s=0.0)  # one try, unless `obtain` extends it
+            self.start(announced, deadline_s=0.0)  # one try, unless `obtain` extends it
 
-    def _start(self, version: int, deadline_s: float) -> Pull:
-        self._current = self.mover.start(version, deadline_s, lambda: self.is_announced(version + 1))
-        return self._current
+    # ---- pulling -----------------------------------------------------------------------------------------------------
+
+    def start(self, version: int, deadline_s: float) -> Pull:
+        """Start a pull, without a new try after `deadline_s`. No other pull may be running."""
+        pull = self._current = Pull(version, deadline_s, self.connections)
+        pull.task = asyncio.create_task(self._run(pull), name=f"pull version {version}")
+        pull.task.add_done_callback(lambda _: pull.announce())
+        pull.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # a prefetch may have no waiter
+        return pull
+
+    async def _run(self, pull: Pull) -> None:
+        """Try until the version is here. Raise the last try's error after the deadline, or when it is hopeless."""
+        delay_s = FIRST_RETRY_S
+        while True:
+            address = ""
+            try:
+                address = await self._find_trainer()
+                await self._try(pull, address)
+                return
+            except WeightsError as error:
+                await self.connections.drop(address)
+                is_late = time.monotonic() + delay_s > pull.deadline
+                if is_late or isinstance(error, OtherWeights) or self.is_announced(pull.version + 1):
+                    raise
+                pull.stats.faults.append(str(error))
+                logger.warning("policy version %d is tried again: %s", pull.version, error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, MAX_RETRY_S)
+
+    async def _try(self, pull: Pull, address: str) -> None:
+        started = time.monotonic()
+        trainer = self.connections.client(address)
+        itinerary = await trainer.itinerary(pull.version, None if self.host is None else self.host.version)
+        if pull.manifest is not None and pull.manifest.digest != itinerary.manifest.digest:
+            raise OtherWeights(f"{address}: version {pull.version} has other weights than when its pull began")
+        await pull.attempt(itinerary, self._host_of(itinerary.manifest, address), trainer)
+        pull.stats.ended_at = time.monotonic()
+        pull.stats.pull_s = pull.stats.ended_at - started
+
+    def _host_of(self, manifest: Manifest, address: str) -> HostWeights:
+        """Return the copy, which fits the manifest's tensors. Raise WeightsError when they are another model's."""
+        version = manifest.policy_version
+        if self.host is not None and self.host.layout.layout != manifest.layout:
+            if self.host.has_held:
+                raise WeightsError(f"{address}: version {version} is of another model than the versions before it")
+            self.host.close()  # it has no readers: it was made for a version that never came
+            self.host = None
+        if self.host is None:
+            try:
+                self.host = HostWeights(manifest, self._folder)
+            except WeightsError as error:
+                raise WeightsError(f"{address}: {error}") from error
+        return self.host

@@ -31,12 +31,11 @@ from onbeat.streams.connection import RedisSettings
 from onbeat.streams.ledger import Ledger
 from onbeat.temporary import private_folder
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.framing import Manifest
 from onbeat.weights.host import host_id
-from onbeat.weights.mover import WeightsMover
 from onbeat.weights.security import WireSettings
+from onbeat.weights.wire import Manifest
+from services.rollout.arrivals import BadWeightFile, check_weight_file, names_to_load, read_checkpoint_shapes
 from services.rollout.puller import WeightsPuller
-from services.rollout.weight_file import BadWeightFile, check_weight_file, names_to_load, read_checkpoint_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ async def keep_up(server: StockServer, puller: WeightsPuller, model_dir: Path) -
         except WeightsError as error:
             logger.warning("policy version %d is not to be had, waiting for the next: %s", version, error)
             continue
-        manifest, host, started = await pull.known(), puller.mover.host, time.monotonic()
+        manifest, host, started = await pull.known(), puller.host, time.monotonic()
         if served is not None and manifest.digest == served.digest:
             puller.mark_read(pull)
             continue
@@ -199,8 +198,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
             return options.weights or await address_in_job(ledger, options.job)
 
         peer = Peer(f"stock-server-{socket.gethostname()}-{os.getpid()}", host_id=host_id())  # it serves no others
-        mover = WeightsMover(connect_weights, find_address, peer, folder)
-        puller = WeightsPuller(mover)
+        puller = WeightsPuller(connect_weights, find_address, peer, folder)
         cleanup.push_async_callback(puller.close)
         logger.info("%s is to serve job %s with the model %s", server.url, options.job, model_dir)
         await first_of(stopping.wait(), puller.follow(), keep_up(server, puller, model_dir))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.rollout.arrivals import gathered
+from services.rollout.arrivals import LM_HEAD_WEIGHT, TensorShapes, check_weight_file, gathered, read_checkpoint_shapes
 from services.rollout.engine import (
     ChatSampling,
     FinishReason,
@@ -25,7 +25,6 @@ from services.rollout.engine import (
     VersionMismatch,
     VersionSpan,
 )
-from services.rollout.weight_file import LM_HEAD_WEIGHT, TensorShapes, check_weight_file, read_checkpoint_shapes
 
 GREEDY_BELOW = 1e-5  # below this temperature a chat takes the likeliest token
 

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.rollout.arrivals import Arrivals, gathered
+from services.rollout.arrivals import Arrivals, TensorShapes, check_weight_file, gathered, read_checkpoint_shapes
 from services.rollout.engine import (
     ChatSampling,
     GeneratedResponse,
@@ -29,7 +29,6 @@ from services.rollout.engine import (
 from services.rollout.engines import find_device
 from services.rollout.imports import IMPORTING
 from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment, kv_cache_bytes
-from services.rollout.weight_file import TensorShapes, check_weight_file, read_checkpoint_shapes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

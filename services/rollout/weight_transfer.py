@@ -1,7 +1,7 @@
 """A vLLM plug-in that loads tensors of a policy's safetensors file into the model inside a vLLM worker process.
 
 It is reached only through the `vllm.general_plugins` entry point, because workers are separate processes. The file has
-been checked before (weight_file); this module loads it, and repairs what vLLM packs on a CPU: tied output heads and
+been checked before (arrivals); this module loads it, and repairs what vLLM packs on a CPU: tied output heads and
 experts. It also ends vLLM's processes when ours is killed.
 """
 

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights.client import CHANNEL_OPTIONS
-from onbeat.weights.framing import DTYPE_BYTES, Manifest, TensorEntry
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import SERVICE, data_message
+from onbeat.weights.wire import DTYPE_BYTES, SERVICE, Manifest, TensorEntry, data_message
 from tests.fuzz import fuzzed
 from tests.weight_plane import JOB, MIB, Plane, Rollout, hosts_apart, stepped, weights
 
@@ -258,7 +257,7 @@ async def test_a_model_file_whose_name_is_no_plain_one_is_refused(name: str) -> 
         answer = weights_pb2.DescribeResponse(files=[weights_pb2.File(name=name, content=b"{}")])
         liar.answers["Describe"] = [answer.SerializeToString()]
         with pytest.raises(WeightsError, match=f"{liar.address}.*model file"):
-            await rollout.mover.describe()
+            await rollout.puller.describe()
 
 
 @pytest.mark.parametrize("age_s", [math.nan, math.inf, -1.0])

@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
 from services.rollout import vllm_engine
+from services.rollout.arrivals import BadWeightFile, read_shapes, whole_modules
 from services.rollout.engine import Engine, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 from services.rollout.transformers_engine import TransformersEngine
 from services.rollout.vllm_engine import VllmEngine
-from services.rollout.weight_file import BadWeightFile, read_shapes, whole_modules
 from tests.integration.tiny_models import (
     build_tokenizer,
     write_mixtral_model,

@@ -28,7 +28,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.mover import WeightsMover
+from services.rollout.puller import WeightsPuller
 from services.trainer.job.background import Background
 from services.trainer.job.groups import GroupSource
 from services.trainer.job.lease import ClaimedJob, Lease
@@ -221,18 +221,18 @@ class Follower:
     def __init__(self, ledger, folder):
         self._ledger, self._folder = ledger, folder
         self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
-        self._mover = None
+        self._puller = None
 
     async def __call__(self, job_id, version):
         async def find_trainer():
             return (await self._ledger.jobs.fields(job_id))["weights_address"]
 
-        if self._mover is None:
+        if self._puller is None:
             connect = functools.partial(WeightsClient, job_id=job_id)
-            self._mover = WeightsMover(connect, find_trainer, Peer("follower"), self._folder)
-        pull = self._mover.start(version, 30)
+            self._puller = WeightsPuller(connect, find_trainer, Peer("follower"), self._folder)
+        pull = self._puller.start(version, 30)
         await pull.complete()
-        self.weights[version] = load_file(self._mover.host.path)
+        self.weights[version] = load_file(self._puller.host.path)
         self.sources.append(set(pull.stats.sources))
         self.received.append(pull.stats.received_bytes)
 

@@ -16,13 +16,13 @@ from cryptography.x509.oid import NameOID
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import host as host_module
-from onbeat.weights import move
+from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
 from onbeat.weights.client import Peer, WeightsClient
-from onbeat.weights.framing import Manifest
 from onbeat.weights.host import full_plan
-from onbeat.weights.payload import Payload, PayloadKey
 from onbeat.weights.security import WireSecurity
+from onbeat.weights.server import Payload
+from onbeat.weights.wire import Manifest, PayloadKey
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.store import WeightStore
 from tests.weight_plane import JOB, Plane, hosts_apart, stepped, until, weights
@@ -83,7 +83,7 @@ async def test_a_relay_passes_on_what_it_does_not_have_in_full(plane):
     valve.is_open.set()
     for rollout, pull in zip(chain, pulls, strict=True):
         await rollout.see_through(pull)
-    sent_by = [plane.trainer.address, *(rollout.mover.address for rollout in chain)]
+    sent_by = [plane.trainer.address, *(rollout.puller.address for rollout in chain)]
     assert [pull.stats.sources for pull in pulls] == [[address] for address in sent_by[:3]]
     assert plane.trainer.server.num_bytes_sent == size_of(tensors)
 
@@ -109,7 +109,7 @@ async def test_one_copy_comes_to_a_machine_and_is_passed_on_there(plane):
     rollouts = [await plane.join(f"r{number}", host="mine") for number in range(4)]
     pulls = [await rollout.pull(0) for rollout in rollouts]
     assert plane.trainer.server.num_bytes_sent == size_of(tensors)
-    addresses = [rollout.mover.address for rollout in rollouts]
+    addresses = [rollout.puller.address for rollout in rollouts]
     assert all(pull.stats.sources[0] in addresses for pull in pulls[1:])
 
 
@@ -201,10 +201,10 @@ async def test_a_relay_that_is_full_sends_its_children_elsewhere(plane, tmp_path
     relay, child = await plane.join("relay", zone="near"), await plane.join("child", zone="near")
     await relay.server.stop()
     relay.server._max_concurrent_calls = 1
-    relay.mover.serve_at(f"127.0.0.1:{await relay.server.start('127.0.0.1', 0)}")
+    relay.puller.serve_at(f"127.0.0.1:{await relay.server.start('127.0.0.1', 0)}")
     await relay.pull(0)
     relay.server.faults = [Valve()]
-    other = WeightsClient(relay.mover.address, JOB)
+    other = WeightsClient(relay.puller.address, JOB)
     stream = other.pull(PayloadKey(0))
     await anext(stream)
     pull = await child.pull(0)
@@ -228,7 +228,7 @@ async def test_a_relay_waits_for_what_it_is_about_to_have(plane):
     await relay.see_through(pulls[0])
     await child.see_through(pulls[1])
     assert pulls[1].stats.faults == []
-    assert pulls[1].stats.sources == [relay.mover.address]
+    assert pulls[1].stats.sources == [relay.puller.address]
 
 
 async def test_relay_that_never_gets_its_version_reports_it_in_time(plane, monkeypatch):
@@ -301,7 +301,7 @@ async def test_ten_broken_relays_do_not_keep_anybody_from_the_trainer(plane):
     for relay in relays:
         await relay.server.stop()
     pull = await (await plane.join("r0", zone="near")).pull(0)
-    assert len(pull.stats.faults) > move.MAX_SOURCES
+    assert len(pull.stats.faults) > pull_module.MAX_SOURCES
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -409,7 +409,7 @@ async def assert_is_shut_out(plane, security, words):
     """At the trainer and at a relay."""
     relay = await plane.join("relay")
     await relay.pull(max(plane.trainer.tensors))
-    for address in (plane.trainer.address, relay.mover.address):
+    for address in (plane.trainer.address, relay.puller.address):
         stranger = WeightsClient(address, JOB, security)
         with pytest.raises(WeightsError, match=words):
             await anext(stranger.pull(PayloadKey(max(plane.trainer.tensors))))

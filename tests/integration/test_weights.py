@@ -20,10 +20,9 @@ from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import server as server_module
 from onbeat.weights.client import WeightsClient
-from onbeat.weights.move import Move
-from onbeat.weights.payload import PayloadKey, Plan, PlanEntry
+from onbeat.weights.pull import Pull
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import SERVICE, data_message, plan_message, read_message
+from onbeat.weights.wire import SERVICE, PayloadKey, Plan, PlanEntry, data_message, plan_message, read_message
 from services.trainer.weights.server import WeightServer
 from services.trainer.weights.store import WeightStore, take_snapshot
 from tests.weight_plane import JOB, MIB, Plane, bits, hosts_apart, stepped, until, weights
@@ -163,7 +162,7 @@ async def test_impossible_manifest_is_refused_before_memory_is_taken(plane, spoi
     plane.trainer.server.spoil_manifest = spoil
     with pytest.raises(WeightsError, match=problem):
         await rollout.pull(0, deadline_s=0)
-    assert rollout.mover.host is None
+    assert rollout.puller.host is None
 
 
 async def test_another_model_is_refused_and_the_one_held_stays(plane):
@@ -432,7 +431,7 @@ async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_mess
     pull = await rollout.pull(version)
     assert server.faults == []
     assert re.match(
-        f"{relay.mover.address if where == 'relay' else plane.trainer.address}: .*({problem})", pull.stats.faults[0]
+        f"{relay.puller.address if where == 'relay' else plane.trainer.address}: .*({problem})", pull.stats.faults[0]
     )
     assert f"does not match its {'checksum' if where == 'relay' else 'digest'}" not in pull.stats.faults[0]
     # Where the first part of a delta cannot be trusted, the next source's contradicts it: then it comes in full.
@@ -484,7 +483,7 @@ async def test_relay_cannot_change_weights_by_a_checksum_collision(plane, small_
     relay.server.faults = [edited(invert)]
     pull = await rollout.pull(0)
     (fault,) = pull.stats.faults
-    assert re.match(f"{relay.mover.address}: big of version 0 does not match its digest", fault)
+    assert re.match(f"{relay.puller.address}: big of version 0 does not match its digest", fault)
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -524,7 +523,7 @@ async def test_stalled_source_is_left_in_time_although_it_is_alive(fault, plane,
     started = time.monotonic()
     pull = await rollout.pull(0)
     assert 0.3 < time.monotonic() - started < 2
-    assert re.match(f"{relay.mover.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
+    assert re.match(f"{relay.puller.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -544,7 +543,7 @@ async def test_pull_continues_at_another_source_when_the_first_dies(plane, small
     assert offset >= 100_000
     assert pull.stats.received_bytes == size_of(tensors)
     assert len(pull.stats.faults) == 1
-    assert pull.stats.faults[0].startswith(relay.mover.address)
+    assert pull.stats.faults[0].startswith(relay.puller.address)
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -584,13 +583,13 @@ async def test_tensor_spoiled_later_is_never_final_during_the_check(plane, small
     faults = (without_the_end, edited(with_plan(reversed)), wrong_then_silent)
     for peer, fault in zip(peers, faults, strict=True):
         peer.server.faults = [fault]
-    rollout, check = await plane.join("r0", zone="near"), Move._check
+    rollout, check = await plane.join("r0", zone="near"), Pull._check
 
     def check_slowly(self, *args):
         check(self, *args)
         time.sleep(0.1)
 
-    monkeypatch.setattr(Move, "_check", check_slowly)
+    monkeypatch.setattr(Pull, "_check", check_slowly)
     pull = await rollout.pull(0)
     assert [peer.server.faults for peer in peers] == [[]] * 3
     assert pull.stats.sources == [plane.trainer.address]
@@ -612,7 +611,7 @@ async def test_final_tensors_are_not_rewritten_by_the_next_source(plane, small_m
                     message = data_message([memoryview(bytes(255 * is_wrong ^ byte for byte in piece))])
                 yield message
                 await asyncio.sleep(0.01)
-                seen.append(0 in pull.final and bytes(rollout.mover.host.tensor(0)) == bits(tensors["half"]))
+                seen.append(0 in pull.final and bytes(rollout.puller.host.tensor(0)) == bits(tensors["half"]))
 
         return fault
 

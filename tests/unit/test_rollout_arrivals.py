@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import pytest
 
-from services.rollout.arrivals import gathered
-from services.rollout.weight_file import whole_modules
+from services.rollout.arrivals import gathered, whole_modules
 
 LAYERS = [
     f"model.layers.{layer}.{name}"

@@ -9,7 +9,6 @@ import pytest
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Peer
 from onbeat.weights.host import full_plan
-from onbeat.weights.mover import WeightsMover
 from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling
@@ -29,8 +28,7 @@ class Rig:
         self.trainer = FakeTrainer()
         self.address = self.trainer.address
         self.engine = FakeEngine()
-        self.mover = WeightsMover(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
-        self.puller = WeightsPuller(self.mover)
+        self.puller = WeightsPuller(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
         self.ready: list[int] = []
         self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), load_s=60.0)
 

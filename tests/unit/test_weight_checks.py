@@ -13,10 +13,9 @@ from xxhash import xxh3_128_digest
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
 from onbeat.weights.client import Itinerary, Peer, Step
-from onbeat.weights.framing import DTYPE_BYTES, Manifest
 from onbeat.weights.host import full_plan
-from onbeat.weights.mover import WeightsMover
-from onbeat.weights.payload import PayloadKey
+from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey
+from services.rollout.puller import WeightsPuller
 from services.trainer.weights.store import take_snapshot
 
 TRAINER, RELAY, PEER = "trainer:1", "relay:2", "peer:3"
@@ -78,7 +77,7 @@ class Network:
 
 @dataclass(eq=False)
 class At:
-    """See `WeightsSource`."""
+    """See `WeightsClient`."""
 
     network: Network
     address: str
@@ -114,23 +113,23 @@ class At:
 @pytest.fixture
 async def pulled(tmp_path):
     """Pulls a version over a network, in which it has one copy: what that holds then, and the pull."""
-    movers = {}
+    pullers = {}
 
     async def find_trainer():
         return TRAINER
 
     async def pull(network, version=1):
-        if id(network) not in movers:
-            movers[id(network)] = WeightsMover(network.connect, find_trainer, Peer("r0"), tmp_path)
-        mover = movers[id(network)]
-        pull = mover.start(version, SOON_S)
+        if id(network) not in pullers:
+            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer("r0"), tmp_path)
+        puller = pullers[id(network)]
+        pull = puller.start(version, SOON_S)
         async with asyncio.timeout(SOON_S):
             await pull.complete()
-        return bytes(mover.host.data), pull
+        return bytes(puller.host.data), pull
 
     yield pull
-    for mover in movers.values():
-        await mover.close()
+    for puller in pullers.values():
+        await puller.close()
 
 
 def in_full(*sent, manifest=COLLIDING):

@@ -17,11 +17,22 @@ from xxhash import xxh3_128_digest
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
 from onbeat.weights.delta import Encoding
-from onbeat.weights.framing import Manifest, TensorEntry, safetensors_header
-from onbeat.weights.host import HostWeights, check_plan, full_plan
-from onbeat.weights.payload import Payload, PayloadGivenUp, PayloadKey, Plan, PlanEntry
+from onbeat.weights.host import HostWeights, check_plan, full_plan, safetensors_header
+from onbeat.weights.server import Payload, PayloadGivenUp
 from onbeat.weights.v1 import weights_pb2
-from onbeat.weights.wire import MAX_PLAN_BYTES, data_message, plan_message, read_message, read_varint, varint
+from onbeat.weights.wire import (
+    MAX_PLAN_BYTES,
+    Manifest,
+    PayloadKey,
+    Plan,
+    PlanEntry,
+    TensorEntry,
+    data_message,
+    plan_message,
+    read_message,
+    read_varint,
+    varint,
+)
 from services.trainer.weights.store import SnapshotWriter, WeightStore, take_snapshot
 
 SOON_S = 5.0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.weights.client import Peer
-from onbeat.weights.payload import PayloadKey
+from onbeat.weights.wire import PayloadKey
 from services.trainer.weights import relay_tree as sources_module
 from services.trainer.weights.relay_tree import ROOT, Sources, is_loopback
 

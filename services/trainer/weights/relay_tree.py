@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from onbeat.weights.client import Peer
-from onbeat.weights.payload import PayloadKey
+from onbeat.weights.wire import PayloadKey
 
 SLOT_S = 600.0  # a puller that never reports its finish holds its source's slot for this long
 

@@ -16,9 +16,9 @@ from xxhash import xxh3_128_digest
 from onbeat.config import JobConfig
 from onbeat.weights import delta
 from onbeat.weights.client import Step
-from onbeat.weights.framing import Manifest, TensorEntry
 from onbeat.weights.host import full_plan
-from onbeat.weights.payload import Payload, PayloadKey, Plan, PlanEntry
+from onbeat.weights.server import Payload
+from onbeat.weights.wire import Manifest, PayloadKey, Plan, PlanEntry, TensorEntry
 from services.trainer.world import ALONE, World
 
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
