@@ -10,7 +10,8 @@ from onbeat.errors import JobFailed
 from onbeat.response_stats import more_parts
 from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
-from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
+from services.trainer.checkpoints.saver import CheckpointSaver
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.link import Commit, Link
 from services.trainer.model.optimizer import Written
 from services.trainer.policy import Policy, has_old_policies
@@ -20,9 +21,6 @@ from services.trainer.weights.store import Snapshot, SnapshotWriter
 from services.trainer.world import ALONE, World
 
 logger = logging.getLogger(__name__)
-
-# Tries of a checkpoint that the job needs. They are counted, not timed, so that all ranks give up together.
-NUM_TRIES, RETRY_S = 20, 30.0
 
 
 class Publisher:
@@ -40,16 +38,17 @@ class Publisher:
     ) -> None:
         self.state = state
         self._link, self._config, self._policy, self._world = link, config, policy, world
-        self._checkpoints, self._files = checkpoints, files
-        self._durable_until = state.next_iteration  # iterations before this one are in a checkpoint
+        self._saver = CheckpointSaver(link, policy, checkpoints, files, world, state.next_iteration)
         self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
-        self._is_serving = policy.is_sharded or world.is_main
-        self._newest: Snapshot | None = None  # the snapshot that a checkpoint exports
+        self._newest: Snapshot | None = None  # the newest version, which checkpoints export
         self._published: Snapshot | None = None  # the rollouts' snapshot, if served here; the base of the next delta
         self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
         self._written: set[str] = set()  # names put so far, by any rank
-        self._has_failed = False  # a checkpoint could not be written
         self._last_checkpoint: list[Span] = []  # written after a commit, recorded with the next one
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._policy.is_sharded or self._world.is_main
 
     def start(self) -> None:
         """Serve what rollouts may ask for when training starts: the newest version, and those of open iterations."""
@@ -63,8 +62,7 @@ class Publisher:
 
     def wait_for_reader(self) -> None:
         """Wait until no checkpoint reads the state that the next step changes."""
-        self._link.doing = "waiting until the last checkpoint has read the optimizer's state"
-        self._checkpoints.wait_until_read()
+        self._saver.wait_for_reader()
 
     def begin(self) -> Written | None:
         """Start the next version's snapshot before the iteration's last step. Returns a callback for names of updated
@@ -108,53 +106,20 @@ class Publisher:
             )
             is_new = self._link.commit(commit)
             log_iteration(iteration, commit.metrics, is_new)
-        self._tell_durable()
+        self._saver.report_finished()
         started = time.monotonic()
-        has_written = self._checkpoint_if_due()
+        has_written = self._saver.save_if_due(self.state, snapshot)
         self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:
         """Wait until everything is on disk. Raises JobFailed when it cannot be written after repeated tries."""
-        self._insist("the last one")
+        assert self._newest is not None, "finish before start"
+        self._saver.finish(self.state, self._newest)
 
     def leave(self) -> None:
-        """Write a checkpoint because this process is to stop, so that the next trainer has nothing to repeat. The
-        process that stops this one sets the time for it; without it the next trainer starts from an older one."""
-        done = self.state.next_iteration
-        self._link.doing = f"writing a checkpoint after {done} iterations, asked to stop"
-        try:
-            self._checkpoints.wait()
-            self._tell_durable()
-            if done > self._durable_until:
-                self._save()
-                self._checkpoints.wait()
-                self._tell_durable()
-        except JobFailed as error:  # NotWritten included
-            logger.warning("job %s: %s; the next trainer repeats what is not in a checkpoint", self._link.job_id, error)
-
-    def _insist(self, which: str) -> None:
-        """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
-        for num_tries in range(1, NUM_TRIES + 1):
-            self._link.doing = f"waiting until the checkpoint after {self.state.next_iteration} iterations is on disk"
-            try:
-                self._checkpoints.wait()
-                break
-            except NotWritten as error:
-                if num_tries == NUM_TRIES:
-                    raise
-                self._wait_for_room(error, num_tries, which)
-                self._save()
-        self._tell_durable()
-
-    def _wait_for_room(self, error: NotWritten, num_tries: int, which: str) -> None:
-        """Wait before the next try. Raises what `link.check` does: the job may be cancelled or have another trainer."""
-        if num_tries == 1:
-            self._tell_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
-        self._link.doing = f"waiting for room: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
-        deadline = time.monotonic() + RETRY_S
-        while (left_s := deadline - time.monotonic()) > 0:
-            self._link.check()
-            time.sleep(min(left_s, 0.5))
+        """Write a checkpoint because this process is to stop."""
+        assert self._newest is not None, "leave before start"
+        self._saver.leave(self.state, self._newest)
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
         """Decide by divergence (arXiv 2507.10990). The staleness bound comes first: no iteration may wait for ever."""
@@ -213,53 +178,6 @@ class Publisher:
             )
             self._link.publish(snapshot, published)
         self._published = snapshot
-
-    def _checkpoint_if_due(self) -> bool:
-        done = self.state.next_iteration
-        is_last = done == self._config.schedule.num_iterations
-        if not is_last and done % self._config.checkpoint.every_iterations:
-            return False
-        self._link.doing = f"writing the checkpoint after {done} iterations"
-        try:
-            self._checkpoints.wait()
-        except NotWritten as error:
-            self._go_on_without(error)
-        self._tell_durable()  # from here on all ranks agree on the previous checkpoint
-        self._save()
-        if self._has_failed and self._durable_until == 0:  # the disk may be too small for any
-            self._insist("the first one")
-        return True
-
-    def _save(self) -> None:
-        snapshots = self._policy.old.snapshots.items()
-        older = {version: held.tensors() for version, held in snapshots if version < self.state.policy_version}
-        assert self._newest is not None
-        holders = self._newest.holders() if self._policy.is_sharded else None
-        tensors = self._policy.state_tensors()
-        self._checkpoints.save(self.state, self._newest.tensors(), tensors, self._files, older, holders)
-
-    def _go_on_without(self, error: NotWritten) -> None:
-        """Continue without it. Nothing is lost: the previous checkpoint stays valid, with the groups since in Redis."""
-        self._has_failed = True
-        since = f"until the next one the groups from iteration {self._durable_until} on stay in Redis"
-        self._tell_failure(f"{error}; training goes on without it, {since}")
-
-    def _tell_failure(self, message: str) -> None:
-        if self._world.is_main:
-            logger.error("job %s: %s", self._link.job_id, message)
-            self._link.emit("checkpoint.failed", message)
-
-    def _tell_durable(self) -> None:
-        """Report checkpoints that are on disk by now; only then may the groups that they contain be dropped."""
-        try:
-            finished = self._checkpoints.finished()
-        except NotWritten as error:
-            self._go_on_without(error)
-            finished = self._checkpoints.finished()  # tries before the failed one
-        for next_iteration, path in finished:
-            if self._world.is_main:
-                self._link.checkpointed(self._durable_until, next_iteration, str(path))
-            self._durable_until = next_iteration
 
 
 def log_iteration(iteration: int, report: dict[str, float], is_new: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from onbeat.disk_space import GB
 from onbeat.errors import JobFailed
-from services.trainer import publisher
+from services.trainer.checkpoints import saver
 from services.trainer.checkpoints import store as checkpoint
 from services.trainer.checkpoints.disk_space import checkpoint_bytes, little_room
 from services.trainer.checkpoints.store import CheckpointStore
@@ -33,7 +33,7 @@ def full_disk(monkeypatch):
         return files
 
     monkeypatch.setattr(checkpoint, "write_content", write_if_room)
-    monkeypatch.setattr(publisher, "RETRY_S", 0.01)
+    monkeypatch.setattr(saver, "RETRY_S", 0.01)
     return left
 
 
@@ -109,12 +109,12 @@ def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_di
     full_disk[3] = 99
     with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; make room"):
         train(job_config(), recorded_iterations(), tmp_path)
-    assert full_disk[3] == 99 - publisher.NUM_TRIES
+    assert full_disk[3] == 99 - saver.NUM_TRIES
 
 
 def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatch):
     full_disk[3] = 99
-    monkeypatch.setattr(publisher, "RETRY_S", 60.0)
+    monkeypatch.setattr(saver, "RETRY_S", 60.0)
 
     def check(link):
         if link.events:

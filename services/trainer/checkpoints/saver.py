@@ -1,0 +1,135 @@
+"""The checkpoints of a job while it trains: when one is due, what happens without disk space, what is reported."""
+
+import logging
+import time
+
+from onbeat.errors import JobFailed
+from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
+from services.trainer.job.link import Link
+from services.trainer.policy import Policy
+from services.trainer.weights.store import Snapshot
+from services.trainer.world import World
+
+logger = logging.getLogger(__name__)
+
+# Tries of a checkpoint that the job needs. They are counted, not timed, so that all ranks give up together.
+NUM_TRIES, RETRY_S = 20, 30.0
+
+
+class CheckpointSaver:
+    """The saver of checkpoints. Every rank has one and calls it at the same points; only that of rank 0 reports.
+
+    Its methods take the state that training has reached, and the newest version of the weights, which is exported.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        policy: Policy,
+        store: CheckpointStore,
+        files: dict[str, bytes],
+        world: World,
+        durable_until: int,
+    ) -> None:
+        """Continue a job whose iterations before `durable_until` are in a checkpoint. `files`: of the model's folder,
+        beside its weights."""
+        self._link, self._policy, self._store, self._world = link, policy, store, world
+        self._files = files
+        self._durable_until = durable_until
+        self._has_failed = False  # a checkpoint could not be written
+
+    def wait_for_reader(self) -> None:
+        """Wait until no checkpoint reads the state that the next step changes."""
+        self._link.doing = "waiting until the last checkpoint has read the optimizer's state"
+        self._store.wait_until_read()
+
+    def save_if_due(self, state: TrainState, newest: Snapshot) -> bool:
+        """Return whether a checkpoint is due; its writing goes on in the background."""
+        done, config = state.next_iteration, self._link.config
+        is_last = done == config.schedule.num_iterations
+        if not is_last and done % config.checkpoint.every_iterations:
+            return False
+        self._link.doing = f"writing the checkpoint after {done} iterations"
+        try:
+            self._store.wait()
+        except NotWritten as error:
+            self._go_on_without(error)
+        self.report_finished()  # from here on all ranks agree on the previous checkpoint
+        self._save(state, newest)
+        if self._has_failed and self._durable_until == 0:  # the disk may be too small for any
+            self._insist(state, newest, "the first one")
+        return True
+
+    def finish(self, state: TrainState, newest: Snapshot) -> None:
+        """Wait until everything is on disk. Raises JobFailed when it cannot be written after repeated tries."""
+        self._insist(state, newest, "the last one")
+
+    def leave(self, state: TrainState, newest: Snapshot) -> None:
+        """Write a checkpoint because this process is to stop, so that the next trainer has nothing to repeat. The
+        process that stops this one sets the time for it; without it the next trainer starts from an older one."""
+        done = state.next_iteration
+        self._link.doing = f"writing a checkpoint after {done} iterations, asked to stop"
+        try:
+            self._store.wait()
+            self.report_finished()
+            if done > self._durable_until:
+                self._save(state, newest)
+                self._store.wait()
+                self.report_finished()
+        except JobFailed as error:  # NotWritten included
+            logger.warning("job %s: %s; the next trainer repeats what is not in a checkpoint", self._link.job_id, error)
+
+    def report_finished(self) -> None:
+        """Report checkpoints that are on disk by now; only then may the groups that they contain be dropped."""
+        try:
+            finished = self._store.finished()
+        except NotWritten as error:
+            self._go_on_without(error)
+            finished = self._store.finished()  # tries before the failed one
+        for next_iteration, path in finished:
+            if self._world.is_main:
+                self._link.checkpointed(self._durable_until, next_iteration, str(path))
+            self._durable_until = next_iteration
+
+    def _save(self, state: TrainState, newest: Snapshot) -> None:
+        snapshots = self._policy.old.snapshots.items()
+        older = {version: held.tensors() for version, held in snapshots if version < state.policy_version}
+        holders = newest.holders() if self._policy.is_sharded else None
+        self._store.save(state, newest.tensors(), self._policy.state_tensors(), self._files, older, holders)
+
+    # ---- without room ------------------------------------------------------------------------------------------------
+
+    def _go_on_without(self, error: NotWritten) -> None:
+        """Continue without it. Nothing is lost: the previous checkpoint stays valid, with the groups since in Redis."""
+        self._has_failed = True
+        since = f"until the next one the groups from iteration {self._durable_until} on stay in Redis"
+        self._report_failure(f"{error}; training goes on without it, {since}")
+
+    def _insist(self, state: TrainState, newest: Snapshot, which: str) -> None:
+        """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
+        for num_tries in range(1, NUM_TRIES + 1):
+            self._link.doing = f"waiting until the checkpoint after {state.next_iteration} iterations is on disk"
+            try:
+                self._store.wait()
+                break
+            except NotWritten as error:
+                if num_tries == NUM_TRIES:
+                    raise
+                self._wait_for_room(error, num_tries, which)
+                self._save(state, newest)
+        self.report_finished()
+
+    def _wait_for_room(self, error: NotWritten, num_tries: int, which: str) -> None:
+        """Wait before the next try. Raises what `link.check` does: the job may be cancelled or have another trainer."""
+        if num_tries == 1:
+            self._report_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
+        self._link.doing = f"waiting for room: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
+        deadline = time.monotonic() + RETRY_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._link.check()
+            time.sleep(min(left_s, 0.5))
+
+    def _report_failure(self, message: str) -> None:
+        if self._world.is_main:
+            logger.error("job %s: %s", self._link.job_id, message)
+            self._link.emit("checkpoint.failed", message)
