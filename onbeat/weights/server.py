@@ -169,7 +169,7 @@ class PayloadServer:
 
     async def _check_job(self, request, context) -> None:  # type: ignore[no-untyped-def]
         if request.job_id != self._job_id:
-            detail = f"this address serves job {self._job_id}, not {request.job_id}"
+            detail = f"this address serves job {self._job_id}, not {request.job_id[:80]}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
 
 

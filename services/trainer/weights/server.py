@@ -71,7 +71,8 @@ class WeightServer(PayloadServer):
         await self._check_job(request, context)
         key, puller = read_key(request.key), request.puller
         if key.shard >= self.sources.num_shards or not puller.worker_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"nobody here serves {key} to {puller.worker_id!r}")
+            detail = f"nobody here serves {key} to {puller.worker_id[:80]!r}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
         peer = Peer(**{name: getattr(puller, name) for name in Peer.__dataclass_fields__})
         address = self.sources.locate(key, peer, set(request.failed_addresses))
         return weights_pb2.LocateResponse(address=address)
