@@ -138,15 +138,13 @@ class PayloadServer:
 
     async def Pull(self, request, context) -> AsyncIterator[bytes]:  # type: ignore[no-untyped-def]
         await self._check_job(request, context)
-        key, offset = read_key(request.key), request.offset_bytes
+        key = read_key(request.key)
         payload = await self._holder.payload(key)
         if payload is None:
             detail = f"{key} is not held here; versions held: {self._holder.versions()}"
             await context.abort(grpc.StatusCode.NOT_FOUND, detail)
             raise AssertionError("abort raises")
-        size = payload.plan.size_bytes
-        if offset > size:
-            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"{key} has {size} bytes, not {offset}")
+        offset, size = 0, payload.plan.size_bytes
         yield plan_message(key, payload.plan)
         chunk_bytes = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, size // CHUNKS_A_PAYLOAD))
         try:
