@@ -17,9 +17,9 @@ from onbeat.errors import JobNotFound
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import accepted_entries
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.stream_ids import id_before
 from onbeat.types import GroupSummary
 from services.broker.records import group_order
-from services.broker.timeline import before, order
 
 MAX_JOBS = 4  # the jobs queried last
 MAX_GROUPS = 20_000  # per job: the newest
@@ -117,10 +117,8 @@ class Alike:
         first = int(job["num_opened"]) - max(1, MAX_GROUPS // num_prompts)
         if first <= int(job.get("num_trimmed", "0")):
             return "-"
-        states = (await self._ledger.iterations.groups(job_id, first)).values()
-        accepted = (state.removeprefix("accepted:") for state in states if state.startswith("accepted:"))
-        oldest = min(accepted, key=order, default=None)
-        return before(oldest) if oldest else "-"
+        accepted = await self._ledger.iterations.accepted_entries(job_id, first)
+        return id_before(accepted[0]) if accepted else "-"
 
     async def _read_on(self, job_id: str, prompts: Prompts) -> None:
         """Read to the end of the stream."""

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from onbeat.streams.inspection import Lease
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.stream_ids import time_of
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
 from services.broker.learning import explain_learning
 from services.broker.situation import Fields, Situation, Unit, read_situation
@@ -261,7 +262,7 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
         attempt = max(s.leases[entry].attempt for entry in back)
         parts.append(f"{len(back)} handed back and free again (attempt {attempt} at most)")
     if fresh := [entry for entry in unit.waiting.values() if entry not in s.leases]:
-        since_s = max(0.0, s.now - min(int(entry.split("-")[0]) for entry in fresh) / 1000)
+        since_s = max(0.0, s.now - min(map(time_of, fresh)))
         parts.append(f"{len(fresh)} unclaimed for {since_s:.0f} s: {why_unclaimed(s)}")
     return parts
 

@@ -23,6 +23,7 @@ from onbeat.streams import inspection
 from onbeat.streams.inspection import EVENTS_AT_ONCE
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, metrics_point, read_iterations
+from onbeat.streams.stream_ids import order
 from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState
 from services.broker.doctor import diagnosis
 from services.broker.explain import explain_job
@@ -65,11 +66,6 @@ def end_of(reason: str) -> Message:
 
 def encode_event(event: Event) -> Message:
     return encode("event", event, event.id)
-
-
-def order(event_id: str) -> tuple[int, int]:
-    milliseconds, _, number = event_id.partition("-")
-    return int(milliseconds), int(number or 0)
 
 
 class Watcher:

@@ -15,20 +15,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.inspection import EVENTS_AT_ONCE, iteration_hashes
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration, read_iterations
 from onbeat.types import Event, IterationRecord, Span
-from services.broker.timeline import TRAINER, before, order, trainer_spans, weight_spans
+from services.broker.spans import (
+    TRAINER,
+    AcceptedGroup,
+    Held,
+    group_spans,
+    read_groups,
+    read_held,
+    trainer_spans,
+    weight_spans,
+)
 from services.broker.trace_steps import Step, Steps, find_steps
 
-MAX_GROUPS = 1000  # per iteration: those accepted first
 MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (
     *("policy_version", "num_groups", "num_failed_groups", "num_responses", "prompt_tokens", "response_tokens"),
     *("reward_mean", "reward_std", "staleness_max", "mismatch_mean", "wall_s", "generate_s", "train_s"),
     *("weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd"),
+)
+OF_GROUP = (
+    *("group_id", "worker_id", "policy_version", "num_responses"),
+    *("prompt_tokens", "response_tokens", "reward_mean"),
 )
 
 Attributes = Mapping[str, str | int | float]
@@ -56,19 +67,6 @@ class TraceSpan:
     attributes: Attributes | None = None
     link: tuple[int, str] | None = None  # iteration and path of a span that belongs to it, perhaps of another trace
     error: str = ""
-
-
-@dataclass(frozen=True)
-class TracedGroup:
-    """The data of a group that a trace contains: no text."""
-
-    group_id: str
-    worker_id: str
-    accepted_at: float
-    generate_s: float
-    score_s: float
-    failure: str
-    attributes: Attributes
 
 
 @dataclass(frozen=True)
@@ -118,61 +116,21 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
     (record,) = await read_iterations(ledger, job.job_id, iteration - 1, 1)
     numbers = range(max(first_iteration(job.fields), iteration - 1), iteration + 1)
     *earlier, own = [each.fields for each in await iteration_hashes(ledger, job.job_id, numbers)]
-    groups = await read_groups(ledger, job.job_id, iteration)
-    if groups is None or record.committed_at is None:
+    groups = list((await read_groups(ledger, job.job_id, iteration)).values())
+    if None in groups or record.committed_at is None:
         return None
     told = [span for span in trainer_spans(iteration, own) if span.kind != "wait"]
     recorded = await ledger.iterations.micro_batches(job.job_id, iteration)
     num_replicas = int(json.loads(own.get("metrics", "{}")).get("num_training_devices", 1))
     steps = find_steps(told, recorded, job.num_updates, record.num_groups, num_replicas, record.committed_at)
     trainer = job.trainer_at(record.committed_at)
-    weights = await ledger.versions.weights(job.job_id, record.policy_version)
-    held = {name: update.held_s for name, update in weights.rollouts.items()} if weights else {}
+    held = await read_held(ledger, job.job_id, [record.policy_version])
     spans = [
         *hand_over_spans(updates_for(job.events, record, earlier), held),
-        *(span for group in groups for span in group_spans(group, record, steps, trainer)),
+        *(span for group in groups if group for span in group_tree(group, record, steps, trainer)),
         *step_spans(told, iteration, trainer),
     ]
     return [root_span(job, record, spans), *spans]
-
-
-async def read_groups(ledger: Ledger, job_id: str, iteration: int) -> list[TracedGroup] | None:
-    """Read the first MAX_GROUPS that were accepted; None when they are no longer kept."""
-    states = (await ledger.iterations.groups(job_id, iteration)).values()
-    accepted = sorted((state.removeprefix("accepted:") for state in states if state.startswith("accepted:")), key=order)
-    wanted, groups = set(accepted[:MAX_GROUPS]), list[TracedGroup]()
-    cursor = before(accepted[0]) if accepted else "-"
-    while wanted and order(cursor) < order(accepted[-1]):
-        page = await ledger.audit_log.rollouts(job_id, cursor)
-        if not page:
-            break
-        groups += [traced_group(entry, decode_group(payload)) for entry, payload in page if entry in wanted]
-        wanted -= {entry for entry, _ in page}
-        cursor = page[-1][0]
-    return None if wanted else groups
-
-
-def traced_group(entry: str, group: RolloutGroup) -> TracedGroup:
-    responses = group.responses
-    attributes: dict[str, str | int | float] = {
-        "onbeat.group_id": group.group_id,
-        "onbeat.worker_id": group.worker_id,
-        "onbeat.policy_version": group.policy_version,
-        "onbeat.num_responses": len(responses),
-        "onbeat.prompt_tokens": len(group.prompt_token_ids),
-        "onbeat.response_tokens": sum(len(response.token_ids) for response in responses),
-    }
-    if responses:
-        attributes["onbeat.reward_mean"] = sum(response.reward for response in responses) / len(responses)
-    return TracedGroup(
-        group_id=group.group_id,
-        worker_id=group.worker_id,
-        accepted_at=order(entry)[0] / 1000,
-        generate_s=group.timings.generate_s,
-        score_s=group.timings.score_s,
-        failure=f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else "",
-        attributes=attributes,
-    )
 
 
 def updates_for(events: Iterable[Event], record: IterationRecord, earlier: Sequence[Fields]) -> list[Event]:
@@ -202,8 +160,6 @@ def root_span(job: JobHistory, record: IterationRecord, spans: Sequence[TraceSpa
         "onbeat.job_name": job.fields.get("name", ""),
         "onbeat.iteration": record.iteration,
     }
-    known = ((name, getattr(record, name)) for name in OF_RECORD)
-    attributes |= {f"onbeat.{name}": value for name, value in known if value is not None}
     return TraceSpan(
         path="iteration",
         name="iteration",
@@ -211,43 +167,44 @@ def root_span(job: JobHistory, record: IterationRecord, spans: Sequence[TraceSpa
         start=min([record.opened_at, *(span.start for span in spans)]),
         end=max([record.committed_at or record.opened_at, *(span.end for span in spans)]),
         service="broker",
-        attributes=attributes,
+        attributes=attributes | known_attributes(record, OF_RECORD),
     )
 
 
-def hand_over_spans(events: Iterable[Event], held: Mapping[str, float | None]) -> Iterator[TraceSpan]:
-    """Yield pull and load spans. `held`: rollout -> how long its weights lay there before the engine served them."""
+def known_attributes(source: object, names: Iterable[str]) -> dict[str, str | int | float]:
+    known = ((name, getattr(source, name)) for name in names)
+    return {f"onbeat.{name}": value for name, value in known if value is not None}
+
+
+def hand_over_spans(events: Iterable[Event], held: Held) -> Iterator[TraceSpan]:
+    """Yield pull and load spans."""
     for event in events:
-        worker, version = str(event.data["worker_id"]), int(event.data["policy_version"])
-        held_s = held.get(worker)
-        for span in weight_spans([event], {} if held_s is None else {(version, worker): held_s}):
+        for span in weight_spans([event], held):
             yield TraceSpan(
-                path=f"{span.kind}/{worker}/{event.id}",
+                path=f"{span.kind}/{span.lane}/{event.id}",
                 name=span.kind,
                 parent="iteration",
                 start=span.start,
                 end=span.end,
                 service="rollout",
-                instance=worker,
-                attributes={"onbeat.policy_version": version},
-                link=(version - 1, "publish") if version else None,
+                instance=span.lane,
+                attributes={"onbeat.policy_version": span.iteration},
+                link=(span.iteration - 1, "publish") if span.iteration else None,
             )
 
 
-def group_spans(group: TracedGroup, record: IterationRecord, steps: Steps, trainer: str) -> Iterator[TraceSpan]:
-    """Yield a group's spans. Durations measured by a rollout are laid backwards from the moment of acceptance."""
+def group_tree(group: AcceptedGroup, record: IterationRecord, steps: Steps, trainer: str) -> Iterator[TraceSpan]:
+    """Yield a group's span and those inside it."""
     step = steps.of(group.group_id, group.accepted_at)
-    opened_at, accepted_at = record.opened_at, group.accepted_at
-    generated_at = max(opened_at, accepted_at - group.score_s)
-    began_at = max(opened_at, generated_at - group.generate_s)
+    measured = group_spans(group, record.opened_at)
     whole = TraceSpan(
         path=f"group/{group.group_id}",
         name="group",
         parent="iteration",
-        start=opened_at,
+        start=record.opened_at,
         end=max(step.end, step.used_at),
         service="broker",
-        attributes=group.attributes,
+        attributes=known_attributes(group, OF_GROUP),
         error=group.failure[:MAX_MESSAGE],
     )
     yield whole
@@ -255,12 +212,11 @@ def group_spans(group: TracedGroup, record: IterationRecord, steps: Steps, train
     def child(name: str, start: float, end: float, service: str, instance: str = "") -> TraceSpan:
         return TraceSpan(f"{whole.path}/{name}", name, whole.path, start, max(start, end), service, instance)
 
-    yield child("wait_for_rollout", opened_at, began_at, "broker")
-    if generated_at > began_at or not group.failure:
-        yield child("generate", began_at, generated_at, "rollout", group.worker_id)
-    if accepted_at > generated_at or not group.failure:
-        yield child("score", generated_at, accepted_at, "rollout", group.worker_id)
-    yield child("wait_for_trainer", accepted_at, step.start, "broker")
+    began_at = measured[0].start if measured else group.accepted_at
+    yield child("wait_for_rollout", record.opened_at, began_at, "broker")
+    for span in measured:
+        yield child(span.kind, span.start, span.end, "rollout", span.lane)
+    yield child("wait_for_trainer", group.accepted_at, step.start, "broker")
     yield replace(
         child("micro_batch", step.start, step.end, "trainer", trainer),
         attributes=step_attributes(step),

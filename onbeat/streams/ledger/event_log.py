@@ -5,6 +5,7 @@ from typing import Any
 
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.stream_ids import time_of
 from onbeat.types import (
     Event,
 )
@@ -40,4 +41,4 @@ def to_event(entry: bytes, fields: dict[bytes, bytes]) -> Event:
         )
     except (ValueError, KeyError, RecursionError):
         message = "an entry of this stream is no event: another version of Onbeat or somebody else wrote it"
-        return Event(id=event_id, time=int(event_id.split("-")[0]) / 1000, kind=UNREADABLE_EVENT, message=message)
+        return Event(id=event_id, time=time_of(event_id), kind=UNREADABLE_EVENT, message=message)

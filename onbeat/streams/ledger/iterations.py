@@ -15,6 +15,7 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.stream_ids import order
 from onbeat.types import (
     IterationState,
 )
@@ -53,17 +54,18 @@ class Iterations(Part):
         states = await self.redis.hgetall(JobKeys(job_id).groups(iteration))
         return {group_id.decode(): state.decode() for group_id, state in states.items()}
 
+    async def accepted_entries(self, job_id: str, iteration: int) -> list[str]:
+        """Return the entries of the accepted groups, in the order of the stream."""
+        states = (await self.groups(job_id, iteration)).values()
+        return sorted((state.removeprefix("accepted:") for state in states if state.startswith("accepted:")), key=order)
+
     async def accepted_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
         """Return all accepted groups of an iteration in the order of the stream; for people and for replay.
 
         Raise GroupsTrimmed when they are no longer kept.
         """
         job = JobKeys(job_id)
-        states = [state.decode() for state in await self.redis.hvals(job.groups(iteration))]
-        entries = sorted(
-            (state.removeprefix("accepted:") for state in states if state.startswith("accepted:")),
-            key=lambda entry: tuple(map(int, entry.split("-"))),
-        )
+        entries = await self.accepted_entries(job_id, iteration)
         if not entries:
             return []
         found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])

@@ -1,0 +1,139 @@
+"""The spans of an iteration: who did what, on one clock, put together from data that the ledger has anyway.
+
+    generate, score   a group's durations, laid backwards from the moment of its acceptance: the id of its entry
+    pull, load        a rollout's durations, backwards from the event that it serves the version
+    the trainer       its own spans, stored with the commit; "wait" is the time between them
+
+The timeline of the dashboard shows them by process, a trace as a tree. All moments are by the Redis clock.
+"""
+
+import json
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from onbeat.streams.codec import RolloutGroup, decode_group
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.records import Fields
+from onbeat.streams.stream_ids import id_before, order, time_of
+from onbeat.types import Event, Span
+
+TRAINER = "trainer"
+MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
+MAX_GROUPS = 1000  # per iteration: those accepted first
+
+Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedGroup:
+    """A group without its texts."""
+
+    group_id: str
+    iteration: int
+    policy_version: int
+    worker_id: str
+    accepted_at: float
+    generate_s: float
+    score_s: float
+    failure: str  # '' if it did not fail
+    num_responses: int
+    prompt_tokens: int
+    response_tokens: int
+    reward_mean: float | None
+
+
+async def read_groups(
+    ledger: Ledger, job_id: str, iteration: int, known: Container[str] = ()
+) -> dict[str, AcceptedGroup | None]:
+    """Read the first MAX_GROUPS groups of an iteration by their entries, without those in `known`.
+
+    None stands for a group that is no longer kept.
+    """
+    accepted = (await ledger.iterations.accepted_entries(job_id, iteration))[:MAX_GROUPS]
+    groups: dict[str, AcceptedGroup | None] = {entry: None for entry in accepted if entry not in known}
+    cursor = id_before(next(iter(groups))) if groups else "-"
+    while groups and order(cursor) < order(next(reversed(groups))):
+        page = await ledger.audit_log.rollouts(job_id, cursor)
+        if not page:
+            break
+        groups |= {entry: accepted_group(entry, decode_group(payload)) for entry, payload in page if entry in groups}
+        cursor = page[-1][0]
+    return groups
+
+
+def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
+    rewards = [response.reward for response in group.responses]
+    return AcceptedGroup(
+        group_id=group.group_id,
+        iteration=group.iteration,
+        policy_version=group.policy_version,
+        worker_id=group.worker_id,
+        accepted_at=time_of(entry),
+        generate_s=group.timings.generate_s,
+        score_s=group.timings.score_s,
+        failure=f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else "",
+        num_responses=len(rewards),
+        prompt_tokens=len(group.prompt_token_ids),
+        response_tokens=sum(len(response.token_ids) for response in group.responses),
+        reward_mean=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def group_spans(group: AcceptedGroup, opened_at: float) -> list[Span]:
+    """Return the spans of a group, none before the opening of its iteration. A group that failed may have none."""
+    generated_at = max(opened_at, group.accepted_at - group.score_s)
+    began_at = max(opened_at, generated_at - group.generate_s)
+    moments = {"generate": (began_at, generated_at), "score": (generated_at, group.accepted_at)}
+    about = {"lane": group.worker_id, "iteration": group.iteration, "group_id": group.group_id}
+    return [
+        Span(kind=kind, start=start, end=max(start, end), **about)
+        for kind, (start, end) in moments.items()
+        if end > start or not group.failure
+    ]
+
+
+async def read_held(ledger: Ledger, job_id: str, versions: Iterable[int]) -> Held:
+    """Read how long these versions lay in each rollout before its engine served them, where rollouts reported it."""
+    held: dict[tuple[int, str], float] = {}
+    for version in versions:
+        if (record := await ledger.versions.weights(job_id, version)) is not None:
+            held |= {(version, name): each.held_s for name, each in record.rollouts.items() if each.held_s is not None}
+    return held
+
+
+def weight_spans(events: Iterable[Event], held: Held) -> list[Span]:
+    """Return the load spans of all updates, and the pull spans of those in `held`."""
+    spans = []
+    for event in events:
+        if event.kind != "worker.updated":
+            continue
+        worker, version = str(event.data["worker_id"]), int(event.data["policy_version"])
+        load_s, pull_s = float(event.data["load_s"]), float(event.data["pull_s"])
+        spans.append(Span(lane=worker, kind="load", start=event.time - load_s, end=event.time, iteration=version))
+        if (held_s := held.get((version, worker))) is not None:
+            pulled_at = event.time - held_s
+            spans.append(Span(lane=worker, kind="pull", start=pulled_at - pull_s, end=pulled_at, iteration=version))
+    return spans
+
+
+def commit_before(fields: Fields) -> float:
+    return float(fields.get("previous_commit_at") or fields["opened_at"])
+
+
+def trainer_spans(iteration: int, fields: Fields) -> list[Span]:
+    """Return the trainer's spans from the previous commit to this one; [] before this commit or if it reports none."""
+    told = json.loads(fields.get("metrics", "{}")).get("spans", [])
+    work = [
+        Span(lane=TRAINER, kind=kind, start=start, end=start + took_s, iteration=iteration)
+        for kind, start, took_s in told
+    ]
+    if not work:
+        return []
+    moments = [commit_before(fields), *(moment for span in work for moment in (span.start, span.end))]
+    waits = [
+        Span(lane=TRAINER, kind="wait", start=since, end=until, iteration=iteration)
+        for since, until in list(pairwise(moments))[::2]
+        if until - since >= MIN_WAIT_S
+    ]
+    return [*work, *waits]
