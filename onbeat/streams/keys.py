@@ -132,7 +132,7 @@ class JobKeys:
 
     @property
     def traces(self) -> str:
-        """Hash: broker that exports the job's traces, until when it may, and the first iteration left to export."""
+        """Hash: the first iteration that is left to export as a trace; expires a day after a broker last looked."""
         return self._key("traces")
 
     @property

@@ -39,7 +39,7 @@ from services.broker.timeline import Timelines
 from services.broker.uploads import Uploads
 
 if TYPE_CHECKING:
-    from services.broker.tracing import Tracer
+    from services.broker.tracing.exporter import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Background:
 def create_tracer(settings: Settings, ledger: Ledger, meters: Meters) -> "Tracer | None":
     if settings.otlp_endpoint is None:
         return None
-    from services.broker.tracing import Tracer  # only then: it needs packages of OpenTelemetry
+    from services.broker.tracing.exporter import Tracer  # only then: it needs packages of OpenTelemetry
 
     return Tracer(ledger, settings, meters.traces)
 

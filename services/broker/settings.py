@@ -119,7 +119,7 @@ class Settings(RedisSettings, BaseSettings):
             )
         if not has_otlp():
             raise ValueError(
-                "ONBEAT_OTLP_ENDPOINT is set, but opentelemetry-proto is not installed; install "
+                "ONBEAT_OTLP_ENDPOINT is set, but opentelemetry-exporter-otlp-proto-http is not installed; install "
                 "requirements/broker.lock, or unset it"
             )
         self.otlp_headers()
@@ -171,7 +171,7 @@ def is_base_url(text: str) -> bool:
 
 def has_otlp() -> bool:
     try:
-        return importlib.util.find_spec("opentelemetry.proto.collector") is not None
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:  # not even its parent
         return False
 

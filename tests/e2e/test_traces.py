@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from onbeat.types import JobState
-from services.broker.trace_spans import span_id, trace_id
+from services.broker.tracing.tree import span_id, trace_id
 from tests.e2e.stack import running, tiny_job
 from tests.otlp_receiver import Receiver
 

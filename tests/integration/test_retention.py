@@ -66,7 +66,7 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
         )
         assert len(granted) == 2
         assert await commit(ledger, job_id, epoch, iteration)
-        await ledger.traces.hold(job_id, "broker-a", 30.0)
+        await ledger.traces.record(job_id, iteration + 1)
     await Chats(ledger.redis).ask(job_id, ChatRequest(id="hello", messages=[], seed=0), max_waiting=1)
     await Chats(ledger.redis).close(job_id, "hello")
     return job_id, epoch
@@ -218,7 +218,6 @@ LATE_CALLS: dict[str, Call] = {
     "emit_event": lambda ledger, job: ledger.event_log.emit(job, "worker.left", "w1"),
     "end_evaluation": lambda ledger, job: ledger.evaluations.fail(job, 0, 1, "given up"),
     "engine_ready": lambda ledger, job: ledger.versions.engine_ready(job, 1, "w1", UPDATE),
-    "hold_traces": lambda ledger, job: ledger.traces.hold(job, "broker-a", 30.0),
     "move_job": lambda ledger, job: ledger.jobs.move(job, JobState.FAILED),
     "open_evaluation": lambda ledger, job: ledger.evaluations.open(job, 0, 0, 1, tasks_for(0)),
     "open_iteration": lambda ledger, job: ledger.iterations.open(job, 0, 0, tasks_for(0)),

@@ -21,10 +21,10 @@ from onbeat.streams.codec import check_content
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.types import JobState, WeightUpdate
-from services.broker import tracing
 from services.broker.metrics import Meters
 from services.broker.settings import Settings
-from services.broker.tracing import Tracer
+from services.broker.tracing import exporter as tracing
+from services.broker.tracing.exporter import Tracer
 from tests.conftest import free_port
 from tests.integration.broker_fixtures import (
     claim_all,
@@ -40,6 +40,7 @@ from tests.integration.broker_fixtures import (
 from tests.otlp_receiver import OK, Received, Receiver
 
 LIMIT_S = 30.0
+QUICK_S = 0.7  # less than the exporter waits before it tries again by itself
 
 
 @pytest.fixture
@@ -118,11 +119,6 @@ def exported(receiver: Receiver, job_id: str) -> list[int]:
         for span in list(receiver.spans)
         if span.name == "iteration" and span.attributes["onbeat.job_id"] == job_id
     ]
-
-
-async def gone_through(ledger: Ledger, job_id: str) -> int:
-    (job,) = await ledger.traces.jobs([job_id])
-    return job.num_exported
 
 
 # ---- what a trace holds ----------------------------------------------------------------------------------------------
@@ -277,7 +273,8 @@ async def test_large_iteration_goes_in_several_requests(ledger: Ledger, receiver
 # ---- when, and how often ---------------------------------------------------------------------------------------------
 
 
-async def test_two_brokers_export_every_iteration_once(ledger: Ledger, receiver: Receiver) -> None:
+async def test_two_brokers_leave_no_iteration_out(ledger: Ledger, receiver: Receiver) -> None:
+    """Either may send one, and both may: it is the same trace then."""
     job_id = await create_job(ledger, schedule={"num_iterations": 12})
     epoch = await start_training(ledger, job_id)
     first, second = Exporter(ledger, receiver.url), Exporter(ledger, receiver.url)
@@ -285,22 +282,28 @@ async def test_two_brokers_export_every_iteration_once(ledger: Ledger, receiver:
         await run_iteration(ledger, job_id, epoch, iteration)
         await asyncio.gather(first.tracer.step(), second.tracer.step())
     await asyncio.gather(first.tracer.close(), second.tracer.close())
-    assert sorted(exported(receiver, job_id)) == list(range(12))
-    assert receiver.most_often() == 1
-    assert first.count("exported") + second.count("exported") == 12
+    assert set(exported(receiver, job_id)) == set(range(12))
+    assert receiver.most_often() <= 2
+    assert len(receiver.traces) == 12
 
 
-async def test_job_of_a_dead_broker_is_taken_over_after_its_lease(ledger: Ledger, receiver: Receiver) -> None:
+async def test_broker_goes_on_where_the_record_ends(ledger: Ledger, receiver: Receiver) -> None:
     job_id = await run_job(ledger, 2)
-    assert await ledger.traces.hold(job_id, "dead", LIMIT_S, next_iteration=1) == 1
+    await ledger.traces.record(job_id, 1)  # by a broker that is gone
     exporter = Exporter(ledger, receiver.url)
     await exporter.tracer.step()
-    assert receiver.spans == []
-    assert await ledger.traces.hold(job_id, "dead", 0.2) == 1
-    await asyncio.sleep(0.25)
-    await exporter.tracer.step()
-    assert exported(receiver, job_id) == [1]
     await exporter.tracer.close()
+    assert exported(receiver, job_id) == [1]
+    assert await ledger.redis.ttl(JobKeys(job_id).traces) > 0  # a record of a deleted job does not stay
+
+
+async def test_job_that_cannot_be_read_keeps_no_other_one(ledger: Ledger, receiver: Receiver) -> None:
+    odd = await run_job(ledger, 1)
+    await ledger.redis.hset(JobKeys(odd).job, "next_iteration", "many")
+    job_id = await run_job(ledger, 1)
+    async with exporting(ledger, receiver.url):
+        await until("the other one is there", lambda: exported(receiver, job_id) == [0])
+    assert exported(receiver, odd) == []
 
 
 async def test_iteration_that_is_sent_again_is_the_same_trace(ledger: Ledger, receiver: Receiver) -> None:
@@ -315,24 +318,17 @@ async def test_iteration_that_is_sent_again_is_the_same_trace(ledger: Ledger, re
     assert len(receiver.traces) == 2
 
 
-async def test_stopping_broker_exports_its_spans_and_hands_over_jobs(
+async def test_stopping_broker_exports_what_is_left(
     ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "LOOK_S", LIMIT_S)  # only its end makes it look again
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
     await run_iteration(ledger, job_id, epoch, 0)
-    second = Exporter(ledger, receiver.url)
-    async with exporting(ledger, receiver.url) as first:
-        await until("the first one is there", lambda: first.count("exported") == 1)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("the first one is there", lambda: exporter.count("exported") == 1)
         await run_iteration(ledger, job_id, epoch, 1)
-        await second.tracer.step()
-        assert exported(receiver, job_id) == [0]  # the job is the first one's
     assert exported(receiver, job_id) == [0, 1]
-    await run_iteration(ledger, job_id, epoch, 2)
-    await second.tracer.step()
-    assert exported(receiver, job_id) == [0, 1, 2]
-    await second.tracer.close()
 
 
 async def test_commits_without_a_broker_are_traced_later_up_to_a_bound(
@@ -366,7 +362,7 @@ async def test_every_nth_iteration_is_traced(ledger: Ledger, receiver: Receiver)
     job_id = await run_job(ledger, 5)
     async with exporting(ledger, receiver.url, trace_every_iterations=2):
         await until("the last one is there", lambda: exported(receiver, job_id) == [0, 2, 4])
-    assert await gone_through(ledger, job_id) == 5
+    assert await ledger.traces.recorded(job_id) == 5
 
 
 @pytest.mark.parametrize("num_trimmed", [1, 3])
@@ -422,36 +418,6 @@ async def test_duration_that_cannot_be_sent_costs_one_trace(
         assert exporter.count("refused") == (1 if score_s < 0 else 0)  # one that is no number counts as none
 
 
-async def test_broker_whose_turn_was_over_does_not_set_a_job_back(ledger: Ledger) -> None:
-    job_id, hold = await create_job(ledger), ledger.traces.hold
-    assert await hold(job_id, "late", 0.01) == 0
-    await asyncio.sleep(0.05)
-    assert await hold(job_id, "other", LIMIT_S, next_iteration=10) == 10
-    assert await hold(job_id, "late", LIMIT_S, next_iteration=6) is None
-    assert await hold(job_id, "other", 0) == 10
-    assert await hold(job_id, "late", LIMIT_S, next_iteration=6) == 10
-    assert await hold(job_id, "late", LIMIT_S, next_iteration=11) == 11
-    assert await gone_through(ledger, job_id) == 11
-
-
-async def test_broker_that_was_overtaken_does_not_send_the_same_again(ledger: Ledger, receiver: Receiver) -> None:
-    job_id = await run_job(ledger, 4)
-    exporter = Exporter(ledger, receiver.url)
-    send = exporter.tracer._send
-
-    async def overtaken(job_id: str, iteration: int, spans: Any) -> None:
-        await send(job_id, iteration, spans)
-        await ledger.traces.hold(job_id, exporter.tracer._broker, 0)
-        await ledger.traces.hold(job_id, "other", 0, next_iteration=3)
-
-    exporter.tracer._send = overtaken  # type: ignore[method-assign]
-    await exporter.tracer.step()
-    assert exported(receiver, job_id) == [0]
-    await exporter.tracer.step()
-    await exporter.tracer.close()
-    assert exported(receiver, job_id) == [0, 3]
-
-
 # ---- collectors that do not do what they should ----------------------------------------------------------------------
 
 
@@ -463,11 +429,11 @@ async def test_collector_that_was_away_gets_what_it_missed(
     port = free_port()
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    async with exporting(ledger, f"http://127.0.0.1:{port}") as exporter:
+    async with exporting(ledger, f"http://127.0.0.1:{port}", otlp_timeout_s=QUICK_S) as exporter:
         for iteration in range(3):
             await run_iteration(ledger, job_id, epoch, iteration)
         await until("it was tried again", lambda: exporter.num_failures >= 3)
-        assert await gone_through(ledger, job_id) == 0
+        assert await ledger.traces.recorded(job_id) == 0
         warnings = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
         assert warnings == [f"no traces to http://127.0.0.1:{port}/v1/traces for now: {warnings[0].split(': ', 1)[1]}"]
         with Receiver(port=port) as receiver:
@@ -485,9 +451,9 @@ async def test_collector_that_is_busy_is_asked_again(
     answers = iter([(status, b""), (status, b"")])
     job_id = await run_job(ledger, 1)
     with Receiver(answer=lambda _: next(answers, (200, OK))) as receiver:
-        async with exporting(ledger, receiver.url) as exporter:
+        async with exporting(ledger, receiver.url, otlp_timeout_s=QUICK_S) as exporter:
             await until("it is there", lambda: exported(receiver, job_id) == [0])
-            assert exporter.num_failures == 2
+            assert exporter.num_failures >= 2
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 500, 302])
@@ -524,7 +490,7 @@ async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger: Le
                 )
             ended_at = time.monotonic()
         assert time.monotonic() - ended_at < tracing.CLOSE_S + 5
-    assert await gone_through(ledger, job_id) == 0
+    assert await ledger.traces.recorded(job_id) == 0
 
 
 @asynccontextmanager
@@ -556,8 +522,8 @@ async def test_key_of_the_collector_is_sent(ledger: Ledger, receiver: Receiver, 
     await run_job(ledger, 1)
     async with exporting(ledger, receiver.url, otlp_headers_file=path):
         await until("it is there", lambda: bool(receiver.spans))
-    assert receiver.headers[0]["Authorization"] == "Bearer abc="
-    assert receiver.headers[0]["X-Scope-OrgID"] == "team"
+    headers = {name.lower(): value for name, value in receiver.headers[0].items()}
+    assert (headers["authorization"], headers["x-scope-orgid"]) == ("Bearer abc=", "team")
 
 
 # ---- off, and settings -----------------------------------------------------------------------------------------------
@@ -576,7 +542,7 @@ async def main():
     async with app.router.lifespan_context(app):
         await asyncio.sleep(2)
     await redis.aclose()
-    ours = ("opentelemetry.proto", "opentelemetry.exporter", "services.broker.otlp", "services.broker.tracing")
+    ours = ("opentelemetry.proto", "opentelemetry.exporter", "services.broker.tracing")
     sys.stdout.write(" ".join(name for name in sys.modules if name.startswith(ours)))
 
 asyncio.run(main())
@@ -611,7 +577,7 @@ sys.exit(main())
 def test_broker_says_which_package_is_missing() -> None:
     ended = run_in_process(NOT_INSTALLED, ONBEAT_OTLP_ENDPOINT="http://127.0.0.1:4318")
     assert ended.returncode == 2
-    assert "ONBEAT_OTLP_ENDPOINT is set, but opentelemetry-proto is not installed" in ended.stderr
+    assert "ONBEAT_OTLP_ENDPOINT is set, but opentelemetry-exporter-otlp-proto-http is not installed" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

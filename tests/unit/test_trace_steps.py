@@ -3,7 +3,7 @@
 import pytest
 
 from onbeat.types import Span
-from services.broker.trace_steps import MERGED_FROM, find_steps, update_of
+from services.broker.tracing.steps import MERGED_FROM, find_steps, update_of
 from services.trainer.loop import shares
 from services.trainer.spans import MAX_SPANS
 from tests.unit.trainer_fixtures import job_config

@@ -29,7 +29,7 @@ from services.broker.spans import (
     trainer_spans,
     weight_spans,
 )
-from services.broker.trace_steps import Step, Steps, find_steps
+from services.broker.tracing.steps import Step, Steps, find_steps
 
 MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (

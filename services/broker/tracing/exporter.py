@@ -4,34 +4,34 @@ It is level-triggered like the conductor. The ledger is the queue: it records wh
 the export is, and keeps their data. So an unavailable collector or a restarted broker only costs a delay, up to
 MAX_BEHIND iterations of a job.
 
-    look (1 s) --> jobs with committed iterations that are left --> hold the job --> read, send, count as done
+    look (1 s) --> jobs with committed iterations that are left --> read, send, record
 
-One broker at a time holds a job. If it dies between sending and counting, an iteration is sent again, with the same
-ids.
+Nothing keeps two brokers from sending the same iteration, nor one that died between sending and recording: the spans
+come again then, with the same ids.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
 from onbeat.errors import JobNotFound
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.ledger.traces import TracedJob
+from onbeat.streams.records import Fields, first_iteration
+from onbeat.types import JobState
 from services.broker.live import log_crash
 from services.broker.metrics import TraceMeters
-from services.broker.otlp import SPANS_AT_ONCE, Collector, CollectorRefused, CollectorUnavailable
 from services.broker.settings import Settings
-from services.broker.trace_spans import JobHistory, TraceSpan, read_history, read_trace, trace_id
+from services.broker.tracing.collector import SPANS_AT_ONCE, Collector, CollectorRefused, CollectorUnavailable
+from services.broker.tracing.tree import JobHistory, TraceSpan, read_history, read_trace, trace_id
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-LEASE_S = 30.0  # lease of a job; longer than a request may take (otlp_timeout_s)
 MAX_BEHIND = 1000  # committed iterations of a job that are still exported
 CATCH_UP_S = 3600.0  # a job that has been over for longer is left alone
 AT_ONCE = 20  # iterations of a job before other jobs have their turn
@@ -43,20 +43,12 @@ CLOSE_S = 3.0  # for iterations committed just before this broker ends
 ODD = (ValueError, TypeError, LookupError, ArithmeticError)
 
 
-class LostJob(Exception):
-    """Another broker exports the job, or the job is gone."""
-
-
 class Tracer:
     """The exporter of one broker. No failure here ends the broker."""
 
     def __init__(self, ledger: Ledger, settings: Settings, meters: TraceMeters) -> None:
-        assert settings.otlp_endpoint is not None, "tracing is off"
-        headers, ca = settings.otlp_headers(), settings.otlp_tls_ca
-        self._collector = Collector(settings.otlp_endpoint, headers, ca, settings.otlp_timeout_s)
+        self._collector = Collector(settings)
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
-        self._broker = uuid.uuid4().hex
-        self._held: set[str] = set()  # jobs
         self._settled: set[str] = set()  # jobs that will have nothing left to export
         self._rest_s, self._rest_until = 0.0, 0.0  # retry delay, and its end by time.monotonic()
         self._said_at = -MAX_REST_S  # by time.monotonic()
@@ -75,11 +67,7 @@ class Tracer:
             await asyncio.wait({self._task}, timeout=CLOSE_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        with contextlib.suppress(TimeoutError, RedisError):
-            async with asyncio.timeout(CLOSE_S):
-                for job_id in self._held:
-                    await self._ledger.traces.hold(job_id, self._broker, lease_s=0)
-        await self._collector.close()
+        self._collector.close()
 
     async def _run(self) -> None:
         is_last = False
@@ -100,48 +88,45 @@ class Tracer:
         now = await self._ledger.now()
         job_ids = [*await self._ledger.lists.started(), *await self._ledger.lists.ended_since(now - CATCH_UP_S)]
         self._settled &= set(job_ids)
+        jobs = await existing_jobs(self._ledger, [each for each in job_ids if each not in self._settled])
         try:
-            for job in await self._ledger.traces.jobs([each for each in job_ids if each not in self._settled]):
-                is_old = job.finished_at is not None and now - job.finished_at > CATCH_UP_S
-                if job.num_exported < job.num_committed and not is_old:
-                    with contextlib.suppress(LostJob, JobNotFound):
-                        await self._follow(job)
-                elif job.state.is_final:
-                    self._settled.add(job.job_id)
-                    self._held.discard(job.job_id)
+            for job_id, fields in jobs.items():
+                await self._try_to_follow(job_id, fields)
         except CollectorUnavailable as problem:
             self._rest(problem)
 
     # ---- one job -------------------------------------------------------------------------------------------------
 
-    async def _follow(self, job: TracedJob) -> None:
-        """Export the next iterations. Raises LostJob, JobNotFound and CollectorUnavailable."""
-        first = max(await self._hold(job.job_id), job.num_exported)
-        oldest = max(first, job.num_committed - MAX_BEHIND)
+    async def _try_to_follow(self, job_id: str, fields: Fields) -> None:
+        """Export the next iterations of a job, if it is still there and can be read. Raises CollectorUnavailable."""
+        try:
+            await self._follow(job_id, fields)
+        except JobNotFound:
+            return
+        except ODD:
+            logger.exception("job %s has no traces: it cannot be read", job_id)
+            self._settled.add(job_id)
+
+    async def _follow(self, job_id: str, fields: Fields) -> None:
+        """Export the next iterations. Raises JobNotFound and CollectorUnavailable."""
+        first = max(await self._ledger.traces.recorded(job_id), first_iteration(fields))
+        num_committed = int(fields["next_iteration"])
+        if first >= num_committed and JobState(fields["state"]).is_final:
+            self._settled.add(job_id)
+        oldest = max(first, num_committed - MAX_BEHIND)
         if oldest > first:
             num_missed = sum(iteration % self._every == 0 for iteration in range(first, oldest))
             self._meters.traces.labels("missed").inc(num_missed)
-            logger.warning("job %s: iterations %d to %d get no traces, they are too old", job.job_id, first, oldest - 1)
-            await self._hold(job.job_id, next_iteration=oldest)
+            logger.warning("job %s: iterations %d to %d get no traces, they are too old", job_id, first, oldest - 1)
         history: JobHistory | None = None
-        for iteration in range(oldest, min(oldest + AT_ONCE, job.num_committed)):
+        for iteration in range(oldest, min(oldest + AT_ONCE, num_committed)):
             if iteration % self._every == 0:
-                history = history or await read_history(self._ledger, job.job_id, iteration)
+                history = history or await read_history(self._ledger, job_id, iteration)
                 await self._export(history, iteration)
-            if await self._hold(job.job_id, next_iteration=iteration + 1) > iteration + 1:
-                return  # another broker had the job meanwhile and is further ahead
-
-    async def _hold(self, job_id: str, next_iteration: int | None = None) -> int:
-        """Return the first iteration left to export; all before `next_iteration` are done. Raises LostJob."""
-        left = await self._ledger.traces.hold(job_id, self._broker, LEASE_S, next_iteration)
-        if left is None:
-            self._held.discard(job_id)
-            raise LostJob(job_id)
-        self._held.add(job_id)
-        return left
+            await self._ledger.traces.record(job_id, iteration + 1)
 
     async def _export(self, history: JobHistory, iteration: int) -> None:
-        """Export an iteration. Raises LostJob, JobNotFound and CollectorUnavailable: it is still to be done then."""
+        """Export an iteration. Raises JobNotFound and CollectorUnavailable: it is still to be done then."""
         job_id = history.job_id
         try:
             spans = await read_trace(self._ledger, history, iteration)
@@ -170,7 +155,6 @@ class Tracer:
             if self._rest_s:
                 logger.info("%s answers again", self._collector.url)
                 self._rest_s, self._said_at = 0.0, -MAX_REST_S
-            await self._hold(job_id)
 
     # ---- an unavailable collector --------------------------------------------------------------------------------
 
