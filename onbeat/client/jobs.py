@@ -159,9 +159,9 @@ class AsyncJobs:
         """Return the groups of all iterations with the same prompt as this one, itself included, in order."""
         return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
 
-    async def events(self, job_id: str, after: str = "0", wait_s: float = 0) -> Records[Event]:
-        """Return events after the cursor (the last event's id); wait up to `wait_s` (at most 30) for the first one."""
-        answer = await self._client.get(f"{job_path(job_id)}/events", after=after, wait_s=wait_s)
+    async def events(self, job_id: str, after: str = "0") -> Records[Event]:
+        """Return events after the cursor (the last event's id)."""
+        answer = await self._client.get(f"{job_path(job_id)}/events", after=after)
         return parse_list(Event, "events", answer)
 
     async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
@@ -209,15 +209,16 @@ class AsyncJobs:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raise TimeoutError after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-        cursor = "0"
-        while not (job := await self.get(job_id)).state.is_final:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s")
-            events = await self.events(job_id, after=cursor, wait_s=min(20.0, left_s))
-            cursor = events[-1].id if events else cursor
-        return job
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
+                async for _ in updates:
+                    pass
+        except TimeoutError as error:
+            job = await self.get(job_id)
+            if not job.state.is_final:
+                raise TimeoutError(f"job {job_id} is still {job.state} after {timeout_s} s") from error
+            return job
+        return await self.get(job_id)
 
 
 def job_path(job_id: str) -> str:

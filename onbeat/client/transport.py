@@ -85,8 +85,7 @@ class Transport:
     async def get(self, path: str, **params: Any) -> Any:
         """Return the JSON under a path; parameters that are None are left out."""
         given = {name: value for name, value in params.items() if value is not None}
-        timeout_s = self.timeout_s + float(params.get("wait_s", 0))
-        return await self.request("GET", path, params=given, timeout=timeout_s, is_repeatable=True)
+        return await self.request("GET", path, params=given, is_repeatable=True)
 
     async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
         """Yield server-sent events after the one with this id, until the broker ends them.

@@ -17,7 +17,7 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
 
-MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st long poll would fail
+MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st blocking read would fail
 
 
 class RedisSettings(BaseModel):

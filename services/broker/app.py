@@ -85,7 +85,6 @@ def create_app(
         admission=Admission(admission_data, admission_patterns, settings.has_model_folders),
         meters=meters,
         is_conducting=background.is_conducting,
-        is_stopping=is_stopping,
         streams=streams,
         timelines=Timelines(ledger),
         alike=Alike(ledger),

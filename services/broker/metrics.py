@@ -111,7 +111,7 @@ class Meters:
         self._requests = CollectorRegistry()
         self._latency = Histogram(
             "onbeat_http_request_seconds",
-            "Time to answer a request, long polls included.",
+            "Time to answer a request, streams to their end.",
             ["method", "route", "status"],
             registry=self._requests,
             buckets=LATENCY_BUCKETS_S,

@@ -280,7 +280,7 @@ def make_app(fake: FakeJobs) -> FastAPI:
         return {"samples": [sample | {"group_id": f"g{i // 4}"} for i in range(8)][:limit]}
 
     @app.get("/v1/jobs/{job_id}/events")
-    async def events(job_id: str, after: str = "0", wait_s: float = 0) -> Any:
+    async def events(job_id: str, after: str = "0") -> Any:
         return {"events": [EVENT] if after == "0" else []}
 
     @app.get("/v1/jobs/{job_id}/stream")

@@ -24,7 +24,6 @@ class Context:
     quota: Quota
     meters: Meters
     is_conducting: Callable[[], bool]  # the control loop is alive
-    is_stopping: Callable[[], bool]  # the server wants its long polls and streams back
     streams: JobStreams
     timelines: Timelines
     alike: Alike

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import secrets
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -40,7 +39,6 @@ from services.broker.trackers import review_trackers
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
 
-POLL_SLICE_S = 1.0  # a long poll looks up this often to see whether the broker is stopping
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
 JOBS_AT_ONCE = 100  # jobs of a list, read in one round trip
@@ -324,18 +322,11 @@ async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query
 
 @router.get("/jobs/{job_id}/events", responses=documented(404))
 async def list_events(
-    job_id: JobId,
-    broker: Broker,
-    after: Annotated[str, Query(pattern=r"^\d{1,16}(-\d{1,16})?$")] = "0",
-    wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0,
+    job_id: JobId, broker: Broker, after: Annotated[str, Query(pattern=r"^\d{1,16}(-\d{1,16})?$")] = "0"
 ) -> EventList:
-    """Events after the cursor (the id of the last one seen), oldest first; waits up to `wait_s` for the first one."""
+    """Events after the cursor (the id of the last one seen), oldest first. The stream has those to come."""
     await broker.ledger.jobs.state(job_id)  # raises JobNotFound
-    deadline = time.monotonic() + wait_s
-    events = await broker.ledger.event_log.read(job_id, after)
-    while not events and (left_s := deadline - time.monotonic()) > 0 and not broker.is_stopping():
-        events = await broker.ledger.event_log.read(job_id, after, timeout_s=min(POLL_SLICE_S, left_s))
-    return EventList(events=events)
+    return EventList(events=await broker.ledger.event_log.read(job_id, after))
 
 
 @router.get("/workers", tags=["workers"])
