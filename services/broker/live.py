@@ -1,18 +1,20 @@
-"""The messages to watchers of a job while it runs. One reader per watched job, whatever the number of its watchers.
+"""The messages to those who watch a job while it runs.
 
-    Redis --one read per tick--> JobWatch --message--> queue of each watcher --> its connection
+Each watcher looks by itself, twice a second, and all at the same moments. What it asks the ledger depends only on what
+it has been sent, which is the same for all who keep up: so one of them reads, and the others have its answer.
 
-A tick first sends the states (job, iterations) and then the events that led to them. So a watcher that has seen an
-event has seen the states that belong to it, and can go on after that event: from the ledger up to where the reader is,
-then from the queue. States are sent whole, and sending one twice does no harm; an event is sent once.
+A look first sends the states (job, iterations) and then the events that led to them. So a watcher that has seen an
+event has seen the states that belong to it, and can go on after that event, here or at another broker. States are sent
+whole, and sending one twice does no harm; an event is sent once.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
@@ -22,9 +24,8 @@ from onbeat.errors import JobNotFound
 from onbeat.streams import inspection
 from onbeat.streams.inspection import EVENTS_AT_ONCE
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import Fields, metrics_point, read_iterations
-from onbeat.streams.stream_ids import order
-from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState
+from onbeat.streams.records import metrics_point, read_iterations
+from onbeat.types import Event, IterationState, IterationUpdate, JobState
 from services.broker.doctor import diagnosis
 from services.broker.explain import explain_job
 from services.broker.records import job_record, place_in_queue
@@ -34,157 +35,77 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5
 EXPLAIN_S = 5.0
 HEARTBEAT_S = 15.0
-MAX_WAITING = 256  # messages that a watcher has not taken when the next ones come; then it is dropped
 MAX_STREAM_S = 900.0  # then the watcher comes again, with a key that is still in force
 ITERATIONS_AT_ONCE = 1000  # iterations that are read at a time
-MAX_ARRIVING = 16  # watchers that read from Redis at a time, as they come
+MAX_READING = 16  # reads from Redis at a time
 HEARTBEATS = frozenset({"lease_until", "doing"})  # fields that change all the time and are in no record
 # These characters are line ends to Python and text to JSON.
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"})
+
+T = TypeVar("T")
 
 
 class TooManyWatchers(Exception):
     """The broker takes no more watchers now; the request may succeed later."""
 
 
-@dataclass(frozen=True)
-class Message:
-    body: bytes
-    event_id: str = ""  # '' of a state
-
-
-def encode(kind: str, data: BaseModel | str, event_id: str = "") -> Message:
+def encode(kind: str, data: BaseModel | str, event_id: str | None = None) -> bytes:
     """Encode a message. `data`: JSON. It stays on one line, also for readers who take U+2028 for the end of one."""
     text = data if isinstance(data, str) else data.model_dump_json()
-    return Message(format_sse_event(event=kind, data_str=text.translate(LINE_ENDS), id=event_id or None), event_id)
+    return format_sse_event(event=kind, data_str=text.translate(LINE_ENDS), id=event_id)
 
 
-def end_of(reason: str) -> Message:
+def end_of(reason: str) -> bytes:
     """Return the last message. `over`: there will be no more; else the watcher may come again, after its last event."""
     return encode("end", f'{{"reason":"{reason}"}}')
 
 
-def encode_event(event: Event) -> Message:
-    return encode("event", event, event.id)
+# ---- what there is to send -------------------------------------------------------------------------------------------
 
 
-class Watcher:
-    """The messages that wait for one connection."""
+@dataclass(frozen=True)
+class Position:
+    """The point up to which a watcher has been sent everything."""
 
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Message | None] = asyncio.Queue()  # None: the end
-        self.is_dropped = False
-
-    def send(self, messages: Sequence[Message]) -> None:
-        """Queue the messages of a tick. A watcher that took the earlier ones is not slow, however many come at once."""
-        if messages and self.queue.qsize() >= MAX_WAITING:
-            self.is_dropped = True
-        if not self.is_dropped:
-            for message in messages:
-                self.queue.put_nowait(message)
-
-    def send_end(self, reason: str) -> None:
-        if not self.is_dropped:
-            self.queue.put_nowait(end_of(reason))
-            self.queue.put_nowait(None)
+    cursor: str  # the last event
+    first_open: int | None = None  # the first iteration that was not sent as committed; None: no state was sent
+    fields: frozenset[tuple[str, str]] = frozenset()  # of the job
 
 
-class JobWatch:
-    """The reader of one job for all of its watchers, until it is over."""
+@dataclass(frozen=True)
+class News:
+    """The messages between a position and now."""
 
-    def __init__(self, ledger: Ledger, job_id: str, is_stopping: Callable[[], bool]) -> None:
-        self._ledger, self._job_id, self._is_stopping = ledger, job_id, is_stopping
-        self.watchers: set[Watcher] = set()
-        self.cursor = "0"  # the event that was sent last; before the first tick: the newest one
-        self.first_open = 0  # the first iteration that was not sent as committed
-        self.explained: Message | None = None  # the last time, if something waits
-        self._sent: dict[str, bytes] = {}  # by job or iteration: the last state that was sent
-        self._fields: Fields = {}
-        self._explain_at = 0.0
-        self.task: asyncio.Task[None] | None = None
-
-    async def run(self) -> None:
-        reason = "broken"  # by an error that is not foreseen here
-        try:
-            while not self._is_stopping():
-                if await self._tick():
-                    reason = "over"
-                    break
-                await asyncio.sleep(TICK_S)
-            else:
-                reason = "stopping"
-        except JobNotFound:
-            reason = "over"
-        except RedisError as error:
-            logger.error("job %s is not watched any more: %s: %s", self._job_id, type(error).__name__, error)
-        except asyncio.CancelledError:
-            reason = "stopping"
-            raise
-        finally:
-            for watcher in self.watchers:
-                watcher.send_end(reason)
-
-    async def start(self) -> None:
-        """Stand at the newest event and the first iteration that is not committed. Raises JobNotFound."""
-        fields = await self._ledger.jobs.fields(self._job_id)
-        newest = await inspection.newest_events(self._ledger, self._job_id, count=1)
-        self.cursor = newest[0].id if newest else "0"
-        self.first_open = int(fields["next_iteration"])
-
-    async def _tick(self) -> bool:
-        """Send the news to all watchers. Return whether the job is over."""
-        fields, events = await inspection.look(self._ledger, self._job_id, self.cursor)
-        fields = {name: value for name, value in fields.items() if name not in HEARTBEATS}
-        messages: list[Message] = []
-        is_due = time.monotonic() >= self._explain_at
-        if events or fields != self._fields or is_due:
-            messages += self._news("job", encode("job", await read_record(self._ledger, fields)))
-            messages += await self._iterations(fields)
-            self._fields = fields
-        messages += [encode_event(event) for event in events]
-        is_over = JobState(fields["state"]).is_final and len(events) < EVENTS_AT_ONCE
-        if is_due or is_over:
-            self._explain_at = time.monotonic() + EXPLAIN_S
-            messages += await self._explanation()
-        for watcher in self.watchers:
-            watcher.send(messages)
-        if events:  # in one go with sending them: a watcher that joins counts from here
-            self.cursor = events[-1].id
-        return is_over
-
-    def _news(self, what: str, message: Message) -> list[Message]:
-        """Return the message, or nothing when it was the last one sent about `what`."""
-        if self._sent.get(what) == message.body:
-            return []
-        self._sent[what] = message.body
-        return [message]
-
-    async def _iterations(self, fields: Fields) -> list[Message]:
-        """Return the iterations that have changed. A committed one does not change any more."""
-        messages: list[Message] = []
-        if int(fields["num_opened"]) > self.first_open:
-            for update in await read_updates(self._ledger, self._job_id, self.first_open):
-                name = f"iteration {update.record.iteration}"
-                messages += self._news(name, encode("iteration", update))
-                if update.record.state is IterationState.COMMITTED:
-                    del self._sent[name]
-                    self.first_open = update.record.iteration + 1
-        return messages
-
-    async def _explanation(self) -> list[Message]:
-        """Return an explanation while something waits, and once more when nothing does."""
-        found: Diagnosis = diagnosis(await explain_job(self._ledger, self._job_id))
-        is_waiting = any(finding.waits_for or finding.is_problem for finding in found.findings)
-        message, before = encode("explain", found), self.explained
-        self.explained = message if is_waiting else None
-        return [message] if is_waiting or before is not None else []
+    states: dict[str, bytes]  # by what they are about; empty if nothing has changed
+    events: list[bytes]
+    position: Position  # of one who has been sent this
+    is_over: bool
 
 
-async def read_record(ledger: Ledger, fields: Fields) -> JobRecord:
-    """Return the job's record with its place in the queue."""
-    record = job_record(fields)
-    await place_in_queue(ledger, [record])
-    return record
+async def read_news(ledger: Ledger, job_id: str, at: Position) -> News:
+    """Read the events after a position and then the states, which are at least as new. Raises JobNotFound."""
+    events: list[Event] = []
+    cursor, is_all = at.cursor, False
+    while not is_all:
+        fields, page = await inspection.look(ledger, job_id, cursor)
+        events += page
+        cursor, is_all = page[-1].id if page else cursor, len(page) < EVENTS_AT_ONCE
+    seen = frozenset((name, value) for name, value in fields.items() if name not in HEARTBEATS)
+    state, states, first_open = JobState(fields["state"]), dict[str, bytes](), at.first_open
+    if first_open is None:
+        reported = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
+        first_open = min([max(0, int(fields["next_iteration"]) - 1), *reported])
+    if events or seen != at.fields or state is JobState.PENDING:  # its place in the queue is no field of the job
+        record = job_record(fields)
+        await place_in_queue(ledger, [record])
+        states["job"] = encode("job", record)
+        updates = await read_updates(ledger, job_id, first_open) if int(fields["num_opened"]) > first_open else []
+        for update in updates:
+            states[f"iteration {update.record.iteration}"] = encode("iteration", update)
+            if update.record.state is IterationState.COMMITTED:
+                first_open = update.record.iteration + 1
+    messages = [encode("event", event, event.id) for event in events]
+    return News(states, messages, Position(cursor, first_open, seen), state.is_final)
 
 
 async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[IterationUpdate]:
@@ -200,133 +121,106 @@ async def read_updates(ledger: Ledger, job_id: str, first: int) -> list[Iteratio
         first += ITERATIONS_AT_ONCE
 
 
-class JobStreams:
-    """The watches of one broker, each kept while a client watches."""
+async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
+    """Return the message of the job's explanation, and whether something waits or is wrong. Raises JobNotFound."""
+    found = diagnosis(await explain_job(ledger, job_id))
+    return encode("explain", found), any(finding.waits_for or finding.is_problem for finding in found.findings)
 
-    def __init__(self, ledger: Ledger, is_stopping: Callable[[], bool], max_watchers: int) -> None:
-        self._ledger, self._is_stopping, self._max_watchers = ledger, is_stopping, max_watchers
-        self._watches: dict[str, JobWatch] = {}
-        self._num_watchers = 0
-        self._arriving = asyncio.Semaphore(MAX_ARRIVING)
 
-    async def check(self, job_id: str) -> None:
-        """Raise JobNotFound, or TooManyWatchers: other requests need connections as well."""
-        async with self._arriving:
-            await self._ledger.jobs.state(job_id)
-        if self._num_watchers >= self._max_watchers:
-            raise TooManyWatchers(f"{self._max_watchers} streams are open, as many as this broker takes")
+class Shared:
+    """Answers that several watchers ask for at the same time, read once for all of them."""
 
-    async def stream(self, job_id: str, after: str) -> AsyncGenerator[bytes]:
-        """Yield the states, the events after the event `after`, and then the news. Ends with the job, with the broker,
-        after MAX_STREAM_S, and when the watcher is too slow."""
-        watcher = Watcher()
-        self._num_watchers += 1
-        try:
-            async with self._arriving:
-                watch = await self._join(job_id, watcher)
-                past = await missed(self._ledger, job_id, after, watch.cursor, watch.first_open)
-            async with aclosing(messages_for(past, watch, watcher, after)) as messages:
-                async for message in messages:
-                    yield message.body
-        except JobNotFound:  # deleted meanwhile
-            yield end_of("over").body
-        except RedisError as error:
-            logger.error("a stream of job %s ends: %s: %s", job_id, type(error).__name__, error)
-            yield end_of("broken").body
-        finally:
-            self._num_watchers -= 1
-            self._leave(job_id, watcher)
+    def __init__(self) -> None:
+        self._answers: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}  # with the time until which each is good
+        self._reading = asyncio.Semaphore(MAX_READING)
 
-    async def _join(self, job_id: str, watcher: Watcher) -> JobWatch:
-        """Add a watcher to the job's reader, which is started for the first one. Raises JobNotFound."""
-        watch = self._watches.get(job_id)
-        if watch is None:
-            begun = JobWatch(self._ledger, job_id, self._is_stopping)
-            await begun.start()
-            watch = self._watches.setdefault(job_id, begun)  # another watcher may have been faster
-        watch.watchers.add(watcher)
-        if watch.task is None:
-            watch.task = asyncio.create_task(self._run(job_id, watch), name=f"watch {job_id}")
-            watch.task.add_done_callback(log_crash)
-        return watch
+    async def answer(self, question: Hashable, good_s: float, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the answer to a question, which is read if none is known that is younger than `good_s`."""
+        now = time.monotonic()
+        for old in [key for key, (until, task) in self._answers.items() if until <= now and task.done()]:
+            del self._answers[old]
+        if question not in self._answers:
+            self._answers[question] = now + good_s, asyncio.create_task(self._read(read))
+        answer: T = await asyncio.shield(self._answers[question][1])  # others wait for it as well
+        return answer
 
-    async def _run(self, job_id: str, watch: JobWatch) -> None:
-        try:
-            await watch.run()
-        finally:  # in one go with the last message: no watcher joins what is over
-            self._forget(job_id, watch)
-
-    def _leave(self, job_id: str, watcher: Watcher) -> None:
-        watch = self._watches.get(job_id)
-        if watch is not None:
-            watch.watchers.discard(watcher)
-            if not watch.watchers and watch.task is not None:
-                watch.task.cancel()
-                self._forget(job_id, watch)
-
-    def _forget(self, job_id: str, watch: JobWatch) -> None:
-        if self._watches.get(job_id) is watch:
-            del self._watches[job_id]
+    async def _read(self, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with self._reading:
+            return await read()
 
     async def close(self) -> None:
-        tasks = [watch.task for watch in self._watches.values() if watch.task is not None]
+        tasks = [task for _, task in self._answers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def log_crash(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s: crashed", task.get_name(), exc_info=error)
+# ---- one watcher -----------------------------------------------------------------------------------------------------
 
 
-async def messages_for(past: list[Message], watch: JobWatch, watcher: Watcher, after: str) -> AsyncGenerator[Message]:
-    """Yield the messages for one watcher: what it missed until it joined, and then what its queue holds."""
-    deadline = time.monotonic() + MAX_STREAM_S
-    last = after
-    for each in past:
-        yield each
-        last = each.event_id or last
-    if watch.explained is not None:
-        yield watch.explained
-    while not watcher.is_dropped:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            yield end_of("renew")
-            return
+class JobStreams:
+    """The streams of one broker."""
+
+    def __init__(self, ledger: Ledger, is_stopping: Callable[[], bool], max_watchers: int) -> None:
+        self._ledger, self._is_stopping, self._max_watchers = ledger, is_stopping, max_watchers
+        self._num_watchers = 0
+        self._shared = Shared()
+
+    async def check(self, job_id: str) -> None:
+        """Raise JobNotFound, or TooManyWatchers: other requests need connections as well."""
+        await self._shared.answer(("job", job_id), TICK_S / 2, lambda: self._ledger.jobs.state(job_id))
+        if self._num_watchers >= self._max_watchers:
+            raise TooManyWatchers(f"{self._max_watchers} streams are open, as many as this broker takes")
+
+    async def stream(self, job_id: str, after: str) -> AsyncGenerator[bytes]:
+        """Yield the states, the events after the event `after`, and then the news. Ends with the job, with the broker,
+        and after MAX_STREAM_S."""
+        self._num_watchers += 1
         try:
-            async with asyncio.timeout(min(HEARTBEAT_S, left_s)):
-                message = await watcher.queue.get()
-        except TimeoutError:
-            yield Message(b": heartbeat\n\n")
-            continue
-        if message is None:
-            return
-        if message.event_id:
-            if order(message.event_id) <= order(last):  # seen by way of another broker, which was ahead of this one
-                continue
-            last = message.event_id
-        yield message
-    yield end_of("slow")
+            async with aclosing(self._messages(job_id, after)) as messages:
+                async for message in messages:
+                    yield message
+        except JobNotFound:  # deleted meanwhile
+            yield end_of("over")
+        except RedisError as error:
+            logger.error("a stream of job %s ends: %s: %s", job_id, type(error).__name__, error)
+            yield end_of("broken")
+        finally:
+            self._num_watchers -= 1
 
-
-async def missed(ledger: Ledger, job_id: str, after: str, until: str, first_open: int) -> list[Message]:
-    """Return the states as they are, including the iterations that the events are about, and then the events."""
-    events = [event async for event in events_between(ledger, job_id, after, until)]
-    mentioned = [number for event in events if isinstance(number := event.data.get("iteration"), int)]
-    record = await read_record(ledger, await ledger.jobs.fields(job_id))
-    updates = await read_updates(ledger, job_id, min([max(0, first_open - 1), *mentioned]))
-    states = [encode("job", record), *(encode("iteration", update) for update in updates)]
-    return states + [encode_event(event) for event in events]
-
-
-async def events_between(ledger: Ledger, job_id: str, after: str, until: str) -> AsyncIterator[Event]:
-    while order(after) < order(until):
-        events = await ledger.event_log.read(job_id, after, count=EVENTS_AT_ONCE)
-        for event in events:
-            if order(event.id) > order(until):
+    async def _messages(self, job_id: str, after: str) -> AsyncGenerator[bytes]:
+        at, sent = Position(after), dict[str, bytes]()
+        renew_at = time.monotonic() + MAX_STREAM_S
+        heartbeat_at, explained = time.monotonic() + HEARTBEAT_S, b""
+        while not self._is_stopping():
+            news = await self._news(job_id, at)
+            messages = [state for name, state in news.states.items() if sent.get(name) != state] + news.events
+            at, sent = news.position, news.states or sent
+            for message in messages:
+                yield message
+            explanation, is_waiting = await self._explanation(job_id, news.is_over)
+            if explanation != explained and (is_waiting or explained):
+                messages.append(explanation)
+                yield explanation
+            explained = explanation if is_waiting else b""
+            now = time.monotonic()
+            if news.is_over or now >= renew_at:
+                yield end_of("over" if news.is_over else "renew")
                 return
-            yield event
-        if not events:
-            return
-        after = events[-1].id
+            if not messages and now >= heartbeat_at:
+                yield b": heartbeat\n\n"
+            if messages or now >= heartbeat_at:
+                heartbeat_at = now + HEARTBEAT_S
+            await asyncio.sleep(TICK_S - now % TICK_S)  # all watchers look at the same moments
+        yield end_of("stopping")
+
+    async def _news(self, job_id: str, at: Position) -> News:
+        return await self._shared.answer((job_id, at), TICK_S / 2, lambda: read_news(self._ledger, job_id, at))
+
+    async def _explanation(self, job_id: str, is_over: bool) -> tuple[bytes, bool]:
+        """Return the explanation of the last seconds, and at the end a new one."""
+        question, good_s = ("explanation", job_id, is_over), EXPLAIN_S
+        return await self._shared.answer(question, good_s, lambda: read_explanation(self._ledger, job_id))
+
+    async def close(self) -> None:
+        await self._shared.close()

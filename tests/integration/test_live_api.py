@@ -271,7 +271,7 @@ async def test_stream_sends_all_iterations_however_many_they_are(
         assert committed_of(await listen_to_end(broker.url, job_id)).keys() == set(range(5))
 
 
-async def test_crash_of_a_reader_is_logged_and_sent(
+async def test_unforeseen_error_is_logged_and_breaks_the_stream(
     broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def crash(*_: Any) -> Any:
@@ -279,10 +279,12 @@ async def test_crash_of_a_reader_is_logged_and_sent(
 
     monkeypatch.setattr(inspection, "look", crash)
     job_id = await create_job(ledger)
-    assert (await listen_to_end(broker.url, job_id))[-1].data == {"reason": "broken"}
-    crashes = [record for record in caplog.records if record.name == live.__name__ and record.exc_info]
-    assert [record.getMessage() for record in crashes] == [f"watch {job_id}: crashed"]
-    assert not broker.streams._watches
+    with pytest.raises(httpx.RemoteProtocolError):
+        await listen_to_end(broker.url, job_id)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
+        "a record that nobody has foreseen"
+    ]
+    assert broker.num_watchers == 0
 
 
 async def test_watchers_of_a_job_share_one_reader(
@@ -432,10 +434,9 @@ async def test_streams_leave_room_for_other_requests(ledger: Ledger, tmp_path: P
             return broker.num_watchers == 0
 
         await eventually("those who left are forgotten", are_gone)
-        assert not broker.streams._watches
 
 
-async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
+async def test_watcher_that_takes_nothing_is_hung_up_on(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "TICK_S", 0.05)
@@ -470,56 +471,43 @@ async def test_watcher_that_takes_nothing_is_dropped_and_hung_up_on(
             assert sent[-1].data == {"reason": "over"}
 
 
-async def test_full_queue_ends_a_stream_and_memory_is_bounded(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watcher_that_is_slow_misses_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "TICK_S", 0.01)
     job_id = await create_job(ledger)
-    streams = JobStreams(ledger, lambda: False, max_watchers=5)
-    stream = streams.stream(job_id, "0")
-    await anext(stream)
-    watch = streams._watches[job_id]
-    (watcher,) = watch.watchers
-    async with asyncio.timeout(LIMIT_S):
-        while not watcher.is_dropped:
-            await ledger.event_log.emit(job_id, "test.quick", "")
-    num_waiting = watcher.queue.qsize()
-    assert live.MAX_WAITING <= num_waiting <= live.MAX_WAITING + live.EVENTS_AT_ONCE + 10  # one tick beyond, and states
-    await ledger.event_log.emit(job_id, "test.quick", "")
-    newest = (await inspection.newest_events(ledger, job_id, count=1))[0].id
-
-    async def has_looked() -> bool:
-        return watch.cursor == newest
-
-    await eventually("it is sent to whoever listens", has_looked)
-    assert watcher.queue.qsize() == num_waiting
-    rest = [body async for body in stream]
-    assert b'"slow"' in rest[-1]
-    await streams.close()
-
-
-async def test_watcher_that_keeps_up_is_not_slow_at_any_rate(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, may_look = inspection.look, asyncio.Event()
-
-    async def look_later(*args: Any) -> Any:
-        await may_look.wait()
-        return await look(*args)
-
-    monkeypatch.setattr(inspection, "look", look_later)
-    job_id = await create_job(ledger, pool="nobody-there")  # which is explained
-    streams = JobStreams(ledger, is_stopping=may_look.is_set, max_watchers=5)  # after the first look
+    streams = JobStreams(ledger, is_stopping=lambda: False, max_watchers=5)
     stream = streams.stream(job_id, "0")
     bodies = [await anext(stream)]
-    for _ in range(live.MAX_WAITING + 50):
+    for _ in range(live.EVENTS_AT_ONCE + 50):  # more than one page
         await ledger.event_log.emit(job_id, "test.quick", "")
-    may_look.set()
-    watching = streams._watches[job_id].task
-    assert watching is not None
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
     async with asyncio.timeout(LIMIT_S):
-        await watching  # all is sent before the watcher takes the first of it
         bodies += [body async for body in stream]
-    assert b'"stopping"' in bodies[-1]
-    assert any(b"event: explain" in body for body in bodies)
-    assert sum(b"event: event" in body for body in bodies) == len(await ledger_events(ledger, job_id))
+    assert b'"over"' in bodies[-1]
+    lines = [line for body in bodies for line in body.decode().split("\n")]
+    ids = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
+    every: list[str] = []
+    while page := await ledger.event_log.read(job_id, every[-1] if every else "0"):
+        every += [event.id for event in page]
+    assert ids == every
     await streams.close()
+
+
+async def test_question_is_read_once_for_all_who_ask_it() -> None:
+    shared, num_reads = live.Shared(), 0
+
+    async def read() -> int:
+        nonlocal num_reads
+        num_reads += 1
+        await asyncio.sleep(0.05)
+        return num_reads
+
+    assert await asyncio.gather(*(shared.answer("a", 0.1, read) for _ in range(5))) == [1] * 5
+    with pytest.raises(asyncio.TimeoutError):  # one who leaves takes the answer from nobody
+        await asyncio.wait_for(shared.answer("b", 0.1, read), 0.01)
+    assert await shared.answer("b", 0.1, read) == 2
+    await asyncio.sleep(0.15)
+    assert await shared.answer("a", 0.1, read) == 3
+    await shared.close()
 
 
 # ---- the client --------------------------------------------------------------------------------------------------

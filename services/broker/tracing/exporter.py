@@ -23,7 +23,6 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
 from onbeat.types import JobState
-from services.broker.live import log_crash
 from services.broker.metrics import TraceMeters
 from services.broker.settings import Settings
 from services.broker.tracing.collector import SPANS_AT_ONCE, Collector, CollectorRefused, CollectorUnavailable
@@ -169,3 +168,8 @@ class Tracer:
         if time.monotonic() - self._said_at >= MAX_REST_S:
             self._said_at = time.monotonic()
             logger.warning("%s", message)
+
+
+def log_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s: crashed", task.get_name(), exc_info=error)
