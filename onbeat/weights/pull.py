@@ -198,7 +198,7 @@ class Pull:
                 self._host.drop(part.key, "it could not be had here")
             elif self._is_last(part.key):
                 self._host.offer(self._host.layout, part.key.shard)
-            self._connections.in_background(self._tell_finished(part.key, is_complete and self._is_last(part.key)))
+            self._connections.in_background(self._report_finished(part.key, is_complete and self._is_last(part.key)))
 
     async def _blame(self, part: Part, source: str, error: WeightsError) -> None:
         """Prepare to start again at another source. Raise the error again when another source would not help."""
@@ -215,7 +215,7 @@ class Pull:
         self.stats.faults.append(f"{source}: {error}")
         logger.warning("%s: %s did not deliver, another source is asked for: %s", part.key, source, error)
 
-    async def _tell_finished(self, key: PayloadKey, is_complete: bool) -> None:
+    async def _report_finished(self, key: PayloadKey, is_complete: bool) -> None:
         """Report to the trainer that the source is free for the next one. A lost report does no harm: slots expire."""
         try:
             await self._trainer.finish(key, self._connections.peer.worker_id, is_complete)

@@ -128,7 +128,7 @@ class ChatServer:
             async with asyncio.timeout(FAREWELL_DEADLINE_S):
                 return await self._chats.say(self._job_id, request.id, failure)
         except (RedisError, TimeoutError) as error:
-            logger.warning("chat %s: its end could not be told: %s", request.id, error)
+            logger.warning("chat %s: its end could not be reported: %s", request.id, error)
             return False
 
     # ---- one chat ------------------------------------------------------------------------------------------------

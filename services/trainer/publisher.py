@@ -102,13 +102,13 @@ class Publisher:
                 used=used_digest(stats.digests),
                 is_published=is_published,
                 spans=self._last_checkpoint + stats.spans,
-                advantages=stats.told_advantages(),
+                advantages=stats.shown_advantages(),
             )
             is_new = self._link.commit(commit)
             log_iteration(iteration, commit.metrics, is_new)
         self._saver.report_finished()
         started = time.monotonic()
-        has_written = self._saver.save_if_due(self.state, snapshot)
+        has_written = self._saver.save_if_due(self._config, self.state, snapshot)
         self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:

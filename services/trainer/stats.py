@@ -20,7 +20,7 @@ from services.trainer.spans import Span
 
 Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: that response was not trained
 
-MAX_TOLD = 20_000  # responses of an iteration up to which advantages are published
+MAX_SHOWN = 20_000  # responses of an iteration up to which advantages are published
 
 SPAN_KINDS = {
     "train/micro_batches_s": "micro_batch",
@@ -181,9 +181,9 @@ class IterationStats:
         """The estimated KL per token (k3) from the generating policy to the one in training, before its step."""
         return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("train/trained_tokens", 0.0))
 
-    def told_advantages(self) -> Advantages:
-        """Return the advantages; {} if there are more than MAX_TOLD responses, as they are for people to look at."""
-        return self.advantages if sum(map(len, self.advantages.values())) <= MAX_TOLD else {}
+    def shown_advantages(self) -> Advantages:
+        """Return the advantages; {} if there are more than MAX_SHOWN responses, as they are for people to look at."""
+        return self.advantages if sum(map(len, self.advantages.values())) <= MAX_SHOWN else {}
 
     def report(self, num_replicas: int = 1, parts: Sequence[str] = ()) -> dict[str, float]:
         """Return the metrics. `parts`: those of the reward that the job has curves of."""

@@ -99,7 +99,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
     assert "it is the last one and tried again" in message
     assert [doing.partition(": ")[0] for doing in link.doings[-9:]] == [
         "waiting until the checkpoint after 3 iterations is on disk",
-        *["waiting for room", "waiting until the checkpoint after 3 iterations is on disk"] * 4,
+        *["waiting for disk space", "waiting until the checkpoint after 3 iterations is on disk"] * 4,
     ]
     assert "No space left on device" in link.doings[-2]
     assert "(try 5 of 20 in 0 s)" in link.doings[-2]

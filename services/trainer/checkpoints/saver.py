@@ -3,6 +3,7 @@
 import logging
 import time
 
+from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
 from services.trainer.job.link import Link
@@ -43,9 +44,9 @@ class CheckpointSaver:
         self._link.doing = "waiting until the last checkpoint has read the optimizer's state"
         self._store.wait_until_read()
 
-    def save_if_due(self, state: TrainState, newest: Snapshot) -> bool:
+    def save_if_due(self, config: JobConfig, state: TrainState, newest: Snapshot) -> bool:
         """Return whether a checkpoint is due; its writing goes on in the background."""
-        done, config = state.next_iteration, self._link.config
+        done = state.next_iteration
         is_last = done == config.schedule.num_iterations
         if not is_last and done % config.checkpoint.every_iterations:
             return False
@@ -97,7 +98,7 @@ class CheckpointSaver:
         holders = newest.holders() if self._policy.is_sharded else None
         self._store.save(state, newest.tensors(), self._policy.state_tensors(), self._files, older, holders)
 
-    # ---- without room ------------------------------------------------------------------------------------------------
+    # ---- without disk space ------------------------------------------------------------------------------------------
 
     def _go_on_without(self, error: NotWritten) -> None:
         """Continue without it. Nothing is lost: the previous checkpoint stays valid, with the groups since in Redis."""
@@ -115,15 +116,15 @@ class CheckpointSaver:
             except NotWritten as error:
                 if num_tries == NUM_TRIES:
                     raise
-                self._wait_for_room(error, num_tries, which)
+                self._wait_for_space(error, num_tries, which)
                 self._save(state, newest)
         self.report_finished()
 
-    def _wait_for_room(self, error: NotWritten, num_tries: int, which: str) -> None:
+    def _wait_for_space(self, error: NotWritten, num_tries: int, which: str) -> None:
         """Wait before the next try. Raises what `link.check` does: the job may be cancelled or have another trainer."""
         if num_tries == 1:
             self._report_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
-        self._link.doing = f"waiting for room: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
+        self._link.doing = f"waiting for disk space: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
         deadline = time.monotonic() + RETRY_S
         while (left_s := deadline - time.monotonic()) > 0:
             self._link.check()

@@ -118,11 +118,11 @@ def test_replicas_publish_theirs_together(tmp_path):
     messages = [first.to_bytes(), second.to_bytes()]
     for replica in (first, second):
         replica.merge(messages)
-        assert replica.told_advantages() == {"0-0": [0.5, None], "0-1": [-0.5, 0.5]}
+        assert replica.shown_advantages() == {"0-0": [0.5, None], "0-1": [-0.5, 0.5]}
 
 
 def test_nothing_is_published_of_a_huge_iteration(tmp_path, monkeypatch):
-    monkeypatch.setattr(stats_module, "MAX_TOLD", 12)
+    monkeypatch.setattr(stats_module, "MAX_SHOWN", 12)
     assert len(published(tmp_path / "all")) == 4
-    monkeypatch.setattr(stats_module, "MAX_TOLD", 11)
+    monkeypatch.setattr(stats_module, "MAX_SHOWN", 11)
     assert published(tmp_path / "none") == {}
