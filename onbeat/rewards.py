@@ -11,30 +11,28 @@ TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pyd
 
 
 class RewardConfig(Section):
-    name: str = Field(description="an installed entry point of the group `onbeat.rewards`, or http")
+    name: str = Field(description="name of an installed entry point of the group `onbeat.rewards`, or http")
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="keyword arguments of the reward; http: `service` names the service, which gets the others",
     )
     timeout_s: Float = Field(
-        10.0, gt=0, le=3600, description="hard limit for scoring one response; http: for each response of a group"
+        10.0, gt=0, le=3600, description="hard time limit for scoring a response; http: for each response of a group"
     )
     memory_limit_mb: Int = Field(
-        2048, ge=64, le=1_048_576, description="hard limit of a scoring process; http: has none"
+        2048, ge=64, le=1_048_576, description="hard memory limit of a scoring process; http: no limit"
     )
-    max_attempts: PositiveInt = Field(
-        2, le=100, description="tries of one response (http: of one group) in one rollout"
-    )
+    max_attempts: PositiveInt = Field(2, le=100, description="attempts at a response (http: at a group) in one rollout")
     weight: Float = Field(
         1.0,
         ge=-1000,
         le=1000,
-        description="of several rewards, each under `[[reward]]`: a response gets their weighted sum",
+        description="weight among several rewards, each under `[[reward]]`; a response gets their weighted sum",
     )
     part: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.-]{1,40}$",
-        description="of several rewards: under this name each is a part of the sum, and a curve; default: `name`",
+        description="name among several rewards, for its part of the sum and its curve; default: `name`",
     )
 
 

@@ -45,7 +45,7 @@ JOB_MOVES: dict[JobState, frozenset[JobState]] = {
 
 
 class IterationState(StrEnum):
-    """OPEN (its version is published, prompts are out) -> DRAINED (all groups accepted) -> COMMITTED (step done)."""
+    """The states of an iteration: OPEN (prompts are out) -> DRAINED (all groups accepted) -> COMMITTED (step done)."""
 
     OPEN = "OPEN"
     DRAINED = "DRAINED"
@@ -53,7 +53,8 @@ class IterationState(StrEnum):
 
 
 class EvaluationState(StrEnum):
-    """OPEN (prompts are out) -> DRAINED (all groups accepted) -> DONE (scored); or FAILED, which fails no job."""
+    """The states of an evaluation: OPEN (prompts are out) -> DRAINED (all groups accepted) -> DONE (scored); or FAILED,
+    which does not fail the job."""
 
     OPEN = "OPEN"
     DRAINED = "DRAINED"
@@ -292,7 +293,7 @@ class GroupSummary(Record):
 
 
 class Event(Record):
-    """Something that happened to a job. `id` orders them and is the cursor for the next read."""
+    """An event of a job. Events are ordered by `id`, which is the cursor for the next read."""
 
     id: str
     time: float

@@ -31,7 +31,7 @@ class Message:
 
 
 class BrokerUnreachable(OnbeatError):
-    """No answer from the broker, after retries, or only one of BUSY_STATUSES; `status` is that status, or None."""
+    """The broker did not answer, after retries, or only with one of BUSY_STATUSES (then `status`, else None)."""
 
     def __init__(self, url: str, reason: str, status: int | None = None) -> None:
         super().__init__(

@@ -18,8 +18,8 @@ class CispoObjective(GrpoObjective):
     """arXiv 2506.13585: clipped weights instead of clipped updates."""
 
     type: Literal["cispo"]  # type: ignore[assignment]
-    clip_low: Float = Field(1.0, gt=0, le=1, description="the weight is clipped at 1 - clip_low")
-    clip_high: Float = Field(4.0, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(1.0, gt=0, le=1, description="weights below 1 - clip_low are clipped")
+    clip_high: Float = Field(4.0, gt=0, description="weights above 1 + clip_high are clipped")
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of each token [N], and whether its weight was clipped."""

@@ -15,4 +15,4 @@ class DapoObjective(GrpoObjective):
     """arXiv 2503.14476: clip-higher and token mean; its dynamic sampling would change the iteration's fixed set."""
 
     type: Literal["dapo"]  # type: ignore[assignment]
-    clip_high: Float = Field(0.28, gt=0, description="and at 1 + clip_high")
+    clip_high: Float = Field(0.28, gt=0, description="importance ratios above 1 + clip_high are clipped")

@@ -21,8 +21,8 @@ class GrpoObjective(PolicyObjective):
     """DeepSeekMath (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
-    clip_low: Float = Field(0.2, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(0.2, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(0.2, gt=0, lt=1, description="importance ratios below 1 - clip_low are clipped")
+    clip_high: Float = Field(0.2, gt=0, description="importance ratios above 1 + clip_high are clipped")
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return (rewards - rewards.mean()) / (rewards.std() + EPS)

@@ -21,8 +21,8 @@ class GspoObjective(GrpoObjective):
     """arXiv 2507.18071: one ratio per response."""
 
     type: Literal["gspo"]  # type: ignore[assignment]
-    clip_low: Float = Field(3e-4, gt=0, lt=1, description="the importance ratio is clipped at 1 - clip_low")
-    clip_high: Float = Field(4e-4, gt=0, description="and at 1 + clip_high")
+    clip_low: Float = Field(3e-4, gt=0, lt=1, description="importance ratios below 1 - clip_low are clipped")
+    clip_high: Float = Field(4e-4, gt=0, description="importance ratios above 1 + clip_high are clipped")
     normalization: Normalization = Field("sequence_mean", description=NORMALIZATION)
 
     def token_loss(self, inputs: LossInputs) -> TokenLoss:

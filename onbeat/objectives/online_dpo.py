@@ -19,7 +19,7 @@ class OnlineDpoObjective(Objective):
     """arXiv 2410.18252: the best and the worst response of a group as a preference pair."""
 
     type: Literal["online_dpo"]
-    beta: Float = Field(0.1, gt=0, description="of the preference loss: larger stays closer to the reference")
+    beta: Float = Field(0.1, gt=0, description="factor of the preference loss; larger stays closer to the reference")
 
     has_importance_ratio: ClassVar[bool] = False
     has_advantages: ClassVar[bool] = False

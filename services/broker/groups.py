@@ -21,7 +21,7 @@ EVALUATION = "eval-"  # prefix of its groups' ids
 
 
 class GroupNotFound(Exception):
-    """No accepted group of the job has this id."""
+    """The job has no accepted group with this id."""
 
 
 async def read_group(ledger: Ledger, job_id: str, group_id: str) -> bytes:

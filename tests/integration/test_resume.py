@@ -97,7 +97,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     ("way", "body", "reason"),
     [
         ([JobState.RUNNING, JobState.SUCCEEDED], None, "all of its 3 iterations are done; ask for more: `onbeat jobs"),
-        ([JobState.RUNNING], {"num_iterations": 9}, "only a job that SUCCEEDED can be given more iterations"),
+        ([JobState.RUNNING], {"num_iterations": 9}, "only a job that SUCCEEDED can get more iterations"),
         ([JobState.FAILED], {"num_iterations": 9}, "resume it without more iterations first"),
     ],
 )

@@ -16,14 +16,15 @@ from onbeat.section import Float, Section
 
 
 class KlConfig(Section):
-    coef: Float = Field(0.0, ge=0, description="0 skips the reference model altogether")
+    coef: Float = Field(0.0, ge=0, description="factor of the divergence; 0 skips the reference model altogether")
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="of the divergence, from the sampled tokens; k1 for the reward only: in the loss its expected "
-        "gradient is 0",
+        description="estimator of the divergence from sampled tokens; k1 only in the reward: its expected gradient in "
+        "the loss is 0",
     )
     placement: Literal["loss", "reward"] = Field(
-        "loss", description="a term of the token loss, or subtracted from each response's reward before advantages"
+        "loss",
+        description="place of the divergence: in the token loss, or subtracted from rewards before advantages",
     )
 
     @model_validator(mode="after")

@@ -24,8 +24,8 @@ class Objective(Section):
     kl: KlConfig = KlConfig()
     old_policy: Literal["behaviour", "proximal"] = Field(
         "behaviour",
-        description="denominator of the importance ratio: the policy that generated, or the one at the iteration's "
-        "start, which with `importance` is the decoupled objective (arXiv 2505.24298); proximal: `bounded` only",
+        description="denominator of the importance ratio. behaviour: the policy that generated; proximal: the policy "
+        "at the start of the iteration, with `importance` the decoupled objective (arXiv 2505.24298); `bounded` only",
     )
     importance: TruncatedImportance | BandImportance | None = Field(
         None, discriminator="type", description="correction for the gap between trainer and rollout probabilities"

@@ -31,7 +31,7 @@ DELETED_ID_S = 86_400
 
 @dataclass(frozen=True)
 class Extension:
-    """More iterations for a job that has done those that it had."""
+    """An extension of a job that has done all of its iterations."""
 
     config: dict[str, Any]
     num_iterations: int
