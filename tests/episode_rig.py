@@ -143,12 +143,17 @@ class OpenGate:
 class InProcess:
     """Runs an environment's function in this process, on the real HTTP server."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, num_groups: int = 8) -> None:
         self.run = run
         self.requests: list[PlayRequest] = []
+        self._num_groups = num_groups
+
+    def num_groups(self) -> int:
+        return self._num_groups
 
     async def play(self, request: PlayRequest) -> list[PlayResult]:
         self.requests.append(request)
+        request.on_begin()
         return list(await asyncio.gather(*(self._play(request, index) for index in range(len(request.access)))))
 
     async def _play(self, request: PlayRequest, index: int) -> PlayResult:

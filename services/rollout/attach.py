@@ -142,7 +142,8 @@ class Attachment:
         from services.rollout.environments import EnvironmentProcesses
         from services.rollout.episodes.server import SessionServer
 
-        environments, server = EnvironmentProcesses(), SessionServer()
+        limits = (self._settings.environment_processes, self._config.environment.memory_limit_mb)
+        environments, server = EnvironmentProcesses(*limits), SessionServer()
         cleanup.push_async_callback(environments.close)
         await server.start()
         cleanup.push_async_callback(server.stop)

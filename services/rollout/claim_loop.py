@@ -145,7 +145,8 @@ class ClaimLoop:
     def _num_claimable(self) -> int:
         if time.monotonic() < self._resume_at or self._is_version_missing():
             return 0
-        return num_claimable(self.flights, self._engine.capacity(), *loads_of(self._config), self.num_workers)
+        loads, num_playable = loads_of(self._config), self._producer.num_playable()
+        return num_claimable(self.flights, self._engine.capacity(), *loads, self.num_workers, num_playable)
 
     def _is_version_missing(self) -> bool:
         """Return whether groups wait for a version that a restarted trainer lacks: claiming them would be in vain."""

@@ -26,6 +26,10 @@ class Episodes(Protocol):
     def doing(self) -> str:
         """The wait that takes longest, in words; '' when none takes long."""
 
+    @property
+    def num_waiting(self) -> int:
+        """How many of them hold no place in the engine: they wait for their environment, or have ended."""
+
 
 @dataclass(eq=False)
 class Flight:
@@ -41,6 +45,12 @@ class Flight:
     def doing(self) -> str:
         """The wait of one of its episodes for the environment, in words; '' when there is nothing to say."""
         return self.episodes.doing if self.episodes is not None else ""
+
+    @property
+    def num_places(self) -> int:
+        """The places in the engine that its responses hold, or are about to take."""
+        num_waiting = self.episodes.num_waiting if self.episodes is not None else 0
+        return self.claim.task.num_samples - num_waiting
 
 
 class FlightTable:
@@ -88,7 +98,12 @@ class Load:
 
 
 def num_claimable(
-    flights: FlightTable, capacity: int, training: Load, evaluation: Load | None, num_workers: int
+    flights: FlightTable,
+    capacity: int,
+    training: Load,
+    evaluation: Load | None,
+    num_workers: int,
+    num_playable: int | None = None,
 ) -> int:
     """Return how many more groups to claim now. Which kind comes next is not known: each claim is as careful as the
     larger group and the smaller share demand, and the next one corrects it.
@@ -98,14 +113,19 @@ def num_claimable(
     first one to ask would leave nothing to the others: 8 prompts and 2 workers are 4 at a time each, and the faster
     one comes back sooner. Groups left of the previous iteration do not count: the engine stays full. Groups that are
     being scored hold no place in the engine, but no more than twice its capacity may pile up.
+
+    Episodes that wait for their environment hold no place either. Their groups are bounded by `num_playable`: so many
+    can be played at a time; None where responses are no episodes.
     """
     loads = {False: training, True: evaluation or training}
     largest = max(load.num_samples for load in loads.values())
     shares = {kind: -(-load.num_prompts // num_workers) for kind, load in loads.items()}
     generating = flights.before_scoring()
-    num_free = (capacity + largest - num_responses(generating)) // largest
-    num_tolerable = (2 * (capacity // largest + 1) * largest - num_responses(flights)) // largest
+    num_free = (capacity + largest - num_places(generating)) // largest
+    num_tolerable = (2 * (capacity // largest + 1) * largest - num_places(flights)) // largest
     share_left = min(shares.values())
+    if num_playable is not None:
+        num_free = min(num_free, num_playable - len(generating))
     if generating:
         newest = generating[-1].claim.task
         num_newest = sum(is_together(flight.claim.task, newest) for flight in generating)
@@ -113,8 +133,8 @@ def num_claimable(
     return max(0, min(num_free, num_tolerable, share_left))
 
 
-def num_responses(flights: Iterable[Flight]) -> int:
-    return sum(flight.claim.task.num_samples for flight in flights)
+def num_places(flights: Iterable[Flight]) -> int:
+    return sum(flight.num_places for flight in flights)
 
 
 def is_together(one: PromptTask, other: PromptTask) -> bool:

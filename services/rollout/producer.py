@@ -103,6 +103,10 @@ class GroupProducer:
         self._last_errors.pop(task.group_id, None)
         return group
 
+    def num_playable(self) -> int | None:
+        """Return how many groups can be played in environments at a time; None for a job without episodes."""
+        return self._episodes.num_groups() if self._episodes is not None else None
+
     def remember_error(self, task: PromptTask, reason: str) -> None:
         """Keep the reason, which the failure names if this group runs out of attempts here."""
         self._last_errors[task.group_id] = reason

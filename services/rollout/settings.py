@@ -86,6 +86,9 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
         {},
         description='services of reward http, by name: {"judge": {"url": "http://...", "bearer_token_file": "/..."}}',
     )
+    environment_processes: int = Field(
+        32, ge=1, description="groups played in environments concurrently, fewer while memory is short"
+    )
     chat_slots: int = Field(
         2, ge=0, description="chats answered at a time, and responses that they may have in the engine; 0: no chats"
     )

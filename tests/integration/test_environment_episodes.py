@@ -42,7 +42,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def group_of(name: str, *texts: str, options: str = "{}", max_turns: int = 4, **fields):
     """Play one episode with a policy that samples these texts. Return the group and what the policy saw."""
     async with episode_rig.playing(None, *texts) as rig:
-        processes = EnvironmentProcesses()
+        processes = EnvironmentProcesses(8, 1024)
         rig.runner._environments = processes
         try:
             limits = {"max_turns": max_turns, "timeout_s": 60.0, "memory_limit_mb": 1024}

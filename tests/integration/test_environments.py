@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.confine import MEBIBYTE
 from onbeat.environments import Outcome, Task
+from onbeat.memory import Memory
+from services.rollout.environments import pool as pool_module
 from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
 from services.rollout.environments.pool import EnvironmentProcesses
@@ -138,7 +141,7 @@ def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 async def processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process_module, "GRACE_S", 60.0)  # this machine may be busy
-    processes = EnvironmentProcesses(1)
+    processes = EnvironmentProcesses(1, 1024)
     yield processes
     await processes.close()
 
@@ -161,13 +164,32 @@ def pid_of(result) -> int:
 
 async def test_outcomes_come_back_in_order_and_side_by_side(processes):
     ended: list[int] = []
-    results = await processes.play(request("nap", "a", "nap", options={"level": 2}, on_end=ended.append))
+    begun: list[int] = []
+    on = {"on_begin": lambda: begun.append(len(ended)), "on_end": ended.append}
+    results = await processes.play(request("nap", "a", "nap", options={"level": 2}, **on))
     assert kinds(results) == ["ended"] * 3
     assert [(each.reward, each.parts["level"], each.turn_rewards) for each in results] == [
         (1.0, 2, {"call-1": 0.5})
     ] * 3
-    assert ended[0] == 1
+    assert (begun, ended[0]) == ([0], 1)
     assert sorted(ended) == [0, 1, 2]
+
+
+async def test_as_many_groups_are_played_as_memory_is_free_for(monkeypatch):
+    free = Memory(3 * 1024 * MEBIBYTE, 8 * 1024 * MEBIBYTE)
+    monkeypatch.setattr(pool_module, "read_memory", lambda: free)
+    processes = EnvironmentProcesses(8, 1024)
+    assert processes.num_groups() == 3
+    await processes.play(request("a"))
+    assert processes.num_groups() == 4  # the idle process has its memory
+    playing = asyncio.create_task(processes.play(request("wait")))
+    await asyncio.sleep(0)
+    assert processes.num_groups() == 4
+    assert EnvironmentProcesses(2, 1024).num_groups() == 2
+    assert EnvironmentProcesses(8, 8192).num_groups() == 1  # else nothing would ever be played
+    playing.cancel()
+    await asyncio.wait({playing})
+    await processes.close()
 
 
 async def test_process_stays_warm_for_the_same_environment(processes):
@@ -314,7 +336,7 @@ from services.rollout.environments import EnvironmentProcesses
 from services.rollout.episodes.contract import EpisodeAccess, PlayRequest
 task = Task([], "", metadata={"place": sys.argv[1]})
 access = [EpisodeAccess("http://127.0.0.1:9", "child")]
-asyncio.run(EnvironmentProcesses().play(PlayRequest("behave", {}, task, access, 600.0, 1024)))
+asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest("behave", {}, task, access, 600.0, 1024)))
 """
     marker = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", script, str(marker)])

@@ -22,13 +22,15 @@ async def rig(ledger):
     await rig.stop()
 
 
-async def start(rig, monkeypatch, run, **settings) -> InProcess:
-    """Start a job of one prompt whose episodes are played by this function."""
-    environments = InProcess(run)
-    module = SimpleNamespace(EnvironmentProcesses=lambda: environments)
+async def start(rig, monkeypatch, run, num_prompts: int = 1, num_groups: int = 8, **settings) -> InProcess:
+    """Start a job whose episodes are played by this function, `num_groups` groups at a time."""
+    environments = InProcess(run, num_groups)
+    module = SimpleNamespace(EnvironmentProcesses=lambda *limits: environments)
     monkeypatch.setitem(sys.modules, "services.rollout.environments", module)
-    await rig.start_job(num_prompts=1, reward=None, environment={"name": "test", "max_attempts": 1}, **settings)
-    await rig.open(0, rig.task(0, 0, environment=ENVIRONMENT, reward=None))
+    environment = {"name": "test", "max_attempts": 1}
+    await rig.start_job(num_prompts=num_prompts, reward=None, environment=environment, **settings)
+    tasks = [rig.task(0, index, environment=ENVIRONMENT, reward=None) for index in range(num_prompts)]
+    await rig.open(0, *tasks)
     return environments
 
 
@@ -64,6 +66,23 @@ async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatc
     released = await rig.event_messages("group.released")
     assert len(released) == 2
     assert "EnvironmentFailed" in released[0]
+
+
+async def test_more_groups_are_claimed_while_episodes_wait(rig, monkeypatch):
+    may_end = asyncio.Event()
+
+    async def run(task, policy):
+        await policy.chat(task.messages)
+        await may_end.wait()
+        return Outcome(0.0)
+
+    environments = await start(rig, monkeypatch, run, num_prompts=6, num_groups=5)
+    rig.start_worker(FakeEngine(capacity=2))  # one group fits, and one more waits for its place
+    await rig.until(lambda: len(environments.requests) == 5)
+    await asyncio.sleep(1.5)
+    assert len(environments.requests) == 5
+    may_end.set()
+    assert len(await rig.drained(0)) == 6
 
 
 async def test_next_version_waits_for_the_episodes_of_this_one(rig, monkeypatch):

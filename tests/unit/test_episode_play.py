@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from onbeat.environments import Outcome, SessionError
+from services.rollout.episodes import episode as episode_module
 from services.rollout.episodes import runner as runner_module
 from services.rollout.episodes.episode import turn_seed
 from services.rollout.episodes.runner import EnvironmentFailed
@@ -56,6 +57,55 @@ async def test_environment_gets_the_task_and_seeds_follow_the_place():
     assert (task.metadata, task.seed) == ({"level": 1}, 11)
     seeds = {sampling.seed for _, _, sampling in rig.engine.seen}
     assert seeds == {turn_seed(11, episode, turn) for episode in range(2) for turn in range(2)}
+
+
+async def test_waiting_and_ended_episodes_hold_no_place_in_the_engine(monkeypatch):
+    monkeypatch.setattr(episode_module, "SHORT_WAIT_S", 0.05)
+    may_go_on, flight = asyncio.Event(), flight_of(num_samples=3)
+    places: list[int] = []
+
+    async def wait(task, policy):
+        first = await policy.chat(task.messages)
+        await may_go_on.wait()
+        if len(first["content"]) != 2:
+            await policy.chat([*task.messages, first, USER])
+        return Outcome(0.0)
+
+    async with playing(wait) as rig:
+        rig.engine.texts = ["1", "22", "3"]
+        rig.engine.may_finish.clear()
+        producing = asyncio.create_task(rig.producer.produce(flight))
+        await until(lambda: rig.engine.num_running == 3)
+        places.append(flight.num_places)
+        rig.engine.may_finish.set()
+        await until(lambda: len(rig.engine.seen) == 3)
+        places.append(flight.num_places)  # the environment has only just got its answers
+        await until(lambda: flight.num_places == 0)
+        rig.engine.may_finish.clear()
+        may_go_on.set()
+        await until(lambda: rig.engine.num_running == 2)
+        places.append(flight.num_places)
+        rig.engine.may_finish.set()
+        await producing
+    assert places == [3, 3, 2]
+
+
+async def test_environment_that_is_being_loaded_makes_no_room_yet(monkeypatch):
+    monkeypatch.setattr(episode_module, "SHORT_WAIT_S", 0.0)
+    flight, may_load = flight_of(num_samples=2), asyncio.Event()
+    async with playing(two_turns) as rig:
+        load = rig.environments.play
+
+        async def play(request):
+            await may_load.wait()
+            return await load(request)
+
+        rig.environments.play = play
+        producing = asyncio.create_task(rig.producer.produce(flight))
+        await until(lambda: flight.episodes is not None)
+        assert flight.num_places == 2
+        may_load.set()
+        await producing
 
 
 async def test_only_a_failed_episode_is_tried_again_with_same_tokens():

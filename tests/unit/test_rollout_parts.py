@@ -151,6 +151,19 @@ def test_stragglers_of_an_iteration_are_not_counted_in_the_next():
     assert num_claimable(flights, 128, TRAINING, None, 2) == 0
 
 
+def test_places_of_waiting_episodes_are_for_other_groups():
+    flights = flights_of(*[GENERATING] * 3)
+    waiting = [SimpleNamespace(doing="", num_waiting=number) for number in (8, 5, 0)]
+    for flight, episodes in zip(flights, waiting, strict=True):
+        flight.episodes = episodes
+    assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=32) == 1  # 3 + 8 responses hold places
+    waiting[2].num_waiting = 8
+    assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=32) == 2
+    assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=4) == 1
+    assert num_claimable(flights, 16, TRAINING, None, 1, num_playable=2) == 0  # memory has become short
+    assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # its share is 4
+
+
 def claims_until_full(flights: FlightTable, capacity: int, evaluation: Load, num_workers: int, **task) -> int:
     """Groups of this kind that a worker claims one claim after the other."""
     before = len(flights)

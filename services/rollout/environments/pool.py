@@ -2,18 +2,27 @@
 
 import asyncio
 
+from onbeat.confine import MEBIBYTE
+from onbeat.memory import read_memory
 from services.rollout.environments.process import EnvironmentProcess, ProcessFailed, Program
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
-
-NUM_PROCESSES = 8  # they wait for the engine most of the time, and it wants many groups at once
 
 
 class EnvironmentProcesses:
     """An EnvironmentRunner with at most `num_processes` at a time; further requests wait their turn."""
 
-    def __init__(self, num_processes: int = NUM_PROCESSES) -> None:
+    def __init__(self, num_processes: int, memory_limit_mb: int) -> None:
+        """Take the limits; `memory_limit_mb`: what one process may use."""
+        self._num_processes, self._memory_bytes = num_processes, memory_limit_mb * MEBIBYTE
         self._turns = asyncio.Semaphore(num_processes)
+        self._num_playing = 0
         self._idle: list[EnvironmentProcess] = []
+
+    def num_groups(self) -> int:
+        """Return how many groups can be played at a time: one more process needs free memory up to its limit."""
+        num_started = self._num_playing + len(self._idle)
+        num_more = read_memory().available_bytes // self._memory_bytes
+        return max(1, min(self._num_processes, num_started + num_more))
 
     async def play(self, request: PlayRequest) -> list[PlayResult]:
         """Play all episodes side by side in one process; see EnvironmentRunner."""
@@ -28,11 +37,13 @@ class EnvironmentProcesses:
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
         process = await self._take(Program.of(request))
+        self._num_playing += 1
         has_ended = False
         try:
             await process.play(request, results)
             has_ended = True
         finally:  # a cancelled request leaves a process half way: that one is killed, too
+            self._num_playing -= 1
             if has_ended and process.is_reusable:
                 self._idle.append(process)
             else:

@@ -127,6 +127,7 @@ class EnvironmentProcess:
         self._num_requests += 1
         try:
             await self._child.send(as_message(request, self._num_requests))
+            request.on_begin()
             loop_time = asyncio.get_running_loop().time
             deadline = loop_time() + request.timeout_s + GRACE_S
             while len(results) < len(request.access):

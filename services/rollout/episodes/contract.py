@@ -15,8 +15,8 @@ from onbeat.environments import Outcome, Task
 FailureKind = Literal["raised", "timeout", "crashed", "memory", "invalid", "load", "output"]
 
 
-def ignore(index: int) -> None:
-    """Do nothing: the default of `PlayRequest.on_end`."""
+def ignore(*_: int) -> None:
+    """Do nothing: the default of `PlayRequest.on_begin` and `on_end`."""
 
 
 class EpisodeAccess(NamedTuple):
@@ -36,6 +36,8 @@ class PlayRequest:
     access: list[EpisodeAccess]  # one per episode
     timeout_s: float  # hard limit for each episode, from its start to its outcome
     memory_limit_mb: int  # hard limit of the process, address space
+    # Call it when the environment is loaded and the episodes begin: their time runs from now on.
+    on_begin: Callable[[], None] = ignore
     # Call it with an index of `access` once that episode has its result, while others go on: its session then refuses
     # further calls. Where it is not called, sessions end with the request.
     on_end: Callable[[int], None] = ignore
@@ -61,6 +63,9 @@ class EnvironmentRunner(Protocol):
         An episode that fails is a result, and the others go on. Nothing is raised for what environments do. When this
         is cancelled, what still runs is ended.
         """
+
+    def num_groups(self) -> int:
+        """Return how many groups can be played at a time, those included that are being played."""
 
     async def close(self) -> None:
         """End all processes."""

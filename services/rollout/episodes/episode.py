@@ -30,6 +30,7 @@ from services.rollout.episodes.bodies import (
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
 
+SHORT_WAIT_S = 0.5  # an environment that answers sooner keeps its episode's place in the engine
 MAX_CHARS_PER_TOKEN = 32  # longer messages do not fit the context, and are not even tokenised
 
 # It asks the engine for one response, on the policy version that the group is pinned to.
@@ -77,7 +78,7 @@ class Episode:
         self._calls: list[Call] = []
         self._num_begun = 0  # calls, the cancelled ones included
         self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()
-        self._is_over = False
+        self._has_begun = self._is_over = False
         self._waits_since = time.monotonic()
 
     @property
@@ -89,6 +90,17 @@ class Episode:
     def waited_s(self) -> float:
         """Seconds for which the environment has had the word; 0 while a call is in flight, and at the end."""
         return 0.0 if self._is_over or self._in_flight else time.monotonic() - self._waits_since
+
+    @property
+    def holds_place(self) -> bool:
+        """Whether it has a place in the engine, or is about to take one: not while its environment takes longer, nor at
+        the end. An environment that is still being loaded is about to call."""
+        return not self._is_over and (not self._has_begun or self.waited_s < SHORT_WAIT_S)
+
+    def begin(self) -> None:
+        """Give the word to the environment."""
+        self._has_begun = True
+        self._waits_since = time.monotonic()
 
     def end(self) -> None:
         """Refuse further calls, and cancel those in flight."""

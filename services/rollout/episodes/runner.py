@@ -73,6 +73,10 @@ class GroupPlay:
         who = f"group {self._policy.group_id}: episode {episode.index}"
         return f"{who} waits for its environment {self._request.name} for over {waited_s:.0f} s"
 
+    @property
+    def num_waiting(self) -> int:
+        return self._num_samples - sum(episode.holds_place for episode in self._playing)
+
     async def play(self, server: "SessionServer", environments: EnvironmentRunner, max_attempts: int) -> PlayedGroup:
         """Play all episodes, each at most `max_attempts` times. Raises as `EpisodeRunner.play` does."""
         for attempt in range(1, max_attempts + 1):
@@ -90,7 +94,9 @@ class GroupPlay:
         """Play these episodes and keep what they gave. Return the first failure."""
         self._playing = [Episode(self._policy, index) for index in indexes]
         access = [server.open(episode) for episode in self._playing]
-        request = replace(self._request, access=access, on_end=lambda index: server.close(access[index]))
+        request = replace(
+            self._request, access=access, on_begin=self._begin, on_end=lambda index: server.close(access[index])
+        )
         try:
             results = await self._unless_broken(environments.play(request))
         finally:  # this may have been cancelled
@@ -101,6 +107,10 @@ class GroupPlay:
             raise RuntimeError(f"environment {self._request.name}: {len(results)} results of {len(indexes)} episodes")
         failures = [self._settle(*pair) for pair in zip(self._playing, results, strict=True)]
         return next((failure for failure in failures if failure is not None), None)
+
+    def _begin(self) -> None:
+        for episode in self._playing:
+            episode.begin()
 
     async def _unless_broken(self, play: Coroutine[Any, Any, list[PlayResult]]) -> list[PlayResult]:
         """Return the results. Raises the engine's error as soon as there is one."""
@@ -159,6 +169,10 @@ class EpisodeRunner:
         self._gate, self._encoder, self._environments, self._server = gate, encoder, environments, server
         self._max_attempts = max_attempts
         self._renderer = Renderer(encoder.tokenizer)
+
+    def num_groups(self) -> int:
+        """Return how many groups can be played at a time."""
+        return self._environments.num_groups()
 
     async def play(self, flight: Flight, generate: Generate, failures: Counter[str]) -> PlayedGroup:
         """Play all episodes of a group, and add failed tries to `failures`. When this is cancelled, all sessions end.
