@@ -1,0 +1,89 @@
+"""The environments of the benchmarks, and how services that a benchmark starts find them: as if they were installed."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from onbeat.environments import Message, Outcome, Session, Task
+from onbeat.environments.messages import without_id
+from onbeat.environments.tools import NO_TOOLS, methods_as_tools
+
+ENTRIES = """[onbeat.environments]
+bench_idle = bench_environments:Idle
+bench_lookup = bench_environments:EveryAnswerCalls
+"""
+# Answers are cut by their length, and nothing is between an answer and the next message: both sides then have the same
+# tokens. TRL takes only templates that show tools, their calls and their results.
+TEMPLATE = """{%- if tools %}<|im_start|>system
+{{ tools | tojson }}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LINE = "The list has nothing under that name. Look for another one."
+
+
+class Idle:
+    """A game that takes its time before each of its turns. Its reward is always the same, so nothing is trained."""
+
+    def __init__(self, num_turns: int, idle_s: float) -> None:
+        self._turns_left, self._idle_s = num_turns, idle_s
+
+    def init(self) -> None:
+        """Begin with the prompt."""
+
+    async def step(self, message: Message) -> tuple[str, float, bool]:
+        await asyncio.sleep(self._idle_s)
+        self._turns_left -= 1
+        return LINE, 0.0, self._turns_left == 0
+
+
+class Lookup:
+    """A tool in the shape that TRL's `environment_factory` takes."""
+
+    def reset(self, **row: Any) -> None:
+        self._seen: set[str] = set()
+
+    def look(self, text: str) -> str:
+        """Look for a text in a list.
+
+        Args:
+            text: what is looked for
+        """
+        self._seen |= set(text)
+        return LINE
+
+    def get_reward(self) -> float:
+        """Return a number that differs between most answers, so that every group is trained."""
+        return len(self._seen) / 100
+
+
+class EveryAnswerCalls:
+    """Lookup, whose tool gets each answer of the policy but the last: the small model of the benchmark calls none."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_turns = num_turns
+
+    async def run(self, task: Task, policy: Session) -> Outcome:
+        lookup, messages = Lookup(), list(task.messages)
+        lookup.reset()
+        tools = methods_as_tools(lookup, NO_TOOLS)
+        schemas = [tool.schema() for tool in tools.values()]
+        for _ in range(self._num_turns - 1):
+            messages.append(without_id(await policy.chat(messages, schemas)))
+            found = await tools["look"].call({"text": messages[-1]["content"]})
+            messages.append({"role": "tool", "name": "look", "content": found})
+        await policy.chat(messages, schemas)
+        return Outcome(lookup.get_reward())
+
+
+def install(site: Path) -> None:
+    """Write what `pip install` would leave behind, and put it on the path of all processes that this one starts."""
+    info = site / "bench_environments-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-environments\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    folders = (str(site), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))

