@@ -68,6 +68,7 @@ def review_folder(config: JobConfig, folder: Path) -> list[Complaint]:
     return (
         review_head(folder, model)
         or review_files(folder, model)
+        or review_template(config, folder)
         or review_context(config, context_tokens(model))
         or review_rotary(config, model)
     )
@@ -97,6 +98,22 @@ def review_files(folder: Path, model: dict[str, Any]) -> list[Complaint]:
     if not any(path.is_file() for pattern in TOKENIZERS for path in folder.glob(pattern)):
         return [("model.path", f"{folder} has no tokenizer; save it into the same folder (tokenizer.save_pretrained)")]
     return review_vocabulary(folder, text_config(model).get("vocab_size"), shapes)
+
+
+def review_template(config: JobConfig, folder: Path) -> list[Complaint]:
+    """Complain about a model without a chat template in a job of episodes. The trainer tries those that are there."""
+    if config.environment is None or not getattr(config.data, "as_chat", True):
+        return []
+    if any(folder.glob("*chat_template*")):
+        return []
+    try:
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return []  # the template may be elsewhere
+    if not isinstance(tokenizer, dict) or tokenizer.get("chat_template"):
+        return []
+    message = f"{folder} has no chat template, which episodes need; put chat_template.jinja into it, or set "
+    return [("model.path", f"{message}data.as_chat = false for an environment that sends token ids only")]
 
 
 def review_vocabulary(folder: Path, stated: object, shapes: dict[str, tuple[int, ...]]) -> list[Complaint]:

@@ -9,6 +9,7 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import find_objective
+from services.trainer.chat_template import check_chat_template
 from services.trainer.checkpoints.disk_space import little_room
 from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
@@ -43,6 +44,7 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
         give_back_large_at_once()
     torch.manual_seed(config.seed)
     source = resolve_model(config.model.path, settings.cache_dir)
+    check_chat_template(source, config)
     cores = f" ({num_cores} cores)" if num_cores else ""
     logger.info("job %s: loading %s on %s%s, %s", job.job_id, source, world.device, cores, describe(world, is_sharded))
     policy, reason = load_policy(source, config, world, is_sharded)

@@ -1,5 +1,6 @@
 """Prompts of further turns: sampled tokens stay as they are, and the tree forks where a template rewrites history."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -114,6 +115,19 @@ async def test_tools_are_described_where_the_template_knows_none():
     new = f"\n<|im_start|>user\n{answered}\n{answered}<|im_end|>\n<|im_start|>assistant\n"
     assert seen[1][0] == f"{seen[0][0]}{seen[0][1]}{new}"
     assert group.responses[0].turns[1].parent == 0
+
+
+async def test_template_that_hides_results_of_tools_gets_ours():
+    hides = QWEN_LIKE.replace("<tool_response>\n{{ message.content }}\n</tool_response>", "")
+    result = {"role": "tool", "tool_call_id": "x", "content": "3"}
+    _, seen = await seen_texts(end_with([QUESTION], [QUESTION, None, result], tools=[TOOL]), CALL_TEXT, template=hides)
+    assert "<tool_response>\n3\n</tool_response>" in seen[1][0]
+
+
+def test_template_that_knows_tools_shows_them_in_its_own_form():
+    text = ChatTemplate(tokenizer_of(QWEN_LIKE)).render([QUESTION], [TOOL], is_prompt=True)
+    assert f"# Tools{json.dumps(TOOL)}<|im_end|>" in text
+    assert "You may call functions" not in text
 
 
 async def test_tools_join_the_system_message_that_is_there():

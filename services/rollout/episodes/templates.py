@@ -1,8 +1,8 @@
 """A model's chat template as text: messages and tools in, the text of the prompt out.
 
-Templates that know no tools get them from us, in the form that Hermes and Qwen were trained on: the tools are
-described in the system message (in the first user message where the template takes no system), calls are part of an
-answer's text, and the results of tools are given by the role `user`.
+Templates that know no tools, or leave out their calls or results, get them from us, in the form that Hermes and Qwen
+were trained on: the tools are described in the system message (in the first user message where the template takes no
+system), calls are part of an answer's text, and the results of tools are given by the role `user`.
 """
 
 import json
@@ -14,10 +14,23 @@ from onbeat.environments import Message
 
 SENTINEL = "a-text-that-stands-for-an-answer"
 PROBE: Message = {"role": "user", "content": SENTINEL}
+TOOL_NAME, TOOL_PURPOSE, ARGUMENT, RESULT = "name-of-a-tool", "purpose-of-a-tool", "its-argument", "what-a-tool-returns"
 PROBE_TOOL = {
     "type": "function",
-    "function": {"name": SENTINEL, "description": "", "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": TOOL_NAME, "description": TOOL_PURPOSE, "parameters": {"type": "object", "properties": {}}},
 }
+CALL_ID = "000000000"
+PROBE_CALL: list[Message] = [
+    PROBE,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": CALL_ID, "type": "function", "function": {"name": TOOL_NAME, "arguments": {"query": ARGUMENT}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": CALL_ID, "name": TOOL_NAME, "content": RESULT},
+]
 TOOLS_SECTION = """# Tools
 
 You may call functions. These are the functions, one JSON object per line:
@@ -74,11 +87,12 @@ class ChatTemplate:
 
     @cached_property
     def _knows_tools(self) -> bool:
+        """Whether the template shows tools, calls and results: some leave one of them out without a word."""
         try:
-            with_tools = self._apply([PROBE], [PROBE_TOOL], is_prompt=True)
+            text = self._apply(PROBE_CALL, [PROBE_TOOL], is_prompt=True)
         except TemplateRefusal:
             return False
-        return with_tools != self._apply([PROBE], [], is_prompt=True)
+        return all(each in text for each in (TOOL_PURPOSE, ARGUMENT, RESULT))
 
     @cached_property
     def _takes_system(self) -> bool:
