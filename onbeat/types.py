@@ -310,6 +310,16 @@ class HostMemory(Record):
     total_bytes: int
 
 
+class EpisodeWait(Record):
+    """An episode that waits for its environment, at the moment of a heartbeat."""
+
+    group_id: str
+    episode: int
+    waits_for: str  # in words, such as: tool `search`
+    waited_s: float
+    left_s: float | None = None  # until the episode is given up; None: its environment is still being loaded
+
+
 class WorkerRecord(Record):
     """A rollout replica's last heartbeat."""
 
@@ -317,6 +327,7 @@ class WorkerRecord(Record):
     job_id: str | None = None
     state: str  # "idle" | "starting" | "updating" | "generating" | "draining"
     doing: str = ""  # the step of its start that it is at, or the environment that it waits for, in words
+    waiting_episode: EpisodeWait | None = None  # of its episodes, the one that waits longest; None: none waits for long
     policy_version: int | None = None
     num_in_flight: int = 0
     last_seen_at: float

@@ -101,6 +101,7 @@ def explain_pending(s: Situation) -> list[Finding]:
 def explain_running(s: Situation) -> list[Finding]:
     findings = [*explain_losses(s), explain_trainer(s), explain_opening(s)]
     findings += [explain_unit(s, unit) for unit in (*s.iterations, *s.evaluations)]
+    findings += waiting_episodes(s)
     findings += [*missing_rollouts(s), *silent_rollouts(s), *serving_rollouts(s), explain_deadline(s)]
     return [finding for finding in findings if finding is not None]
 
@@ -255,7 +256,8 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
     for worker, leases in sorted(held.items()):
         renewed_s, attempt = min(lease.idle_s for lease in leases), max(lease.attempt for lease in leases)
         who = f"{len(leases)} with {worker}"
-        doing = f"; {record.doing}" if (record := s.workers.get(worker)) and record.doing else ""
+        record = s.workers.get(worker)
+        doing = f"; {record.doing}" if record and record.doing and record.waiting_episode is None else ""
         parts.append(f"{who} (claimed or renewed {renewed_s:.0f} s ago, attempt {attempt} at most{doing})")
     back = [entry for entry in unit.waiting.values() if (lease := s.leases.get(entry)) and lease.is_handed_back]
     if back:
@@ -265,6 +267,22 @@ def describe_leases(s: Situation, unit: Unit) -> list[str]:
         since_s = max(0.0, s.now - min(map(time_of, fresh)))
         parts.append(f"{len(fresh)} unclaimed for {since_s:.0f} s: {why_unclaimed(s)}")
     return parts
+
+
+def waiting_episodes(s: Situation) -> list[Finding]:
+    """Describe, of each rollout, the episode that waits longest for its environment."""
+    found = []
+    for worker in s.live_workers():
+        if worker.job_id != s.job_id or (wait := worker.waiting_episode) is None:
+            continue
+        since_s = wait.waited_s + s.silence_s(worker)
+        left_s = None if wait.left_s is None else max(0.0, wait.left_s - s.silence_s(worker))
+        sentence = f"group {wait.group_id}: {worker.id} waits for {wait.waits_for} of episode {wait.episode} "
+        sentence += f"for {since_s:.0f} s"
+        sentence += "" if left_s is None else f"; the episode is given up in {left_s:.0f} s (environment.timeout_s)"
+        about = {"since_s": since_s, "next": "the episode is given up", "deadline_s": left_s}
+        found.append(s.find(sentence, who=worker.id, waits_for=wait.waits_for, **about))
+    return found
 
 
 def why_unclaimed(s: Situation) -> str:

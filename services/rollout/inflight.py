@@ -8,6 +8,7 @@ from typing import Protocol
 
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
+from onbeat.types import EpisodeWait
 
 
 class Stage(StrEnum):
@@ -25,6 +26,10 @@ class Episodes(Protocol):
     @property
     def doing(self) -> str:
         """The wait that takes longest, in words; '' when none takes long."""
+
+    @property
+    def wait(self) -> EpisodeWait | None:
+        """The same, for programs."""
 
     @property
     def num_waiting(self) -> int:
@@ -45,6 +50,10 @@ class Flight:
     def doing(self) -> str:
         """The wait of one of its episodes for the environment, in words; '' when there is nothing to say."""
         return self.episodes.doing if self.episodes is not None else ""
+
+    @property
+    def wait(self) -> EpisodeWait | None:
+        return self.episodes.wait if self.episodes is not None else None
 
     @property
     def num_places(self) -> int:

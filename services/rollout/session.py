@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.inspection import live_workers
-from onbeat.types import JobState
+from onbeat.types import EpisodeWait, JobState
 from services.rollout.attach import Attachment, EngineFactory, Parts, ServedJob, SourceFactory, staging_folder
 from services.rollout.puller import WeightsPuller
 
@@ -85,6 +85,13 @@ class Session:
             return self._attachment.doing
         flights = self._parts.loop.flights if self._parts is not None else ()
         return next((doing for flight in flights if (doing := flight.doing)), "")
+
+    @property
+    def waiting_episode(self) -> EpisodeWait | None:
+        """The episode that waits longest for its environment."""
+        flights = self._parts.loop.flights if self._parts is not None else ()
+        waits = [wait for flight in flights if (wait := flight.wait)]
+        return max(waits, key=lambda wait: wait.waited_s, default=None)
 
     @property
     def policy_version(self) -> int | None:

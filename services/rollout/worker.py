@@ -192,6 +192,7 @@ class Worker:
             "job_id": session.job_id,
             "state": session.state,
             "doing": session.doing,
+            "waiting_episode": session.waiting_episode,
             "policy_version": session.policy_version,
             "num_in_flight": session.num_in_flight,
             "tokens_per_s": session.tokens_per_s,

@@ -21,7 +21,7 @@ from onbeat.streams import inspection, keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import Finding, JobState, TrainerRecord, WorkerRecord
+from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.app import create_app
 from services.broker.doctor import diagnose, explain_silence
 from services.broker.explain import explain_job
@@ -178,10 +178,40 @@ async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: st
     assert deadline.deadline_s is not None
     assert 2900 < deadline.deadline_s <= 3000
     assert problems(findings) == []
-    waits = "group 0-5: episode 1 waits for its environment search for over 40 s"
-    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id, doing=waits)
+    await beat_rollout(ledger, pool, "rollout-a", "starting", job_id=job_id, doing="starting the engine")
     (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
-    assert f"attempt 1 at most; {waits}); 1 handed back" in unit.sentence
+    assert "attempt 1 at most; starting the engine); 1 handed back" in unit.sentence
+
+
+async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await ledger.rollout.claim(job_id, "rollout-a", 2, lease_s=30.0)
+    place = {"group_id": "0-5", "episode": 5}
+    wait = EpisodeWait(**place, waits_for="tool `search`", waited_s=41.0, left_s=19.0)
+    await beat_rollout(
+        ledger, pool, "rollout-a", "generating", job_id=job_id, doing="in other words", waiting_episode=wait
+    )
+    loading = EpisodeWait(**place, waits_for="environment shop (being loaded)", waited_s=12.0)
+    await beat_rollout(ledger, pool, "rollout-b", "generating", job_id=job_id, waiting_episode=loading)
+    elsewhere = EpisodeWait(**place, waits_for="tool `other`", waited_s=99.0)
+    await beat_rollout(ledger, pool, "rollout-c", "generating", job_id="another", waiting_episode=elsewhere)
+    findings = await explain_job(ledger, job_id)
+    (found,) = [finding for finding in findings if finding.who == "rollout-a"]
+    assert re.fullmatch(
+        r"group 0-5: rollout-a waits for tool `search` of episode 5 for 4[1-9] s; "
+        r"the episode is given up in 1\d s \(environment.timeout_s\)",
+        found.sentence,
+    )
+    assert (found.waits_for, found.next, found.is_problem) == ("tool `search`", "the episode is given up", False)
+    assert found.since_s is not None
+    assert found.deadline_s is not None
+    assert found.since_s + found.deadline_s == pytest.approx(60.0)
+    text = text_of(findings)
+    assert "group 0-5: rollout-b waits for environment shop (being loaded) of episode 5 for N s\n" in text
+    assert "in other words" not in text
+    assert "`other`" not in text
 
 
 @pytest.mark.parametrize(

@@ -272,10 +272,36 @@ async def test_flight_says_which_episode_waits_for_its_environment(monkeypatch):
         producing = asyncio.create_task(rig.producer.produce(flight))
         await has_called.wait()
         await asyncio.sleep(0.05)
-        assert flight.doing.startswith("group 3-0: episode 0 waits for its environment test for over ")
+        assert flight.doing.startswith("group 3-0: episode 0 waits for environment test (after call 1) for over ")
         may_end.set()
         await producing
     assert flight.doing == ""
+    assert flight.wait is None
+
+
+async def test_wait_for_a_tool_is_named_with_the_time_that_is_left(monkeypatch):
+    monkeypatch.setattr(runner_module, "SHOWN_WAIT_S", 0.01)
+    may_end, has_called = asyncio.Event(), asyncio.Event()
+    tools = [{"type": "function", "function": {"name": name}} for name in ("search", "read")]
+
+    async def wait(task, policy):
+        await policy.chat(task.messages, tools)
+        has_called.set()
+        await may_end.wait()
+        return Outcome(0.0)
+
+    calls = [f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in ("search", "read", "no such tool")]
+    async with playing(wait, "".join(calls)) as rig:
+        flight = flight_of(timeout_s=60.0)
+        producing = asyncio.create_task(rig.producer.produce(flight))
+        await has_called.wait()
+        await until(lambda: flight.wait is not None)
+        found = flight.wait
+        may_end.set()
+        await producing
+    assert found is not None
+    assert (found.group_id, found.episode, found.waits_for) == ("3-0", 0, "tools `search`, `read`")
+    assert 0 < found.waited_s < 60 - found.left_s < 30
 
 
 async def test_group_without_a_common_first_token_has_no_prompt():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onbeat.environments import Message
+from onbeat.types import EpisodeWait
 from services.rollout.engine import GeneratedResponse, Sampling
 from services.rollout.episodes import toolcalls
 from services.rollout.episodes.bodies import (
@@ -31,6 +32,7 @@ from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
 
 SHORT_WAIT_S = 0.5  # an environment that answers sooner keeps its episode's place in the engine
+MAX_NAMES, MAX_NAME = 3, 64  # tools that are named, and characters of a name
 MAX_CHARS_PER_TOKEN = 32  # longer messages do not fit the context, and are not even tokenised
 
 # It asks the engine for one response, on the policy version that the group is pinned to.
@@ -78,7 +80,9 @@ class Episode:
         self._calls: list[Call] = []
         self._num_begun = 0  # calls, the cancelled ones included
         self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()
-        self._has_begun = self._is_over = False
+        self._tools_called: list[str] = []  # by the last answer, as far as there are such tools
+        self._is_over = False
+        self._began_at: float | None = None  # None: the environment is being loaded
         self._waits_since = time.monotonic()
 
     @property
@@ -95,12 +99,26 @@ class Episode:
     def holds_place(self) -> bool:
         """Whether it has a place in the engine, or is about to take one: not while its environment takes longer, nor at
         the end. An environment that is still being loaded is about to call."""
-        return not self._is_over and (not self._has_begun or self.waited_s < SHORT_WAIT_S)
+        return not self._is_over and (self._began_at is None or self.waited_s < SHORT_WAIT_S)
 
     def begin(self) -> None:
         """Give the word to the environment."""
-        self._has_begun = True
-        self._waits_since = time.monotonic()
+        self._began_at = self._waits_since = time.monotonic()
+
+    def wait(self, environment: str, timeout_s: float) -> EpisodeWait:
+        """Describe its wait for its environment, which has this name and this time limit."""
+        what = f"environment {environment} "
+        if self._tools_called:
+            names = (f"`{name[:MAX_NAME]}`" for name in self._tools_called[:MAX_NAMES])
+            what = f"tool{'s' * (len(self._tools_called) > 1)} {', '.join(names)}"
+        elif self._began_at is None:
+            what += "(being loaded)"
+        else:
+            what += f"(after call {len(self._calls)})" if self._calls else "(before its first call)"
+        left_s = None if self._began_at is None else max(0.0, self._began_at + timeout_s - time.monotonic())
+        return EpisodeWait(
+            group_id=self._policy.group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s
+        )
 
     def end(self) -> None:
         """Refuse further calls, and cancel those in flight."""
@@ -130,6 +148,9 @@ class Episode:
             raise CallRefused(400, "invalid_messages", str(error), "messages") from error
         call = await self._call(prompt, wanted, new_json)
         answer = to_answer(call, has_tools=bool(tools))
+        offered = {tool.function.name for tool in body.tools or ()}
+        called = (each["function"]["name"] for each in answer.message.get("tool_calls", ()))
+        self._tools_called = [name for name in called if name in offered]
         self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(answer.message)))
         return answer
 
@@ -144,6 +165,7 @@ class Episode:
             message = f"token_ids: {wrong} is none of the model's {num_known} tokens"
             raise CallRefused(400, "invalid_request", message, "token_ids")
         call = await self._call(Prompt(body.token_ids, None, 0), wanted, "[]")
+        self._tools_called = []
         return to_answer(call, has_tools=False)
 
     # ---- one call ------------------------------------------------------------------------------------------------

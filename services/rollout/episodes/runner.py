@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.environments import Outcome, Task
 from onbeat.streams.codec import MAX_REWARD, PromptTask, Response
+from onbeat.types import EpisodeWait
 from services.rollout import meters
 from services.rollout.episodes.contract import EnvironmentRunner, PlayRequest, PlayResult
 from services.rollout.episodes.episode import Episode, Generate, Policy, Vocabulary
@@ -61,17 +62,20 @@ class GroupPlay:
         self._cut_short = ""
 
     @property
-    def doing(self) -> str:
-        """The episode that waits longest for its environment, in words, or that did when the group was cancelled; ''
-        when none waits for long."""
-        if self._cut_short:
-            return self._cut_short
+    def wait(self) -> EpisodeWait | None:
+        """The wait of the episode that waits longest for its environment; None when none waits for long."""
         episode = max(self._playing, key=lambda each: each.waited_s, default=None)
         if episode is None or episode.waited_s < SHOWN_WAIT_S:
-            return ""
-        waited_s = episode.waited_s // SHOWN_WAIT_S * SHOWN_WAIT_S  # heartbeats carry it: it should not change often
-        who = f"group {self._policy.group_id}: episode {episode.index}"
-        return f"{who} waits for its environment {self._request.name} for over {waited_s:.0f} s"
+            return None
+        return episode.wait(self._request.name, self._request.timeout_s)
+
+    @property
+    def doing(self) -> str:
+        """That wait in words, or the one when the group was cancelled."""
+        if self._cut_short or (wait := self.wait) is None:
+            return self._cut_short
+        waited_s = wait.waited_s // SHOWN_WAIT_S * SHOWN_WAIT_S  # heartbeats carry it: it should not change often
+        return f"group {wait.group_id}: episode {wait.episode} waits for {wait.waits_for} for over {waited_s:.0f} s"
 
     @property
     def num_waiting(self) -> int:
