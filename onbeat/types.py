@@ -66,6 +66,19 @@ class EvaluationState(StrEnum):
         return self in (EvaluationState.DONE, EvaluationState.FAILED)
 
 
+class EpisodeFailureKind(StrEnum):
+    """The reason why a try of an episode has no result."""
+
+    RAISED = "raised"  # by the environment
+    TIMEOUT = "timeout"  # it ran longer than `environment.timeout_s`
+    CRASHED = "crashed"  # its process ended
+    MEMORY = "memory"  # beyond its limit
+    OUTPUT = "output"  # it printed too much
+    INVALID = "invalid"  # what it returned is no Outcome
+    LOAD = "load"  # it cannot be imported or built
+    NO_CALL = "no_call"  # it never called the policy
+
+
 class Verdict(StrEnum):
     """The submission script's verdict on a group."""
 
@@ -233,6 +246,7 @@ class EpisodeTurn(Record):
     messages: list[dict[str, Any]] = []  # the new ones (at first: behind the prompt), from the environment; not trained
     text: str  # sampled, and trained
     num_observed_tokens: int  # in its prompt, behind what it shares with the turns before
+    num_cached_tokens: int = 0  # of its prompt, that the engine did not compute again; 0 also where it is not known
     num_tokens: int  # sampled; those of an episode follow one another in the response
     finish_reason: str
     call_id: str = ""

@@ -1,9 +1,9 @@
 """The messages of the streams: protobuf, checked on arrival. No other module uses the generated ones.
 
 A RolloutGroup that passes `decode_group` keeps the promises of rollout.proto: one logprob per token, rewards in bounds,
-version spans that cover every response exactly, the length of each token's text or none, and turns that are a tree and
-sampled all of the tokens. Logprobs are checked to be finite where they are made and used, durations and the sum of the
-lengths where a group is submitted.
+version spans that cover every response exactly, the length of each token's text or none, turns that are a tree and
+sampled all of the tokens, and kinds of failed episodes that there are. Logprobs are checked to be finite where they are
+made and used, durations and the sum of the lengths where a group is submitted.
 """
 
 import math
@@ -24,6 +24,7 @@ from onbeat.rollout.v1.rollout_pb2 import (
     Turn,
     VersionSpan,
 )
+from onbeat.types import EpisodeFailureKind
 
 __all__ = [
     "MAX_DURATION_S",
@@ -108,6 +109,11 @@ def check_group(group: RolloutGroup) -> None:
 
 def check_content(group: RolloutGroup) -> None:
     """Check all of a group but its durations. Raise ValueError like `check_group`."""
+    if unknown := sorted(set(group.failed_episodes) - set(EpisodeFailureKind)):
+        kinds = ", ".join(EpisodeFailureKind)
+        raise ValueError(
+            f"group {group.group_id}: {unknown[0]!r:.80} is no kind of a failed episode; there are: {kinds}"
+        )
     if group.HasField("failure"):
         if group.responses:
             raise ValueError(f"group {group.group_id}: a failed group holds no responses")
@@ -153,7 +159,10 @@ def problem_of_turns(response: Response, num_prompt: int) -> str:
             return f"turn {index} shares {turn.num_shared} tokens, not {num_prompt} to {longest}"
         if turn.num_sampled < 1:
             return f"turn {index} sampled no token"
-        path_lengths.append(turn.num_shared + len(turn.observed_token_ids) + turn.num_sampled)
+        num_tokens = turn.num_shared + len(turn.observed_token_ids)
+        if turn.num_cached_tokens > num_tokens:
+            return f"turn {index} has {turn.num_cached_tokens} cached tokens of a prompt of {num_tokens}"
+        path_lengths.append(num_tokens + turn.num_sampled)
     num_sampled, num_tokens = sum(turn.num_sampled for turn in response.turns), len(response.token_ids)
     if num_sampled != num_tokens:
         return f"its turns sampled {num_sampled} tokens, and it has {num_tokens}"

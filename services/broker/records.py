@@ -160,6 +160,7 @@ def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
             messages=messages_of(turn),
             text=response.text[start : start + turn.num_characters],
             num_observed_tokens=len(turn.observed_token_ids),
+            num_cached_tokens=turn.num_cached_tokens,
             num_tokens=turn.num_sampled,
             finish_reason=turn.finish_reason,
             call_id=turn.call_id,

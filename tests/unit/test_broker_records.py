@@ -284,7 +284,13 @@ def test_turns_show_what_each_call_saw_and_said() -> None:
         turns=[
             Turn(num_shared=4, num_sampled=3, num_characters=6, finish_reason="stop"),
             Turn(
-                parent=0, num_shared=7, observed_token_ids=[1, 2], num_sampled=1, num_characters=1, messages_json=asked
+                parent=0,
+                num_shared=7,
+                observed_token_ids=[1, 2],
+                num_sampled=1,
+                num_characters=1,
+                messages_json=asked,
+                num_cached_tokens=5,
             ),
             Turn(parent=1, num_shared=6, num_sampled=2, num_characters=3, messages_json="[{", reward=float("nan")),
         ],
@@ -293,5 +299,6 @@ def test_turns_show_what_each_call_saw_and_said() -> None:
     assert [turn.text for turn in turns] == ["add it", " ", "now"]
     assert [turn.continues for turn in turns] == [None, 0, 1]
     assert [turn.is_fork for turn in turns] == [False, False, True]  # 6 of the 10 tokens to the end of turn 1
+    assert [turn.num_cached_tokens for turn in turns] == [0, 5, 0]
     assert turns[1].messages == [{"role": "tool", "content": "9"}]
     assert (turns[2].messages, turns[2].reward) == ([], None)  # what cannot be read is left out

@@ -373,7 +373,7 @@ def test_an_observed_token_that_the_model_lacks_is_refused(tmp_path):
 def test_metrics_are_means_over_episodes():
     stats, other = IterationStats(0), IterationStats(0)
     group = make_episodes(shapes=[SHAPES["several levels"], SHAPES["chain"], 2])
-    group.failed_episodes["timed_out"] = 2
+    group.failed_episodes["timeout"] = 2
     group.failed_episodes["crashed"] = 1
     for response in group.responses:
         for turn in response.turns:
@@ -391,7 +391,7 @@ def test_metrics_are_means_over_episodes():
         "episode/generate_s": 5 / 3,
         "episode/cached_frac": 7 * 4 / 91,
         "episode/failed": 3,
-        "episode/failed_timed_out": 2,
+        "episode/failed_timeout": 2,
         "episode/failed_crashed": 1,
     }
     assert report["response_tokens"] == 16 + 9 + 4 + 2 * 3, "what was sampled"

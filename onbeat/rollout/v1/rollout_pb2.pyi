@@ -271,7 +271,7 @@ class RolloutGroup(_message.Message):
     def timings(self) -> Global___Timings: ...
     @_builtins.property
     def failed_episodes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """tries of its episodes that failed before, by kind"""
+        """tries of its episodes that failed before, by EpisodeFailureKind"""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ import asyncio
 
 from onbeat.confine import MEBIBYTE
 from onbeat.memory import read_memory
+from onbeat.types import EpisodeFailureKind
 from services.rollout.environments.process import EnvironmentProcess, ProcessFailed, Program
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 
@@ -27,7 +28,7 @@ class EnvironmentProcesses:
     async def play(self, request: PlayRequest) -> list[PlayResult]:
         """Play all episodes side by side in one process; see EnvironmentRunner."""
         results: dict[int, PlayResult] = {}
-        failure = EpisodeFailure("crashed", "the environment's process gave no result")
+        failure = EpisodeFailure(EpisodeFailureKind.CRASHED, "the environment's process gave no result")
         async with self._turns:
             try:
                 await self._play(request, results)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from onbeat.environments import Outcome
+from onbeat.types import EpisodeFailureKind as Kind
 from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
@@ -91,7 +92,7 @@ class EnvironmentProcess:
         try:
             child = await ChildProcess.start("the environment's process", module, memory)
         except OSError as error:
-            raise ProcessFailed(EpisodeFailure("crashed", f"no process could be started: {error}")) from error
+            raise ProcessFailed(EpisodeFailure(Kind.CRASHED, f"no process could be started: {error}")) from error
         return cls(child, program)
 
     @property
@@ -109,16 +110,16 @@ class EnvironmentProcess:
                 await self._load()
             await self._play(request, results)
         except ChildDied as error:
-            raise ProcessFailed(EpisodeFailure("output" if error.is_flood else "crashed", str(error))) from error
+            raise ProcessFailed(EpisodeFailure(Kind.OUTPUT if error.is_flood else Kind.CRASHED, str(error))) from error
 
     async def _load(self) -> None:
         try:
             await self._child.send({"name": self.program.name, "options": json.loads(self.program.options_json)})
             answer = self._read(await self._child.receive(LOAD_S))
         except TimeoutError as error:
-            raise ProcessFailed(EpisodeFailure("load", f"it was not loaded within {LOAD_S:g} s")) from error
+            raise ProcessFailed(EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")) from error
         if isinstance(answer, Failed):
-            raise ProcessFailed(EpisodeFailure(answer.kind, answer.message))
+            raise ProcessFailed(EpisodeFailure(Kind(answer.kind), answer.message))
         if not isinstance(answer, Loaded):
             raise out_of_step()
         self._is_loaded = True
@@ -141,7 +142,7 @@ class EnvironmentProcess:
                 f"the episode took longer than {request.timeout_s:g} s and its process does not answer: code that does "
                 "not await holds up all episodes of a group"
             )
-            raise ProcessFailed(EpisodeFailure("timeout", message)) from error
+            raise ProcessFailed(EpisodeFailure(Kind.TIMEOUT, message)) from error
 
     def _read(self, line: bytes) -> Loaded | Ended | Failed:
         try:
@@ -156,7 +157,7 @@ class EnvironmentProcess:
         if isinstance(answer, Ended):
             return Outcome(answer.reward, answer.parts, answer.turn_rewards)
         self._is_spoilt = self._is_spoilt or answer.kind in SPOILING
-        return EpisodeFailure(answer.kind, answer.message)
+        return EpisodeFailure(Kind(answer.kind), answer.message)
 
     async def kill(self) -> None:
         await self._child.kill()

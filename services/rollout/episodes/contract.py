@@ -6,13 +6,10 @@ failure per episode. It never sees tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from onbeat.environments import Outcome, Task
-
-# raised: by the environment. timeout: it ran longer than `timeout_s`. crashed: its process ended. memory: beyond its
-# limit. invalid: what it returned is no Outcome. load: it cannot be imported or built. output: it printed too much.
-FailureKind = Literal["raised", "timeout", "crashed", "memory", "invalid", "load", "output"]
+from onbeat.types import EpisodeFailureKind
 
 
 def ignore(*_: int) -> None:
@@ -47,7 +44,7 @@ class PlayRequest:
 class EpisodeFailure:
     """An episode that has no outcome, and why."""
 
-    kind: FailureKind
+    kind: EpisodeFailureKind
     message: str
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.environments import Outcome, Task
 from onbeat.streams.codec import MAX_REWARD, PromptTask, Response
-from onbeat.types import EpisodeWait
+from onbeat.types import EpisodeFailureKind, EpisodeWait
 from services.rollout import meters
-from services.rollout.episodes.contract import EnvironmentRunner, PlayRequest, PlayResult
+from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.episodes.episode import Episode, Generate, Policy, Vocabulary
 from services.rollout.episodes.recorder import Call, common_prompt, to_response
 from services.rollout.episodes.rendering import Renderer
@@ -35,9 +35,9 @@ SHOWN_WAIT_S = 10.0  # a shorter wait for an environment is not worth a word
 
 class EnvironmentFailed(Exception):
     """An episode has failed as often as the job allows; another rollout may have more luck. `kind`: of its last
-    failure, as in `contract`, or no_call."""
+    failure."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, kind: EpisodeFailureKind, message: str) -> None:
         super().__init__(f"{kind}: {message[:MAX_MESSAGE]}")
         self.kind = kind
 
@@ -137,13 +137,16 @@ class GroupPlay:
 
     def _settle(self, episode: Episode, result: PlayResult) -> EnvironmentFailed | None:
         calls = episode.calls
-        kind, message = problem_of(result, calls) if isinstance(result, Outcome) else (result.kind, result.message)
-        meters.EPISODES.labels(outcome=kind or "finished").inc()
-        if kind or not isinstance(result, Outcome):
-            self._failures[kind] += 1
-            return EnvironmentFailed(kind, f"episode {episode.index} of environment {self._request.name}: {message}")
-        self._finished[episode.index] = (calls, result)
-        return None
+        if isinstance(result, Outcome):
+            result = judge(result, calls)
+        if isinstance(result, Outcome):
+            meters.EPISODES.labels(outcome="finished").inc()
+            self._finished[episode.index] = (calls, result)
+            return None
+        meters.EPISODES.labels(outcome=result.kind).inc()
+        self._failures[result.kind] += 1
+        message = f"episode {episode.index} of environment {self._request.name}: {result.message}"
+        return EnvironmentFailed(result.kind, message)
 
     async def _to_group(self) -> PlayedGroup:
         """Put the recorded calls together; other tasks get a turn between episodes."""
@@ -231,12 +234,17 @@ def to_request(task: PromptTask) -> PlayRequest:
     )
 
 
-def problem_of(outcome: Outcome, calls: Sequence[Call]) -> tuple[str, str]:
-    """Return the kind of failure that an outcome is, and why; two empty strings when it is none."""
+def judge(outcome: Outcome, calls: Sequence[Call]) -> PlayResult:
+    """Return the outcome, or the failure that it is."""
     if not calls:
-        return "no_call", "it ended without a call of the policy, so there is nothing to train on"
+        message = "it ended without a call of the policy, so there is nothing to train on"
+        return EpisodeFailure(EpisodeFailureKind.NO_CALL, message)
     for name, number in [("reward", outcome.reward), *outcome.parts.items(), *outcome.turn_rewards.items()]:
         if not -MAX_REWARD <= number <= MAX_REWARD:
-            return "invalid", f"its {name} is {number}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+            message = f"its {name} is {number}, not a number from -{MAX_REWARD} to {MAX_REWARD}"
+            return EpisodeFailure(EpisodeFailureKind.INVALID, message)
     unknown = sorted(outcome.turn_rewards.keys() - {call.call_id for call in calls})
-    return ("invalid", f"turn_rewards names {unknown[0]!r}, which is none of its calls") if unknown else ("", "")
+    if unknown:
+        message = f"turn_rewards names {unknown[0]!r}, which is none of its calls"
+        return EpisodeFailure(EpisodeFailureKind.INVALID, message)
+    return outcome
