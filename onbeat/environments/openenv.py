@@ -7,6 +7,7 @@ The address comes from the package that the operator installed, never from a job
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -66,12 +67,12 @@ class OpenEnvGame:
 
     async def close(self) -> None:
         if self._socket is not None:
-            await self._socket.send(json.dumps({"type": "close"}))
+            await self._send({"type": "close"})
             await self._socket.close()
 
     async def _ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send one message and return the data of the answer. Raises RuntimeError when the server reports an error."""
-        await self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
+        await self._send({"type": kind} | ({} if data is None else {"data": data}))
         async with asyncio.timeout(ANSWER_S):
             answer = json.loads(await self._socket.recv())
         if answer["type"] == "error":
@@ -79,3 +80,10 @@ class OpenEnvGame:
             raise RuntimeError(f"the OpenEnv server refuses {kind}: {details.get('code')}: {details.get('message')}")
         content: dict[str, Any] = answer["data"]
         return content
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        """Send a message. A server that has hung up may have said why: the next answer is that, or raises."""
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):
+            await self._socket.send(json.dumps(message))

@@ -1,7 +1,6 @@
-"""Environments behind real servers on loopback: MCP over stdio and HTTP, OpenEnv's WebSocket."""
+"""Environments behind a real MCP server on loopback, over stdio and HTTP."""
 
 import asyncio
-import json
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from websockets.asyncio.server import ServerConnection, serve
 
 from onbeat.environments import Message, Outcome, Task
 from onbeat.environments.mcp import McpEnvironment
@@ -105,68 +103,3 @@ def test_mcp_environment_needs_one_reward():
     for rewards in ({}, {"reward": "exact", "reward_tool": "grade"}):
         with pytest.raises(ValueError, match="either `reward`, an installed one, or `reward_tool`"):
             McpEnvironment(STDIO, **rewards)
-
-
-# ---- OpenEnv ---------------------------------------------------------------------------------------------------------
-
-
-class EchoServer:
-    """An environment server that speaks OpenEnv's protocol: three steps, each rewarded by the length of its message."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict] = []
-
-    async def play(self, socket: ServerConnection) -> None:
-        num_steps = 0
-        async for text in socket:
-            message = json.loads(text)
-            self.seen.append(message)
-            match message["type"]:
-                case "reset":
-                    data = {"observation": {"echo": "ready"}, "reward": None, "done": False}
-                case "step" if "message" in message["data"]:
-                    num_steps += 1
-                    said = message["data"]["message"]
-                    data = {"observation": {"echo": said}, "reward": len(said) / 10, "done": num_steps == 3}
-                case "state":
-                    await socket.send(json.dumps({"type": "state", "data": {"step_count": num_steps}}))
-                    continue
-                case "close":
-                    return
-                case _:
-                    error = {"code": "VALIDATION_ERROR", "message": "message: Field required"}
-                    await socket.send(json.dumps({"type": "error", "data": error}))
-                    continue
-            await socket.send(json.dumps({"type": "observation", "data": data}))
-
-
-@pytest.fixture
-async def openenv() -> AsyncIterator[tuple[str, EchoServer]]:
-    server = EchoServer()
-    async with serve(server.play, "127.0.0.1", 0) as listening:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", server
-
-
-async def test_openenv_episode_is_played_to_its_end(openenv):
-    url, server = openenv
-    session = ScriptedSession(says("a"), says("bb"), says("ccc"), says("never asked"))
-    outcome = await openenv_environment(url, to_text=lambda seen: seen["echo"]).run(TASK, session)
-    assert outcome.reward == pytest.approx(0.6)
-    assert list(outcome.turn_rewards.values()) == [0.1, 0.2, 0.3]
-    assert session.asked[0] == [{"role": "user", "content": "2 + 3 =\nready"}]
-    assert session.asked[1][-1] == {"role": "user", "content": "a"}
-    assert [message["type"] for message in server.seen] == ["reset", "step", "step", "step", "close"]
-    assert server.seen[0]["data"] == {"seed": 4}
-
-
-async def test_openenv_error_is_a_failure_and_closes_the_connection(openenv):
-    url, server = openenv
-    environment = openenv_environment(url, to_action=lambda text: {"guess": text})
-    with pytest.raises(RuntimeError, match="refuses step: VALIDATION_ERROR: message: Field required"):
-        await environment.run(TASK, ScriptedSession(says("a")))
-    assert server.seen[-1] == {"type": "close"}
-
-
-async def test_openenv_server_that_is_not_there_is_a_failure():
-    with pytest.raises(OSError, match=r"127\.0\.0\.1"):
-        await openenv_environment("ws://127.0.0.1:9").run(TASK, ScriptedSession(says("a")))
