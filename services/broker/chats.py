@@ -1,29 +1,21 @@
-"""The chats of a broker: it hands them to rollouts of the job and waits for the answers; every wait has a deadline."""
+"""The chats of a broker: it hands them to rollouts and passes on what they answer; every wait has a deadline."""
 
 import contextlib
+import secrets
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
+from onbeat.completions import ChatFailed, CompletionRequest
 from onbeat.errors import JobNotFound
-from onbeat.streams.chat import FIRST, Alive, ChatRequest, Chats, Done, Failed, Piece, Reply
+from onbeat.streams.chat import FIRST, Chats, Reply
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
-from onbeat.types import SILENT_S, JobState
+from onbeat.types import JobState
 
 SERVED_STATES = (JobState.RUNNING, JobState.PAUSED)  # a rollout stays with a paused job
 READ_S = 1.0  # the longest delay until a stopping broker ends a chat
 ROLLOUT_SILENT_S = 15.0  # a rollout that has taken a chat reports it every second
-RETRY_AFTER_S = 5
-
-
-class ChatFailed(Exception):
-    """An error as the answer: its HTTP status, a code for programs and a message that says what to do."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
 
 
 @dataclass(frozen=True)
@@ -43,85 +35,13 @@ class TrainedModel:
     created_at: float
 
 
-class Conversation:
-    """A request that a rollout is asked to answer. It must be closed, whatever happens."""
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        chats: Chats,
-        model: TrainedModel,
-        request: ChatRequest,
-        entry: str,
-        limits: ChatLimits,
-        is_stopping: Callable[[], bool],
-    ) -> None:
-        self._ledger, self._chats, self._model, self._request = ledger, chats, model, request
-        self._entry, self._limits, self._is_stopping = entry, limits, is_stopping
-        self.id = request.id
-        self._asked_at = self._heard_at = time.monotonic()
-        self._is_taken = False
-        self._cursor = FIRST
-        self._replies: deque[Reply] = deque()
-
-    async def next(self) -> Piece | Done:
-        """Return the next piece of the answer; Done is the last. Raises ChatFailed."""
-        while True:
-            while self._replies:
-                reply = self._replies.popleft()
-                if isinstance(reply, Failed):
-                    raise ChatFailed(reply.status, reply.code, reply.message, reply.param)
-                if not isinstance(reply, Alive):
-                    return reply
-            await self._check_deadlines()
-            for entry, reply in await self._chats.read(self._model.job_id, self._request.id, self._cursor, READ_S):
-                self._cursor, self._is_taken, self._heard_at = entry, True, time.monotonic()
-                self._replies.append(reply)
-
-    async def close(self) -> None:
-        """Withdraw the request; the rollout stops if it has not finished."""
-        await self._chats.withdraw(self._model.job_id, self._entry)
-        await self._chats.close(self._model.job_id, self._request.id)
-
-    async def _check_deadlines(self) -> None:
-        now = time.monotonic()
-        if self._is_stopping():
-            raise ChatFailed(503, "broker_stopping", "this broker ends; ask again")
-        if now - self._asked_at > self._limits.answer_s:
-            message = f"the answer was not complete after {self._limits.answer_s:g} s (ONBEAT_CHAT_ANSWER_S); "
-            raise ChatFailed(504, "timeout", message + "ask for fewer tokens")
-        if self._is_taken:
-            if now - self._heard_at > ROLLOUT_SILENT_S:
-                message = f"the rollout has said nothing for {ROLLOUT_SILENT_S:.0f} s; ask again, another may answer"
-                raise ChatFailed(503, "rollout_silent", message)
-        elif now - self._asked_at > self._limits.take_s:
-            if await self._chats.withdraw(self._model.job_id, self._entry):
-                raise ChatFailed(503, "no_rollout", await self._why_not_taken())
-            self._is_taken, self._heard_at = True, now
-
-    async def _why_not_taken(self) -> str:
-        job_id, now = self._model.job_id, await self._ledger.now()
-        workers = [
-            worker
-            for worker in await self._ledger.workers.records(self._model.pool)
-            if worker.job_id == job_id and now - worker.last_seen_at < SILENT_S
-        ]
-        state = await self._ledger.jobs.state(job_id)
-        if not workers:
-            reason = f"no rollout serves job {job_id}, which is {state}"
-        else:
-            doing = ", ".join(sorted({worker.state for worker in workers}))
-            reason = f"the rollouts of job {job_id} ({len(workers)}: {doing}) are starting, busy with other chats, or "
-            reason += "have ONBEAT_CHAT_SLOTS=0"
-        return f"{reason}; not taken within {self._limits.take_s:g} s. `onbeat doctor {job_id}` says what it waits for"
-
-
 class ChatDesk:
     """The chats of one broker."""
 
     def __init__(self, ledger: Ledger, limits: ChatLimits, is_stopping: Callable[[], bool]) -> None:
         self._ledger, self._limits, self._is_stopping = ledger, limits, is_stopping
-        self._chats = Chats(ledger.redis)
+
+    # ---- models --------------------------------------------------------------------------------------------------
 
     async def models(self) -> list[TrainedModel]:
         """Return the models of jobs that rollouts serve, the oldest first."""
@@ -154,24 +74,65 @@ class ChatDesk:
             raise ChatFailed(404, "model_not_found", message, "model")
         return model
 
-    async def open(self, model: TrainedModel, request: ChatRequest) -> Conversation:
-        """Submit a request. Raises ChatFailed when it asks for too many tokens or the queue is full."""
-        if request.max_tokens is not None and request.max_tokens > self._limits.max_tokens:
-            message = f"max_tokens is {request.max_tokens}; at most {self._limits.max_tokens} (ONBEAT_CHAT_MAX_TOKENS)"
-            raise ChatFailed(400, "invalid_value", message, "max_tokens")
-        entry = await self._chats.ask(model.job_id, request, self._limits.max_waiting)
-        if entry is None:
-            message = f"{self._limits.max_waiting} chats wait for the rollouts of {model.job_id} already; try again"
-            raise ChatFailed(429, "queue_full", message)
-        place = (self._ledger, self._chats, model, request, entry)
-        return Conversation(*place, self._limits, self._is_stopping)
-
     async def _read(self, job_id: str) -> TrainedModel | None:
         try:
             fields = await self._ledger.jobs.fields(job_id)
         except JobNotFound:
             return None
         return model_of(job_id, fields)
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def converse(self, job_id: str, request: CompletionRequest) -> AsyncIterator[AsyncGenerator[Reply]]:
+        """Ask the rollouts of a job, and yield the parts of the answer; the last may be an error. When this context
+        ends, so does the generation. Raises ChatFailed; JobNotFound when the job was deleted meanwhile."""
+        limits, chat_id = self._limits, f"chatcmpl-{secrets.token_hex(12)}"
+        chats = Chats(self._ledger.redis, job_id)
+        if (request.wanted_tokens or 0) > limits.max_tokens:
+            message = f"max_tokens is {request.wanted_tokens}; at most {limits.max_tokens} (ONBEAT_CHAT_MAX_TOKENS)"
+            raise ChatFailed(400, "invalid_value", message, "max_tokens")
+        entry = await chats.ask(chat_id, request, limits.max_waiting)
+        if entry is None:
+            message = f"{limits.max_waiting} chats wait for the rollouts of {job_id} already; try again"
+            raise ChatFailed(429, "queue_full", message)
+        try:
+            yield self._listen(chats, chat_id, entry)
+        finally:
+            await chats.withdraw(entry)
+            await chats.close(chat_id)
+
+    async def _listen(self, chats: Chats, chat_id: str, entry: str) -> AsyncGenerator[Reply]:
+        """Yield replies that have something to say, up to the last. Raises as `converse` does."""
+        limits, cursor, is_taken = self._limits, FIRST, False
+        answer_by, hear_by = time.monotonic() + limits.answer_s, time.monotonic() + limits.take_s
+        while True:
+            now = time.monotonic()
+            if self._is_stopping():
+                raise ChatFailed(503, "broker_stopping", "this broker ends; ask again")
+            if now > answer_by:
+                message = f"the answer was not complete after {limits.answer_s:g} s (ONBEAT_CHAT_ANSWER_S); "
+                raise ChatFailed(504, "timeout", message + "ask for fewer tokens")
+            if now > hear_by:
+                if is_taken:
+                    message = f"the rollout has said nothing for {ROLLOUT_SILENT_S:.0f} s; "
+                    raise ChatFailed(503, "rollout_silent", message + "ask again, another may answer")
+                if await chats.withdraw(entry):
+                    raise ChatFailed(503, "no_rollout", await self._why_not_taken(chats.job_id))
+                is_taken, hear_by = True, now + ROLLOUT_SILENT_S
+            for entry_id, reply in await chats.read(chat_id, cursor, READ_S):
+                cursor, is_taken, hear_by = entry_id, True, time.monotonic() + ROLLOUT_SILENT_S
+                if reply.body or reply.is_last:
+                    yield reply
+                if reply.is_last:
+                    return
+
+    async def _why_not_taken(self, job_id: str) -> str:
+        state, take_s = await self._ledger.jobs.state(job_id), self._limits.take_s
+        return (
+            f"no rollout of job {job_id}, which is {state}, took it within {take_s:g} s: there is none, or all are "
+            f"starting, busy or have ONBEAT_CHAT_SLOTS=0; `onbeat doctor {job_id}` says what it waits for"
+        )
 
 
 def model_of(job_id: str, fields: dict[str, str]) -> TrainedModel:

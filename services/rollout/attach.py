@@ -21,12 +21,12 @@ from onbeat.weights.pull import Pull
 from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters
-from services.rollout.chat import ChatServer
+from services.rollout.chat import ChatServer, Speaker
 from services.rollout.claim_loop import ClaimLoop
 from services.rollout.engine import Engine, TalkativeEngine
 from services.rollout.engines import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
-from services.rollout.gate import VersionGate
+from services.rollout.gate import GateLimits, VersionGate
 from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
@@ -117,8 +117,8 @@ class Attachment:
         await self._start_engine(engine, model_dir, pull, puller)
         encoder = await encoding
         settings = self._settings
-        deadlines = (settings.engine_load_s, settings.chat_grace_s)
-        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), *deadlines)
+        limits = GateLimits(settings.engine_load_s, settings.chat_grace_s)
+        gate = VersionGate(engine, puller, self._record_ready, await pull.known(), limits)
         cleanup.push_async_callback(gate.close)
         rewards = Scorer(settings.reward_processes, settings.reward_services, settings.worker_id)
         cleanup.push_async_callback(rewards.close)
@@ -150,17 +150,10 @@ class Attachment:
         return EpisodeRunner(gate, encoder, environments, server, self._config.environment.max_attempts)
 
     def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
-        return ChatServer(
-            Chats(self._ledger.redis),
-            self.job_id,
-            self._settings.worker_id,
-            engine,
-            gate,
-            encoder,
-            num_slots=self._settings.chat_slots,
-            max_tokens=self._config.rollout.max_response_tokens,
-            ending=self._ending,
-        )
+        num_slots = self._settings.chat_slots
+        speaker = Speaker(engine, gate, encoder, num_slots, self._config.rollout.max_response_tokens)
+        chats = Chats(self._ledger.redis, self.job_id)
+        return ChatServer(chats, self._settings.worker_id, speaker, num_slots, self._ending)
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""

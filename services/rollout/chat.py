@@ -8,24 +8,23 @@ taken --> inside the gate: pieces of text, of one version --> done
 
 import asyncio
 import functools
+import json
 import logging
-from collections.abc import AsyncGenerator
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 from redis.exceptions import RedisError
 
+from onbeat.completions import SEEDS, AnswerMessage, ChatFailed, Choice, Completion, CompletionRequest, Usage
 from onbeat.errors import WeightsError
-from onbeat.streams.chat import Alive, ChatRequest, Chats, Done, Failed, Piece
+from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask
 from services.rollout import meters
-from services.rollout.engine import (
-    ChatSampling,
-    Engine,
-    FinishReason,
-    StreamingEngine,
-    TextPiece,
-    VersionMismatch,
-)
+from services.rollout.engine import ChatSampling, Engine, FinishReason, StreamingEngine, TextPiece, VersionMismatch
 from services.rollout.gate import PolicyMoved, VersionGate
 from services.rollout.prompts import GroupFailed, PromptEncoder
 from services.rollout.stops import StopFilter
@@ -39,35 +38,15 @@ FAREWELL_DEADLINE_S = 2.0
 MAX_STARTS = 5  # tries of a chat whose versions pass too quickly
 MAX_CHARS_PER_TOKEN = 32  # a longer text does not fit the context, and is not even tokenised
 
-
-class ChatFailed(Exception):
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.reply = Failed(status=status, code=code, message=message, param=param)
+Say = Callable[[Reply], Awaitable[bool]]
 
 
 class ChatServer:
-    """A server of a job's chats. `num_slots`: chats at a time, and responses that they have in the engine.
-    `max_tokens`: of a request that names none. `ending`: once it is set, no more chats are taken."""
+    """A server of a job's chats. `num_slots`: chats at a time. `ending`: once it is set, no more chats are taken."""
 
-    def __init__(
-        self,
-        chats: Chats,
-        job_id: str,
-        worker_id: str,
-        engine: Engine,
-        gate: VersionGate,
-        encoder: PromptEncoder,
-        *,
-        num_slots: int,
-        max_tokens: int,
-        ending: asyncio.Event,
-    ) -> None:
-        self._chats, self._job_id, self._worker_id = chats, job_id, worker_id
-        self._engine, self._gate, self._encoder = engine, gate, encoder
+    def __init__(self, chats: Chats, worker_id: str, speaker: "Speaker", num_slots: int, ending: asyncio.Event) -> None:
+        self._chats, self._worker_id, self._speaker = chats, worker_id, speaker
         self._slots = asyncio.Semaphore(num_slots)
-        self._responses = asyncio.Semaphore(num_slots)
-        self._max_tokens = max_tokens
         self._ending = ending
 
     async def serve(self) -> None:
@@ -75,91 +54,142 @@ class ChatServer:
         async with asyncio.TaskGroup() as tasks:
             while not self._ending.is_set():
                 await self._slots.acquire()
-                request = await self._take()
-                if request is None:
+                taken = await self._take()
+                if taken is None:
                     self._slots.release()
                 else:
-                    answering = tasks.create_task(self._answer(request), name=f"chat {request.id}")
+                    answering = tasks.create_task(self._answer(*taken))
                     answering.add_done_callback(lambda _: self._slots.release())
 
-    async def _take(self) -> ChatRequest | None:
+    async def _take(self) -> tuple[str, CompletionRequest] | None:
         try:
-            return await self._chats.take(self._job_id, POLL_S)
+            return await self._chats.take(POLL_S)
         except RedisError as error:
             logger.warning("no chats are taken for %.0f s: %s", RETRY_S, error)
             await asyncio.sleep(RETRY_S)
             return None
 
-    async def _answer(self, request: ChatRequest) -> None:
-        generating = asyncio.create_task(self._generate(request))
-        following = asyncio.create_task(self._while_wanted(request))
+    async def _answer(self, chat_id: str, request: CompletionRequest) -> None:
+        """Answer a chat while the answer is wanted."""
+        say = functools.partial(self._chats.say, chat_id)
+        answer = Answer(chat_id, self._chats.job_id, request, say)
+        speaking = asyncio.create_task(self._speaker.speak(answer), name=f"chat {chat_id}")
         try:
-            await asyncio.wait({generating, following}, return_when=asyncio.FIRST_COMPLETED)
+            while not speaking.done() and await say(Reply()):
+                await asyncio.wait({speaking}, timeout=ALIVE_S)
+        except RedisError as error:
+            logger.warning("chat %s is given up: %s", chat_id, error)
         finally:  # this may have been cancelled: the rollout leaves the job
-            for task in (generating, following):
-                task.cancel()
-            await asyncio.wait({generating, following})
-            await self._settle(request, generating, following)
+            speaking.cancel()
+            await asyncio.wait({speaking})
+            meters.CHATS.labels(outcome=await self._settle(speaking, say)).inc()
 
-    async def _while_wanted(self, request: ChatRequest) -> None:
-        while True:
-            if not await self._chats.say(self._job_id, request.id, Alive(worker_id=self._worker_id)):
-                return
-            await asyncio.sleep(ALIVE_S)
-
-    async def _settle(
-        self, request: ChatRequest, generating: asyncio.Task[None], following: asyncio.Task[None]
-    ) -> None:
-        """Report to the client what went wrong, if anything did."""
-        error = None if generating.cancelled() else generating.exception()
-        if not following.cancelled() and (lost := following.exception()) is not None:
-            error = error or lost
-        outcome = "done"
-        if generating.cancelled() or error is not None:
-            failure = explain(error, self._worker_id)
-            outcome = failure.code
-            if failure.status == 500:
-                logger.error("chat %s failed", request.id, exc_info=error)
-            outcome = "cancelled" if not await self._say_last(request, failure) else failure.code
-        meters.CHATS.labels(outcome=outcome).inc()
-
-    async def _say_last(self, request: ChatRequest, failure: Failed) -> bool:
+    async def _settle(self, speaking: asyncio.Task[None], say: Say) -> str:
+        """Report to the client what went wrong, if anything did. Return the outcome."""
+        error = None if speaking.cancelled() else speaking.exception()
+        if error is None and not speaking.cancelled():
+            return "done"
+        failure = explain(error, self._worker_id)
+        if failure.status == 500:
+            logger.error("%s failed", speaking.get_name(), exc_info=error)
         try:
             async with asyncio.timeout(FAREWELL_DEADLINE_S):
-                return await self._chats.say(self._job_id, request.id, failure)
-        except (RedisError, TimeoutError) as error:
-            logger.warning("chat %s: its end could not be reported: %s", request.id, error)
-            return False
+                return failure.code if await say(Reply.of_error(failure)) else "cancelled"
+        except (RedisError, TimeoutError) as lost:
+            logger.warning("%s: its end could not be reported: %s", speaking.get_name(), lost)
+            return "cancelled"
 
-    # ---- one chat ------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: ChatRequest) -> None:
-        """Generate all choices, again if the policy moves before text is shown. Raises ChatFailed, PolicyMoved, what
-        the gate raises and what engines raise."""
+class Answer:
+    """The answer to one chat in OpenAI's form: sent in chunks when the request streams, else when it is complete."""
+
+    def __init__(self, chat_id: str, job_id: str, request: CompletionRequest, say: Say) -> None:
+        self.request, self._say = request, say
+        self._frame: dict[str, Any] = {"id": chat_id, "created": int(time.time()), "model": job_id}
+        self.is_shown = False
+        self.begin(0)
+
+    def begin(self, version: int) -> None:
+        """Begin, or begin again, with another version. Nothing is kept of what was not shown."""
+        self.version = version
+        self._frame["system_fingerprint"] = f"{self._frame['model']}@{version}"
+        self._texts: dict[int, str] = {}
+        self._reasons: dict[int, FinishReason] = {}
+
+    async def show(self, index: int, text: str, finish_reason: FinishReason | None) -> None:
+        """Add text to a choice; the reason comes with its last."""
+        delta = {"content": text} if index in self._texts else {"role": "assistant", "content": text}
+        self._texts[index] = self._texts.get(index, "") + text
+        if finish_reason is not None:
+            self._reasons[index] = finish_reason
+        if self.request.stream:
+            self.is_shown = True
+            await self._send(self._chunk([{"index": index, "delta": delta, "finish_reason": finish_reason}]))
+
+    async def finish(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        total = num_prompt_tokens + num_tokens
+        usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens, total_tokens=total)
+        self.is_shown = True  # this may be cancelled after the answer is sent
+        if not self.request.stream:
+            choices = [
+                Choice(index=index, message=AnswerMessage(content=text), finish_reason=self._reasons[index])
+                for index, text in sorted(self._texts.items())
+            ]
+            completion = Completion(**self._frame, choices=choices, usage=usage)
+            await self._send(completion.model_dump_json(), is_last=True)
+        else:
+            await self._send(self._chunk([], usage.model_dump()) if self._has_usage else "", is_last=True)
+
+    @property
+    def _has_usage(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and options.include_usage
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+        chunk = self._frame | {"object": "chat.completion.chunk", "choices": choices}
+        return json.dumps(chunk | ({"usage": usage} if self._has_usage else {}))
+
+    async def _send(self, body: str, *, is_last: bool = False) -> None:
+        await self._say(Reply(policy_version=self.version, body=body, is_last=is_last))
+
+
+class Speaker:
+    """The generation of answers. `num_slots`: responses of chats in the engine at a time. `max_tokens`: of a request
+    that names none."""
+
+    def __init__(
+        self, engine: Engine, gate: VersionGate, encoder: PromptEncoder, num_slots: int, max_tokens: int
+    ) -> None:
+        self._engine, self._gate, self._encoder = engine, gate, encoder
+        self._responses = asyncio.Semaphore(num_slots)
+        self._max_tokens = max_tokens
+
+    async def speak(self, answer: Answer) -> None:
+        """Generate all choices, again if the policy moves before text is shown. Raises ChatFailed, what the gate raises
+        and what engines raise."""
+        request = answer.request
         prompt_token_ids = self._encode(request)
-        max_tokens = self._room(request, len(prompt_token_ids))
-        for _ in range(MAX_STARTS):
-            answer = Answer(self._chats, self._job_id, request)
-            try:
-                work = functools.partial(self._generate_pinned, answer, prompt_token_ids, max_tokens)
-                return await self._gate.visit(work)
-            except PolicyMoved as moved:
-                if answer.is_shown:
-                    raise
-                last = moved
-        raise ChatFailed(
-            503,
-            "policy_moved",
-            f"{last}, and before that {MAX_STARTS - 1} times before an answer was complete; ask for fewer tokens, "
-            "or stream it, or pause the job",
+        sampling = ChatSampling(
+            max_response_tokens=self._room(request.wanted_tokens, len(prompt_token_ids)),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            seed=secrets.randbelow(SEEDS) if request.seed is None else request.seed,
+            top_p=1.0 if request.top_p is None else request.top_p,
         )
+        for start in range(1, MAX_STARTS + 1):
+            try:
+                async with self._gate.visit() as version:
+                    answer.begin(version)
+                    return await self._generate(answer, prompt_token_ids, sampling)
+            except PolicyMoved:
+                if answer.is_shown or start == MAX_STARTS:
+                    raise
 
-    def _encode(self, request: ChatRequest) -> list[int]:
+    def _encode(self, request: CompletionRequest) -> list[int]:
         limit = self._encoder.max_context_tokens
-        num_chars = sum(len(message.content) for message in request.messages)
+        messages = [Message(role=message.role, content=message.text) for message in request.messages]
+        num_chars = sum(len(message.content) for message in messages)
         if limit is not None and num_chars > limit * MAX_CHARS_PER_TOKEN:
             raise too_long(f"the messages have {num_chars} characters", limit)
-        messages = [Message(role=message.role, content=message.content) for message in request.messages]
         try:
             return self._encoder.encode(PromptTask(messages=messages, max_response_tokens=0))
         except GroupFailed as failure:
@@ -167,74 +197,49 @@ class ChatServer:
                 raise too_long("the messages have more tokens than that", limit) from failure
             raise ChatFailed(400, "invalid_messages", str(failure), "messages") from failure
 
-    def _room(self, request: ChatRequest, num_prompt_tokens: int) -> int:
+    def _room(self, wanted: int | None, num_prompt_tokens: int) -> int:
         """Return the most tokens that each choice may have. Raises ChatFailed when the context is too short."""
         limit = self._encoder.max_context_tokens
-        room = limit - num_prompt_tokens if limit is not None else self._max_tokens
-        if request.max_tokens is None and room > 0:
-            return min(self._max_tokens, room)
-        wanted = request.max_tokens or 1
-        if limit is not None and wanted > room:
-            raise too_long(f"{num_prompt_tokens} tokens of messages and {wanted} of the answer are too many", limit)
-        return wanted
-
-    async def _generate_pinned(
-        self, answer: "Answer", prompt_token_ids: list[int], max_tokens: int, version: int
-    ) -> None:
-        choose = functools.partial(self._generate_choice, answer, prompt_token_ids, max_tokens, version)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                choices = [tasks.create_task(choose(index)) for index in range(answer.request.num_choices)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        num_tokens = sum(choice.result() for choice in choices)
-        await answer.finish(Done(prompt_tokens=len(prompt_token_ids), completion_tokens=num_tokens))
-
-    async def _generate_choice(
-        self, answer: "Answer", prompt_token_ids: list[int], max_tokens: int, version: int, index: int
-    ) -> int:
-        """Return the choice's number of tokens: all that were generated until a stop string was complete."""
-        request = answer.request
-        sampling = ChatSampling(max_tokens, request.temperature, request.seed + index, request.top_p)
-        stops = StopFilter(request.stop)
-        num_tokens, finish_reason = 0, None
-        async with self._responses, aclosing(stream_text(self._engine, prompt_token_ids, sampling, version)) as pieces:
-            async for piece in pieces:
-                num_tokens += piece.num_tokens
-                finish_reason = piece.finish_reason
-                text = stops.push(piece.text)
-                if stops.is_hit:
-                    finish_reason = "stop"
-                if finish_reason is not None:
-                    await answer.show(version, index, text + stops.rest(), finish_reason)
-                    break
-                if text:
-                    await answer.show(version, index, text)
-        if finish_reason is None:
-            raise RuntimeError("the engine ended a response without a reason")
+        if limit is None:
+            return wanted or self._max_tokens
+        room = limit - num_prompt_tokens
+        num_tokens = wanted or max(1, min(self._max_tokens, room))
+        if num_tokens > room:
+            raise too_long(f"{num_prompt_tokens} tokens of messages and {num_tokens} of the answer are too many", limit)
         return num_tokens
 
+    async def _generate(self, answer: Answer, prompt_token_ids: list[int], sampling: ChatSampling) -> None:
+        """Generate all choices on the answer's version."""
+        samplings = [replace(sampling, seed=sampling.seed + index) for index in range(answer.request.n or 1)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                choices = [
+                    tasks.create_task(self._generate_choice(answer, index, prompt_token_ids, each))
+                    for index, each in enumerate(samplings)
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        await answer.finish(len(prompt_token_ids), sum(choice.result() for choice in choices))
 
-class Answer:
-    """The pieces of one try to answer, sent at once when the request streams, else when the answer is complete."""
-
-    def __init__(self, chats: Chats, job_id: str, request: ChatRequest) -> None:
-        self._chats, self._job_id = chats, job_id
-        self.request = request
-        self.is_shown = False
-        self._kept: list[Piece] = []
-
-    async def show(self, version: int, index: int, text: str, finish_reason: FinishReason | None = None) -> None:
-        piece = Piece(policy_version=version, index=index, text=text, finish_reason=finish_reason)
-        if self.request.is_streaming:
-            self.is_shown = True
-            await self._chats.say(self._job_id, self.request.id, piece)
-        else:
-            self._kept.append(piece)
-
-    async def finish(self, done: Done) -> None:
-        self.is_shown = True  # this may be cancelled after the answer is sent
-        await self._chats.say(self._job_id, self.request.id, *self._kept, done)
+    async def _generate_choice(
+        self, answer: Answer, index: int, prompt_token_ids: list[int], sampling: ChatSampling
+    ) -> int:
+        """Return the choice's number of tokens: all that were generated until a stop string was complete."""
+        stop = answer.request.stop or []
+        stops = StopFilter([stop] if isinstance(stop, str) else stop)
+        num_tokens = 0
+        stream = stream_text(self._engine, prompt_token_ids, sampling, answer.version)
+        async with self._responses, aclosing(stream) as pieces:
+            async for piece in pieces:
+                num_tokens += piece.num_tokens
+                text = stops.push(piece.text)
+                finish_reason = "stop" if stops.is_hit else piece.finish_reason
+                if finish_reason is not None:
+                    await answer.show(index, text + stops.rest(), finish_reason)
+                    return num_tokens
+                if text:
+                    await answer.show(index, text, None)
+        raise RuntimeError("the engine ended a response without a reason")
 
 
 async def stream_text(
@@ -262,16 +267,18 @@ def too_long(what: str, limit: int) -> ChatFailed:
     return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 
-def explain(error: BaseException | None, worker_id: str) -> Failed:
+def explain(error: BaseException | None, worker_id: str) -> ChatFailed:
     """Return the error as the client sees it; None means that the chat was cancelled."""
     if isinstance(error, ChatFailed):
-        return error.reply
+        return error
     if error is None:
-        return Failed(status=503, code="rollout_left", message=f"{worker_id} leaves the job; ask again")
+        return ChatFailed(503, "rollout_left", f"{worker_id} leaves the job; ask again")
     if isinstance(error, PolicyMoved):
-        message = f"{error} before this answer was complete, and no answer mixes versions; ask again"
-        return Failed(status=503, code="policy_moved", message=message)
+        message = (
+            f"{error} before this answer was complete, and no answer mixes versions; ask again, for fewer tokens, "
+        )
+        return ChatFailed(503, "policy_moved", message + "or pause the job")
     if isinstance(error, WeightsError | VersionMismatch | RedisError):
-        return Failed(status=503, code="rollout_not_ready", message=f"{worker_id}: {error}; ask again")
+        return ChatFailed(503, "rollout_not_ready", f"{worker_id}: {error}; ask again")
     message = f"the engine of {worker_id} failed: {type(error).__name__}: {error}; its log has more"
-    return Failed(status=500, code="engine_failed", message=message)
+    return ChatFailed(500, "engine_failed", message)

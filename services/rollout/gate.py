@@ -7,17 +7,17 @@
 The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
 of the new: a dead worker's group may ask for a version that all others have left.
 
-Visitors (chats) do not stand in the line: they generate with the served version, beside the groups. When another
-version is to be loaded they have a short grace, and are cancelled then; until it is loaded no new ones come in.
+Visitors (chats) take whatever version is served when their turn in the line comes, and hold up nobody: no load waits
+for them longer than a short grace, from the moment when it is due but for the groups inside. Then they are cancelled.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from onbeat.errors import WeightsError
 from onbeat.weights.pull import Pull
@@ -33,8 +33,6 @@ MAX_LOADS = 2  # tries of one version
 CLOSE_DEADLINE_S = 10.0
 LEAVE_DEADLINE_S = 10.0  # a cancelled visitor has this long to leave
 
-T = TypeVar("T")
-
 # It is called after each load with the pull and the seconds that the load took.
 LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 
@@ -42,38 +40,35 @@ LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 class PolicyMoved(Exception):
     """A visitor had to leave for another version."""
 
-    def __init__(self, served: int, wanted: int | None) -> None:
+    def __init__(self, served: int | None, wanted: int | None) -> None:
         super().__init__(f"the policy moved on from version {served} to {wanted}")
+
+
+@dataclass(frozen=True)
+class GateLimits:
+    load_s: float  # deadline of a load, once all of its weights are here
+    grace_s: float = 0.0  # of visitors, once a load is due
 
 
 class VersionGate:
     def __init__(
-        self,
-        engine: Engine,
-        puller: WeightsPuller,
-        on_loaded: LoadedCallback,
-        held: Manifest,
-        load_s: float,
-        grace_s: float = 0.0,
+        self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback, held: Manifest, limits: GateLimits
     ) -> None:
-        """Take an engine that was started on `held`. `load_s`: deadline of a load, once all of its weights are here.
-        `grace_s`: of visitors, from the moment when a load could begin but for what is in flight."""
-        self._engine = engine
-        self._load_s, self._grace_s = load_s, grace_s
-        self._held = held
-        self._puller = puller
-        self._on_loaded = on_loaded
+        """Take an engine that was started on `held`."""
+        self._engine, self._puller, self._on_loaded = engine, puller, on_loaded
+        self._held, self._limits = held, limits
         self._entrance = asyncio.Lock()  # first in, first out
-        self._num_inside = 0
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
-        self._visits: set[asyncio.Task[Any]] = set()
-        self._is_open = asyncio.Event()  # to visitors
-        self._is_open.set()
+        self._num_groups = 0  # inside
+        self._visits: set[asyncio.Timeout] = set()  # of visitors inside; each ends when its time is up
+        self._has_left = asyncio.Event()  # somebody, since `_until` looked
         self._wanted: int | None = None  # the version of the last load
         self._load: asyncio.Task[None] | None = None
         self._failure: tuple[int, float, WeightsError] | None = None  # version, when, why
-        self.is_updating = False
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a group waits for its version, or a load is under way."""
+        return self._entrance.locked()
 
     @asynccontextmanager
     async def pinned(self, version: int) -> AsyncIterator[None]:
@@ -83,16 +78,14 @@ class VersionGate:
         try:
             yield
         finally:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._is_empty.set()
+            self._num_groups -= 1
+            self._has_left.set()
 
     async def _enter(self, version: int, arrived_at: float) -> None:
         async with self._entrance:
             self._repeat_failure(version, arrived_at)
             await self._reach(version)
-            self._num_inside += 1
-            self._is_empty.clear()
+            self._num_groups += 1
 
     async def advance(self, version: int) -> None:
         """Load a newer version before a group asks for it; nothing happens if it is not newer."""
@@ -101,47 +94,49 @@ class VersionGate:
             if served is None or served < version:
                 await self._reach(version)
 
-    async def visit(self, work: Callable[[int], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of the work, which gets the version that is served until it ends.
-
-        Raises PolicyMoved when the work was cancelled for a load, WeightsError when no version is served.
-        """
-        version = await self._open_version()
-        visit = asyncio.create_task(work(version), name=f"visit version {version}")
-        self._visits.add(visit)
-        visit.add_done_callback(self._visits.discard)
+    @asynccontextmanager
+    async def visit(self) -> AsyncIterator[int]:
+        """Yield the version that is served until this context ends. Raises PolicyMoved when the context was cancelled
+        for a load, WeightsError when no version is served."""
         try:
-            await asyncio.wait({visit})
-        finally:  # this may have been cancelled
-            visit.cancel()
-            await asyncio.wait({visit})
-        if visit.cancelled():
-            raise PolicyMoved(version, self._wanted)
-        return visit.result()
-
-    async def _open_version(self) -> int:
-        while True:
-            await self._is_open.wait()
-            if self._load is not None and not self._load.done():  # the group that wanted it may have left
-                await asyncio.wait({self._load})
-                continue
-            version = self._engine.version()
-            if version is None:
-                raise WeightsError("the engine serves no policy version: the last load failed")
-            return version
+            async with asyncio.timeout(None) as stay:
+                async with self._entrance:
+                    if self._load is not None:  # the group that wanted it may have left
+                        await asyncio.wait({self._load})
+                    version = self._engine.version()
+                    if version is None:
+                        raise WeightsError("the engine serves no policy version: the last load failed")
+                    self._visits.add(stay)
+                try:
+                    yield version
+                finally:
+                    self._visits.remove(stay)
+                    self._has_left.set()
+        except TimeoutError:
+            if not stay.expired():
+                raise
+            raise PolicyMoved(version, self._wanted) from None
 
     async def _empty(self) -> None:
-        """Wait for pinned groups; send visitors away after their grace. Raises EngineBroken when they do not leave."""
-        leave_at = time.monotonic() + self._grace_s
-        await self._is_empty.wait()
-        if self._visits:
-            await asyncio.wait(self._visits, timeout=max(0.0, leave_at - time.monotonic()))
-        if stuck := set(self._visits):
-            for visit in stuck:
-                visit.cancel()
-            _, stuck = await asyncio.wait(stuck, timeout=LEAVE_DEADLINE_S)
-        if stuck:
-            raise EngineBroken(f"{len(stuck)} chats did not end {LEAVE_DEADLINE_S:.0f} s after they were cancelled")
+        """Wait for groups; send visitors away after their grace. Raises EngineBroken when they do not leave."""
+        loop = asyncio.get_running_loop()
+        leave_at = loop.time() + self._limits.grace_s
+        await self._until(lambda: not self._num_groups)
+        for visit in self._visits:
+            if not visit.expired():
+                visit.reschedule(leave_at)
+        try:
+            async with asyncio.timeout_at(max(leave_at, loop.time()) + LEAVE_DEADLINE_S):
+                await self._until(lambda: not self._visits)
+        except TimeoutError:
+            message = f"{len(self._visits)} chats did not end {LEAVE_DEADLINE_S:.0f} s after they were cancelled"
+            raise EngineBroken(message) from None
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until the condition holds. Only the one who holds the entrance may call this."""
+        while not is_so():
+            self._has_left.clear()
+            await self._has_left.wait()
 
     def _repeat_failure(self, version: int, arrived_at: float) -> None:
         """Raise the error of a failed pull for every group that was already waiting for it."""
@@ -156,12 +151,10 @@ class VersionGate:
             self._raise_if_broken(self._load)
         if self._engine.version() == version:
             return
-        self.is_updating = True
         try:
             pull = await self._puller.obtain(version)
             await pull.known()
             self._wanted = version
-            self._is_open.clear()
             await self._empty()
             self._load = asyncio.create_task(self._replace(pull), name=f"load version {version}")
             await asyncio.shield(self._load)
@@ -169,9 +162,6 @@ class VersionGate:
             gone = VersionGone(str(error)) if self._puller.is_announced(version + 1) else error
             self._failure = (version, time.monotonic(), gone)
             raise gone from error
-        finally:
-            self.is_updating = False
-            self._is_open.set()
 
     def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
         """Raise EngineBroken if the load ended with it: the group that waited for it may have left before."""
@@ -207,7 +197,7 @@ class VersionGate:
             try:
                 await asyncio.wait({load, over}, return_when=asyncio.FIRST_COMPLETED)
                 what = f"the load of policy version {pull.version} into the engine"
-                await wait_for_engine(load, self._load_s, what, "ONBEAT_ENGINE_LOAD_S")
+                await wait_for_engine(load, self._limits.load_s, what, "ONBEAT_ENGINE_LOAD_S")
             finally:  # this may have been cancelled
                 over.cancel()
                 await give_up(load)

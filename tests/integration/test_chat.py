@@ -15,7 +15,8 @@ import pytest_asyncio
 from prometheus_client import REGISTRY
 
 from onbeat.api_keys import Role
-from onbeat.streams.chat import Alive, Chats, Piece
+from onbeat.completions import CompletionRequest
+from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
@@ -253,8 +254,8 @@ async def test_rapid_version_changes_end_a_chat_after_some_tries(rig: ChatRig, m
         await rig.until_serving(iteration + 1)
     status, code, message = await asking
     assert (status, code) == (503, "policy_moved")
-    assert "from version 1 to 2, and before that 1 times" in message
-    assert "ask for fewer tokens" in message
+    assert "moved on from version 1 to 2" in message
+    assert "for fewer tokens" in message
 
 
 async def test_groups_are_generated_while_chats_fill_their_slots(rig: ChatRig) -> None:
@@ -397,7 +398,7 @@ async def test_paused_job_answers_if_it_has_a_rollout_or_says_why_not(impatient:
         await rig.ask()
     status, code, message = refusal(caught.value)
     assert (status, code) == (503, "no_rollout")
-    assert f"no rollout serves job {rig.job_id}, which is PAUSED; not taken within 3 s" in message
+    assert f"no rollout of job {rig.job_id}, which is PAUSED, took it within 3 s" in message
     assert caught.value.response.headers["retry-after"] == "5"
     assert await rig.ledger.redis.xlen(JobKeys(rig.job_id).chats) == 0
 
@@ -431,13 +432,13 @@ async def test_full_queue_is_429_and_those_who_wait_are_answered(ledger: Ledger,
 
 async def test_rollout_that_falls_silent_is_not_waited_for(rig: ChatRig, monkeypatch) -> None:
     monkeypatch.setattr(broker_chats, "ROLLOUT_SILENT_S", 1.5)
-    chats = Chats(rig.ledger.redis)
+    chats = Chats(rig.ledger.redis, rig.job_id)
     asking = asyncio.create_task(refused(rig))
-    while (request := await chats.take(rig.job_id, 1.0)) is None:
+    while (taken := await chats.take(1.0)) is None:
         pass
-    assert await chats.say(rig.job_id, request.id, Alive(worker_id="dead"))
+    assert await chats.say(taken[0], Reply())
     assert (await asking)[:2] == (503, "rollout_silent")
-    assert not await chats.say(rig.job_id, request.id, Alive(worker_id="dead"))
+    assert not await chats.say(taken[0], Reply())
 
 
 async def test_answer_that_takes_too_long_is_504_and_wanted_no_more(ledger: Ledger, tmp_path: Path) -> None:
@@ -461,34 +462,32 @@ async def test_broker_that_stops_ends_its_chats(ledger: Ledger, tmp_path: Path) 
 
 
 async def test_request_whose_broker_has_died_is_forgotten(rig: ChatRig) -> None:
-    chats, job = Chats(rig.ledger.redis), JobKeys(rig.job_id)
-    request = rollout_chat.ChatRequest(id="chatcmpl-1", messages=[], seed=0)
+    chats, job = Chats(rig.ledger.redis, rig.job_id), JobKeys(rig.job_id)
+    request = CompletionRequest.model_validate(rig.request())
     await rig.ledger.redis.xadd(job.chats, {"request": "{}"}, id="1-1")  # decades ago
-    assert await chats.ask(rig.job_id, request, max_waiting=1)
-    assert 0 < await rig.ledger.redis.ttl(job.chat(request.id)) <= 30
+    assert await chats.ask("chatcmpl-1", request, max_waiting=1)
+    assert 0 < await rig.ledger.redis.ttl(job.chat("chatcmpl-1")) <= 30
     assert 0 < await rig.ledger.redis.ttl(job.chats) <= 60
-    await rig.ledger.redis.unlink(job.chat(request.id))  # that time has passed
-    assert await chats.take(rig.job_id, 1.0) is None
-    assert not await chats.say(rig.job_id, request.id, Piece(policy_version=0, text="4"))
-    other = request.model_copy(update={"id": "chatcmpl-2"})
-    assert await chats.ask(rig.job_id, other, max_waiting=1)
-    assert await chats.take(rig.job_id, 1.0) == other
+    await rig.ledger.redis.unlink(job.chat("chatcmpl-1"))  # that time has passed
+    assert await chats.take(1.0) is None
+    assert not await chats.say("chatcmpl-1", Reply(policy_version=0, body="4"))
+    assert await chats.ask("chatcmpl-2", request, max_waiting=1)
+    assert await chats.take(1.0) == ("chatcmpl-2", request)
 
 
 async def test_each_request_is_taken_by_one_rollout(rig: ChatRig) -> None:
-    chats = Chats(rig.ledger.redis)
+    chats, request = Chats(rig.ledger.redis, rig.job_id), CompletionRequest.model_validate(rig.request())
     for number in range(20):
-        request = rollout_chat.ChatRequest(id=f"chatcmpl-{number}", messages=[], seed=0)
-        await chats.ask(rig.job_id, request, max_waiting=20)
-    taken: list[str] = []
+        await chats.ask(f"chatcmpl-{number}", request, max_waiting=20)
+    found: list[str] = []
 
     async def take() -> None:
-        while len(taken) < 20:
-            if (request := await chats.take(rig.job_id, 0.05)) is not None:
-                taken.append(request.id)
+        while len(found) < 20:
+            if (taken := await chats.take(0.05)) is not None:
+                found.append(taken[0])
 
     await asyncio.gather(*(take() for _ in range(5)))
-    assert sorted(taken) == sorted(f"chatcmpl-{number}" for number in range(20))
+    assert sorted(found) == sorted(f"chatcmpl-{number}" for number in range(20))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

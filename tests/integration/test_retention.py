@@ -12,9 +12,10 @@ import httpx
 import pytest
 from redis.exceptions import ConnectionError
 
+from onbeat.completions import CompletionRequest, Message
 from onbeat.errors import GroupsTrimmed, JobDeleted, JobNotFinal, JobNotFound, LeaseLost, OnbeatError
 from onbeat.streams import keys
-from onbeat.streams.chat import ChatRequest, Chats
+from onbeat.streams.chat import Chats
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.scripts import Scripts, drop_foreign
@@ -67,8 +68,10 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
         assert len(granted) == 2
         assert await commit(ledger, job_id, epoch, iteration)
         await ledger.traces.record(job_id, iteration + 1)
-    await Chats(ledger.redis).ask(job_id, ChatRequest(id="hello", messages=[], seed=0), max_waiting=1)
-    await Chats(ledger.redis).close(job_id, "hello")
+    chats = Chats(ledger.redis, job_id)
+    asked = CompletionRequest(model=job_id, messages=[Message(role="user", content="2+2=")])
+    await chats.ask("hello", asked, max_waiting=1)
+    await chats.close("hello")
     return job_id, epoch
 
 

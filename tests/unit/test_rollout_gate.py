@@ -13,7 +13,7 @@ from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
 from services.rollout.engine import Sampling
 from services.rollout.engines import EngineBroken
-from services.rollout.gate import PolicyMoved, VersionGate
+from services.rollout.gate import GateLimits, PolicyMoved, VersionGate
 from services.rollout.puller import VersionGone, WeightsPuller
 from tests.rollout_fakes import FakeEngine, FakeSource, FakeTrainer, manifest_of, weights_of
 
@@ -30,7 +30,7 @@ class Rig:
         self.engine = FakeEngine()
         self.puller = WeightsPuller(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
         self.ready: list[int] = []
-        self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), load_s=60.0)
+        self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), GateLimits(load_s=60.0))
 
     async def find_address(self) -> str:
         return self.address
@@ -125,7 +125,7 @@ async def test_load_that_keeps_failing_breaks_the_engine(rig):
 async def test_endless_load_breaks_the_engine_for_latecomers_too(rig):
     rig.trainer.newest = 1
     rig.engine.hangs_in = {"load"}
-    rig.gate._load_s = 0.2
+    rig.gate._limits = GateLimits(load_s=0.2)
     impatient, patient = rig.generate(1), rig.generate(1)
     await settle(0.1)
     impatient.cancel()
@@ -145,15 +145,16 @@ async def test_time_of_a_load_begins_when_its_weights_are_here(rig, monkeypatch)
 
     monkeypatch.setattr(FakeSource, "pull", pull_slowly)
     rig.trainer.newest = 1
-    rig.gate._load_s = 0.2
+    rig.gate._limits = GateLimits(load_s=0.2)
     assert await rig.generate(1) == [1, 1, 1]
 
 
 async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):
     rig.trainer.newest = 1
     impatient = rig.generate(1)
-    await settle(0.015)
-    assert rig.engine.version() is None  # the pull takes 10 ms, the load another 10
+    async with asyncio.timeout(10.0):
+        while rig.engine.version() is not None:
+            await settle(0.001)
     impatient.cancel()
     assert await rig.generate(1) == [1, 1, 1]
     assert rig.engine.loads == [1]
@@ -443,12 +444,13 @@ class Visit:
     def __init__(self, rig: Rig) -> None:
         self.may_end = asyncio.Event()
         self.versions: list[int] = []
-        self.task = asyncio.create_task(rig.gate.visit(self.work))
+        self.task = asyncio.create_task(self.talk(rig.gate))
 
-    async def work(self, version: int) -> str:
-        self.versions.append(version)
-        await self.may_end.wait()
-        return f"by {version}"
+    async def talk(self, gate: VersionGate) -> str:
+        async with gate.visit() as version:
+            self.versions.append(version)
+            await self.may_end.wait()
+            return f"by {version}"
 
 
 async def begin_visit(rig: Rig) -> Visit:
@@ -466,7 +468,7 @@ async def test_visitor_runs_beside_groups_on_whatever_is_served(rig):
 
 
 async def test_load_waits_for_a_visitor_for_the_grace_then_cancels_it(rig):
-    rig.gate._grace_s = 0.3
+    rig.gate._limits = GateLimits(60.0, grace_s=0.3)
     rig.trainer.newest = 1
     visit, started = await begin_visit(rig), asyncio.get_running_loop().time()
     loading = rig.generate(1)
@@ -479,7 +481,7 @@ async def test_load_waits_for_a_visitor_for_the_grace_then_cancels_it(rig):
 
 
 async def test_visitor_done_within_its_grace_lets_the_load_go_on(rig):
-    rig.gate._grace_s = 60.0
+    rig.gate._limits = GateLimits(60.0, grace_s=60.0)
     rig.trainer.newest = 1
     visit = await begin_visit(rig)
     loading = rig.generate(1)
@@ -491,7 +493,7 @@ async def test_visitor_done_within_its_grace_lets_the_load_go_on(rig):
 
 async def test_grace_runs_while_groups_are_still_generating(rig):
     """A visitor costs nothing but what is left of its grace when the last group is done."""
-    rig.gate._grace_s = 0.2
+    rig.gate._limits = GateLimits(60.0, grace_s=0.2)
     rig.trainer.newest = 1
     rig.engine.may_finish.clear()
     old, visit = rig.generate(0), await begin_visit(rig)
@@ -558,12 +560,13 @@ async def test_visitor_that_does_not_leave_breaks_the_engine(rig, monkeypatch):
     rig.trainer.newest = 1
     may_end = asyncio.Event()
 
-    async def stubborn(version: int) -> None:
-        while not may_end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await may_end.wait()
+    async def talk_on() -> None:
+        async with rig.gate.visit():
+            while not may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await may_end.wait()
 
-    visit = asyncio.create_task(rig.gate.visit(stubborn))
+    visit = asyncio.create_task(talk_on())
     await settle()
     with pytest.raises(EngineBroken, match="1 chats did not end"):
         await rig.generate(1)

@@ -1,145 +1,33 @@
-"""Chats with a policy while it trains, in the form of OpenAI's chat completions: their fields, answers and errors."""
+"""Chats with a policy while it trains, in the form of OpenAI's chat completions: routes and errors."""
 
 import asyncio
-import json
 import logging
-import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field
 from redis.exceptions import RedisError, ResponseError
 from starlette.types import Receive, Scope, Send
 
+from onbeat.completions import ChatFailed, Completion, CompletionRequest, ErrorBody
 from onbeat.errors import JobNotFound
-from onbeat.streams.chat import ChatMessage, ChatRequest, Done, Piece
+from onbeat.streams.chat import Reply
 from services.broker.api.context import Broker
 from services.broker.api.problems import MAX_REDIS_TEXT, documented, replace_surrogates
 from services.broker.api.stream import EventStream
-from services.broker.chats import RETRY_AFTER_S, ChatFailed, Conversation, TrainedModel
 
 logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "Onbeat-Policy-Version"
 CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
-SEEDS = 2**31
+RETRY_AFTER_S = 5
 MAX_REASONS = 5  # reasons that a refusal lists
 
-Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 T = TypeVar("T")
-
-
-def as_whole(value: object) -> object:
-    """Convert a float such as 5.0 to an int: to JSON it is a whole number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Count = Annotated[int, Field(ge=1), BeforeValidator(as_whole)]
-FewChoices = Annotated[int, Field(ge=1, le=8), BeforeValidator(as_whole)]
-Seed = Annotated[int, Field(ge=0, lt=SEEDS), BeforeValidator(as_whole)]
-
-
-# ---- what is asked -----------------------------------------------------------------------------------------------
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def as_text(self) -> ChatMessage:
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
-        return ChatMessage(role=self.role, content="".join(parts))
-
-
-class StreamOptions(Strict):
-    include_usage: bool = Field(False, description="at last a chunk without choices that has the usage")
-
-
-class CompletionRequest(Strict):
-    """All fields that there are; others are refused."""
-
-    model: str = Field(max_length=200, description="id of a running job, or its name if no other one has it")
-    messages: list[Message] = Field(min_length=1, max_length=1000)
-    temperature: float | None = Field(None, ge=0, le=2, description="0: the likeliest token; default 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="default 1")
-    max_tokens: Count | None = Field(None, description="default: rollout.max_response_tokens of the job")
-    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
-    stream: bool | None = Field(None, description="server-sent events, text as it is generated")
-    stream_options: StreamOptions | None = None
-    n: FewChoices | None = Field(None, description="how many answers; default 1")
-    seed: Seed | None = Field(None, description="of the first answer; default: another one each time")
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = Field(None, description="the text ends before it")
-    user: str | None = Field(None, description="ignored")
-
-    def to_rollout(self) -> ChatRequest:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return ChatRequest(
-            id=f"chatcmpl-{secrets.token_hex(12)}",
-            messages=[message.as_text() for message in self.messages],
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed,
-            stop=tuple(stop),
-            num_choices=self.n or 1,
-            is_streaming=bool(self.stream),
-        )
-
-
-# ---- what is answered --------------------------------------------------------------------------------------------
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class Choice(BaseModel):
-    index: int
-    message: AnswerMessage
-    finish_reason: Literal["stop", "length"]
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str = Field(description="JOB@VERSION: the policy version that generated all of it")
-    choices: list[Choice]
-    usage: Usage
-
-
-class ErrorDetails(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorDetails
 
 
 class ModelCard(BaseModel):
@@ -155,34 +43,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-def describe(error: ChatFailed) -> ErrorBody:
-    kind = "server_error" if error.status >= 500 else "rate_limit_error" if error.status == 429 else ""
-    message = replace_surrogates(str(error))
-    details = ErrorDetails(message=message, type=kind or "invalid_request_error", param=error.param, code=error.code)
-    return ErrorBody(error=details)
-
-
-def refuse(error: ChatFailed) -> JSONResponse:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-    return JSONResponse(describe(error).model_dump(), error.status, headers=headers)
-
-
-def explain_fields(error: RequestValidationError) -> ChatFailed:
-    """Return an error that names the first fields that are wrong, and what may be done."""
-    found = error.errors()
-    if any(details["type"] == "json_invalid" for details in found):
-        reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
-        return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
-    paths = [".".join(map(str, details["loc"][1:]))[:100] for details in found[:MAX_REASONS]]
-    reasons = [
-        f"{path} is not supported here, leave it out"
-        if details["type"] == "extra_forbidden"
-        else f"{path or 'the body'}: {details['msg']}"
-        for path, details in zip(paths, found, strict=False)
-    ]
-    param = replace_surrogates(paths[0]) or None
-    code = "unsupported_parameter" if found[0]["type"] == "extra_forbidden" else "invalid_value"
-    return ChatFailed(400, code, "; ".join(reasons), param)
+# ---- errors ------------------------------------------------------------------------------------------------------
 
 
 class OpenAIRoute(APIRoute):
@@ -194,23 +55,50 @@ class OpenAIRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except ChatFailed as error:
-                return refuse(error)
-            except RequestValidationError as error:
-                return refuse(explain_fields(error))
-            except JobNotFound as error:  # deleted just now
-                return refuse(ChatFailed(404, "model_not_found", str(error), "model"))
-            except RedisError as error:
-                return refuse(redis_failed(error))
+            except (ChatFailed, JobNotFound, RedisError, RequestValidationError) as error:
+                return respond(to_reply(error))
 
         return answer
 
 
-def redis_failed(error: RedisError) -> ChatFailed:
-    logger.error("Redis failed a chat: %s: %s", type(error).__name__, error)
-    if isinstance(error, ResponseError):
-        return ChatFailed(503, "redis_failed", f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}")
-    return ChatFailed(503, "redis_failed", "Redis does not answer; ask again in a moment")
+def to_reply(error: Exception) -> Reply:
+    """Return the answer that an error is."""
+    if isinstance(error, RequestValidationError):
+        error = explain_fields(error)
+    elif isinstance(error, RedisError):
+        logger.error("Redis failed a chat: %s: %s", type(error).__name__, error)
+        told = "Redis does not answer; ask again in a moment"
+        if isinstance(error, ResponseError):
+            told = f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}"
+        error = ChatFailed(503, "redis_failed", told)
+    elif not isinstance(error, ChatFailed):  # the job was deleted just now
+        error = ChatFailed(404, "model_not_found", str(error), "model")
+    return Reply.of_error(error)
+
+
+def explain_fields(error: RequestValidationError) -> ChatFailed:
+    """Return an error that names the first fields that are wrong, and what may be done."""
+    found = error.errors()
+    if any(details["type"] == "json_invalid" for details in found):
+        reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
+        return ChatFailed(400, "invalid_json", f"the body is not valid JSON: {reason}")
+    paths = [replace_surrogates(".".join(map(str, each["loc"][1:]))[:100]) for each in found[:MAX_REASONS]]
+    reasons = [
+        f"{path} is not supported here, leave it out"
+        if details["type"] == "extra_forbidden"
+        else f"{path or 'the body'}: {details['msg']}"
+        for path, details in zip(paths, found, strict=False)
+    ]
+    code = "unsupported_parameter" if found[0]["type"] == "extra_forbidden" else "invalid_value"
+    return ChatFailed(400, code, replace_surrogates("; ".join(reasons)), paths[0] or None)
+
+
+def respond(reply: Reply) -> Response:
+    """Return the whole answer, or an error."""
+    headers = {VERSION_HEADER: str(reply.policy_version)} if reply.status == 200 else {}
+    if reply.status in (429, 503):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return Response(reply.body, reply.status, headers, "application/json")
 
 
 def both_kinds(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -256,21 +144,14 @@ async def create_completion(body: CompletionRequest, request: Request, broker: B
     """Ask the policy as it is now. All answers of a request are of one policy version."""
     model = await broker.chats.find(body.model)
     request.path_params["job_id"] = model.job_id  # for the access log
-    conversation = await broker.chats.open(model, body.to_rollout())
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(conversation.close)
-        if body.stream:
-            first = await unless_left(request, conversation.next())
-            if isinstance(first, Piece):
-                chunks = Chunks(conversation, model, first.policy_version, body.stream_options)
-                stack.pop_all()
-                return ChunkStream(conversation, chunks.encode(first), first.policy_version)
-        else:
-            completion = await unless_left(request, collect(conversation, model))
-            if completion is not None:
-                version = completion.system_fingerprint.rpartition("@")[2]
-                return JSONResponse(completion.model_dump(), headers={VERSION_HEADER: version})
-    return Response(status_code=CLIENT_LEFT)
+        replies = await stack.enter_async_context(broker.chats.converse(model.job_id, body))
+        first = await unless_left(request, anext(replies))
+        if first is None:
+            return Response(status_code=CLIENT_LEFT)
+        if first.status != 200 or not body.stream:
+            return respond(first)
+        return ChunkStream(first, replies, stack.pop_all())
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -291,99 +172,34 @@ async def until_left(request: Request) -> None:
         pass
 
 
-async def collect(conversation: Conversation, model: TrainedModel) -> Completion:
-    """Return all answers, once they are complete."""
-    texts: dict[int, str] = {}
-    reasons: dict[int, Literal["stop", "length"]] = {}
-    versions: set[int] = set()
-    while isinstance(reply := await conversation.next(), Piece):
-        versions.add(reply.policy_version)
-        texts[reply.index] = texts.get(reply.index, "") + reply.text
-        if reply.finish_reason is not None:
-            reasons[reply.index] = reply.finish_reason
-    assert len(versions) == 1, f"an answer of the versions {versions}"
-    choices = [
-        Choice(index=index, message=AnswerMessage(content=texts[index]), finish_reason=reasons[index])
-        for index in sorted(texts)
-    ]
-    return Completion(
-        id=conversation.id,
-        created=int(time.time()),
-        model=model.job_id,
-        system_fingerprint=f"{model.job_id}@{versions.pop()}",
-        choices=choices,
-        usage=usage_of(reply),
-    )
-
-
-def usage_of(done: Done) -> Usage:
-    total = done.prompt_tokens + done.completion_tokens
-    return Usage(prompt_tokens=done.prompt_tokens, completion_tokens=done.completion_tokens, total_tokens=total)
-
-
-# ---- streaming ---------------------------------------------------------------------------------------------------
-
-
-class Chunks:
-    """The answers as server-sent events: `data: {...}`, at last `data: [DONE]`, or an error and no more."""
-
-    def __init__(
-        self, conversation: Conversation, model: TrainedModel, version: int, options: StreamOptions | None
-    ) -> None:
-        self._conversation = conversation
-        self._has_usage = options is not None and options.include_usage
-        self._frame: dict[str, Any] = {
-            "id": conversation.id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": model.job_id,
-            "system_fingerprint": f"{model.job_id}@{version}",
-        }
-        self._begun: set[int] = set()
-
-    async def encode(self, first: Piece) -> AsyncGenerator[bytes]:
-        reply: Piece | Done = first
-        try:
-            while isinstance(reply, Piece):
-                yield self._event([self._choice(reply)], None)
-                reply = await self._conversation.next()
-        except ChatFailed as error:
-            yield event(describe(error).model_dump())
-            return
-        except RedisError as error:
-            yield event(describe(redis_failed(error)).model_dump())
-            return
-        if self._has_usage:
-            yield self._event([], usage_of(reply).model_dump())
-        yield b"data: [DONE]\n\n"
-
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        role = {} if piece.index in self._begun else {"role": "assistant"}
-        self._begun.add(piece.index)
-        delta = role | {"content": piece.text}
-        return {"index": piece.index, "delta": delta, "finish_reason": piece.finish_reason}
-
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> bytes:
-        return event(self._frame | {"choices": choices} | ({"usage": usage} if self._has_usage else {}))
-
-
-def event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data)}\n\n".encode()
-
-
 class ChunkStream(EventStream):
-    """A stream that closes the conversation itself: when the client hangs up, the generator's waits are cancelled."""
+    """The answer as server-sent events: `data: {...}`, at last `data: [DONE]`, or an error and no more. `cleanup` is
+    run in the end, not inside of the generator: its waits are cancelled when the client hangs up."""
 
-    def __init__(self, conversation: Conversation, messages: AsyncGenerator[bytes], version: int) -> None:
-        super().__init__(messages)
-        self.headers[VERSION_HEADER] = str(version)
-        self._conversation = conversation
+    def __init__(self, first: Reply, replies: AsyncGenerator[Reply], cleanup: AsyncExitStack) -> None:
+        super().__init__(self._encode(first))
+        self.headers[VERSION_HEADER] = str(first.policy_version)
+        self._replies, self._cleanup = replies, cleanup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        async with self._cleanup:
             await super().__call__(scope, receive, send)
-        finally:
-            await self._conversation.close()
+
+    async def _encode(self, reply: Reply) -> AsyncGenerator[bytes]:
+        while not reply.is_last:
+            yield event(reply.body)
+            try:
+                reply = await anext(self._replies)
+            except (ChatFailed, JobNotFound, RedisError) as error:
+                reply = to_reply(error)
+        if reply.body:
+            yield event(reply.body)
+        if reply.status == 200:
+            yield event("[DONE]")
+
+
+def event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
 
 
 router.include_router(chat)
