@@ -22,7 +22,7 @@ from onbeat.weights.security import reachable_host
 from onbeat.weights.server import PayloadServer
 from services.rollout import meters
 from services.rollout.chat import ChatServer, Speaker
-from services.rollout.claim_loop import ClaimLoop
+from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
 from services.rollout.engine import Engine, TalkativeEngine
 from services.rollout.engines import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
@@ -43,16 +43,6 @@ SourceFactory = Callable[[str, str], WeightsClient]  # address, job id
 
 
 @dataclass(frozen=True)
-class ServedJob:
-    """A job that this rollout serves."""
-
-    id: str
-    config: JobConfig
-    settings: Settings
-    ledger: Ledger
-
-
-@dataclass(frozen=True)
 class Parts:
     """The parts that serve a job once the engine has its model."""
 
@@ -64,20 +54,15 @@ class Parts:
 
 
 class Attachment:
-    """The start of a session. `ending` and `hurry`: see `Session`."""
+    """The start of a session."""
 
     def __init__(
-        self,
-        job: ServedJob,
-        create_engine: EngineFactory,
-        connect_weights: SourceFactory,
-        ending: asyncio.Event,
-        hurry: asyncio.Event,
+        self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory, ends: Ends
     ) -> None:
-        self.job_id = job.id
+        self.job_id = job.job_id
+        self._job, self._ends = job, ends
         self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
         self._create_engine, self._connect_weights = create_engine, connect_weights
-        self._ending, self._hurry = ending, hurry
         self._newest_served: int | None = None
         self._starting: Engine | None = None
         self.has_model = asyncio.Event()
@@ -127,8 +112,7 @@ class Attachment:
         attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
         episodes = await self._serve_episodes(cleanup, gate, encoder)
         producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts, episodes)
-        shared = (self._settings, self._ledger, self.job_id, self._config)
-        loop = ClaimLoop(*shared, engine, producer, puller, self._ending, self._hurry)
+        loop = ClaimLoop(self._job, engine, producer, puller, self._ends)
         cleanup.push_async_callback(loop.abandon)
         chats = self._serve_chats(engine, gate, encoder) if settings.chat_slots else None
         return Parts(engine, gate, producer, loop, chats)
@@ -153,7 +137,7 @@ class Attachment:
         num_slots = self._settings.chat_slots
         speaker = Speaker(engine, gate, encoder, num_slots, self._config.rollout.max_response_tokens)
         chats = Chats(self._ledger.redis, self.job_id)
-        return ChatServer(chats, self._settings.worker_id, speaker, num_slots, self._ending)
+        return ChatServer(chats, self._settings.worker_id, speaker, num_slots, self._ends.drain)
 
     async def _fetch_model(self, puller: WeightsPuller) -> tuple[ModelDescription, Pull]:
         """Wait for the trainer and pull its model. The caller cancels this once the job is no longer active."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
@@ -51,37 +52,70 @@ PASSING_ERRORS = (WeightsError, DeadlineExceeded, RewardUnavailable, Environment
 BLAMELESS_ERRORS = (WeightsError, VersionMismatch, StaleGroup, EngineBroken, RedisError, ServiceMissing)
 
 
-class ClaimLoop:
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        job_id: str,
-        config: JobConfig,
-        engine: Engine,
-        producer: GroupProducer,
-        puller: WeightsPuller,
-        ending: asyncio.Event,
-        hurry: asyncio.Event,
-    ) -> None:
-        self._settings, self._ledger, self._job_id, self._config = settings, ledger, job_id, config
-        self._engine, self._producer, self._puller = engine, producer, puller
-        self._ending = ending  # claim no more
-        self._hurry = hurry  # do not even finish what is in flight
-        self._arrival: asyncio.Task[str] | None = None
-        self._last_seen = "0"
+@dataclass(frozen=True)
+class Assignment:
+    """A job, and what this rollout serves it with."""
+
+    settings: Settings
+    ledger: Ledger
+    job_id: str
+    config: JobConfig
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of a session, set by the one who decides on them."""
+
+    drain: asyncio.Event = field(default_factory=asyncio.Event)  # claim no more
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # do not even finish what is in flight
+
+
+class Pause:
+    """The time without claims: after an error, and while groups wait for a version that a restarted trainer lacks."""
+
+    def __init__(self, puller: WeightsPuller) -> None:
+        self._puller = puller
         self._resume_at = 0.0
         self._missing_version: int | None = None  # one that could not be pulled
         self._missing_until = 0.0
+
+    def begin(self, error: BaseException, policy_version: int) -> None:
+        """Pause after the error of a group of this version."""
+        now = time.monotonic()
+        self._resume_at = now + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_PAUSE_S)
+        if isinstance(error, WeightsError):
+            self._missing_version = max(policy_version, self._missing_version or 0)
+            self._missing_until = now + MISSING_VERSION_S
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the pause after an error; 0 or less when there is none."""
+        return self._resume_at - time.monotonic()
+
+    def is_on(self) -> bool:
+        wanted = self._missing_version
+        if wanted is not None and (self._puller.is_announced(wanted) or time.monotonic() >= self._missing_until):
+            self._missing_version = None
+        return self.left_s > 0 or self._missing_version is not None
+
+
+class ClaimLoop:
+    def __init__(
+        self, job: Assignment, engine: Engine, producer: GroupProducer, puller: WeightsPuller, ends: Ends
+    ) -> None:
+        self._job, self._engine, self._producer, self._ends = job, engine, producer, ends
+        self._arrival: asyncio.Task[str] | None = None  # of prompts
+        self._last_seen = "0"
+        self._pause = Pause(puller)
         self._num_engine_errors = 0
         self.flights = FlightTable()
         self.num_workers = 1  # workers that share this job, this one included
 
     async def serve(self) -> None:
-        """Claim and run groups until `ending` is set. Raises EngineBroken and Redis errors."""
-        ending = asyncio.create_task(self._ending.wait())
+        """Claim and run groups until the drain begins. Raises EngineBroken and Redis errors."""
+        ending = asyncio.create_task(self._ends.drain.wait())
         try:
-            while not self._ending.is_set():
+            while not self._ends.drain.is_set():
                 await self._settle()
                 while claims := await self._claim():
                     self._launch(claims)
@@ -93,13 +127,14 @@ class ClaimLoop:
 
     async def drain(self) -> None:
         """Finish what is generating within the drain time; hand back at once what has not begun."""
+        drain_s = self._job.settings.drain_s
         if len(self.flights):
-            logger.info("draining %d groups, for at most %.0f s", len(self.flights), self._settings.drain_s)
+            logger.info("draining %d groups, for at most %.0f s", len(self.flights), drain_s)
         for flight in self.flights:
             if flight.stage is Stage.WAITING:
                 flight.task.cancel()
-        hurry = asyncio.create_task(self._hurry.wait())
-        deadline = time.monotonic() + self._settings.drain_s
+        hurry = asyncio.create_task(self._ends.hurry.wait())
+        deadline = time.monotonic() + drain_s
         while len(self.flights) and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
             waited = {*self.flights.tasks(), hurry}
             await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -108,10 +143,11 @@ class ClaimLoop:
 
     async def keep_leases(self) -> None:
         """Renew the leases of what is in flight, for ever; cancel what another worker has taken over."""
+        job = self._job
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
+            await asyncio.sleep(job.settings.lease_s / 3)
             entry_ids = self.flights.entry_ids()
-            mine = await self._ledger.rollout.renew(self._job_id, self._settings.worker_id, entry_ids)
+            mine = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
             lost = set(entry_ids) - set(mine)
             for flight in self.flights:
                 if flight.claim.entry_id in lost and flight.stage is not Stage.SUBMITTING:
@@ -137,23 +173,16 @@ class ClaimLoop:
     # ---- steps of the loop ---------------------------------------------------------------------------------------
 
     async def _claim(self) -> list[Claim]:
-        count = min(self._num_claimable(), CLAIM_AT_ONCE)
+        job, count = self._job, min(self._num_claimable(), CLAIM_AT_ONCE)
         if not count:
             return []
-        return await self._ledger.rollout.claim(self._job_id, self._settings.worker_id, count, self._settings.lease_s)
+        return await job.ledger.rollout.claim(job.job_id, job.settings.worker_id, count, job.settings.lease_s)
 
     def _num_claimable(self) -> int:
-        if time.monotonic() < self._resume_at or self._is_version_missing():
+        if self._pause.is_on():
             return 0
-        loads, num_playable = loads_of(self._config), self._producer.num_playable()
+        loads, num_playable = loads_of(self._job.config), self._producer.num_playable()
         return num_claimable(self.flights, self._engine.capacity(), *loads, self.num_workers, num_playable)
-
-    def _is_version_missing(self) -> bool:
-        """Return whether groups wait for a version that a restarted trainer lacks: claiming them would be in vain."""
-        wanted = self._missing_version
-        if wanted is not None and (self._puller.is_announced(wanted) or time.monotonic() >= self._missing_until):
-            self._missing_version = None
-        return self._missing_version is not None
 
     def _launch(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
@@ -171,18 +200,17 @@ class ClaimLoop:
             self._last_seen = self._arrival.result()
             self._arrival = None
         if self._num_claimable():
-            self._arrival = self._arrival or asyncio.create_task(
-                self._ledger.rollout.wait_for_prompts(self._job_id, self._last_seen, POLL_S)
-            )
+            wait = self._job.ledger.rollout.wait_for_prompts
+            self._arrival = self._arrival or asyncio.create_task(wait(self._job.job_id, self._last_seen, POLL_S))
             changes.add(self._arrival)
-        pause_s = self._resume_at - time.monotonic()
+        pause_s = self._pause.left_s
         timeout_s = pause_s if 0 < pause_s < POLL_S else POLL_S
         await asyncio.wait(changes, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _run(self, flight: Flight) -> None:
         group = await self._producer.produce(flight)
         flight.stage = Stage.SUBMITTING
-        verdict = await self._ledger.rollout.submit(self._job_id, flight.claim.entry_id, group)
+        verdict = await self._job.ledger.rollout.submit(self._job.job_id, flight.claim.entry_id, group)
         outcome = group.failure.kind if group.HasField("failure") and verdict is Verdict.ACCEPTED else verdict
         meters.GROUPS.labels(outcome=outcome).inc()
         if outcome is not Verdict.ACCEPTED:
@@ -205,19 +233,16 @@ class ClaimLoop:
 
     async def _settle_error(self, flight: Flight, error: BaseException) -> None:
         """Hand the lease back and report why. Raises what ends this process."""
-        task, reason = flight.claim.task, f"{type(error).__name__}: {error}"
+        job, task, reason = self._job, flight.claim.task, f"{type(error).__name__}: {error}"
         if isinstance(error, RedisError):
             raise error
         self.flights.remove(flight)
-        self._resume_at = time.monotonic() + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_PAUSE_S)
-        if isinstance(error, WeightsError):
-            self._missing_version = max(task.policy_version, self._missing_version or 0)
-            self._missing_until = time.monotonic() + MISSING_VERSION_S
+        self._pause.begin(error, task.policy_version)
         self._producer.remember_error(task, reason)
         meters.RELEASED.inc()
         await self._hand_back([flight])
-        message = f"{task.group_id}, attempt {flight.claim.attempt}, on {self._settings.worker_id}: {reason}"
-        await self._ledger.event_log.emit(self._job_id, "group.released", message, {"group_id": task.group_id})
+        message = f"{task.group_id}, attempt {flight.claim.attempt}, on {job.settings.worker_id}: {reason}"
+        await job.ledger.event_log.emit(job.job_id, "group.released", message, {"group_id": task.group_id})
         if isinstance(error, PASSING_ERRORS):
             logger.warning("gave back %s", message)
             return
@@ -228,11 +253,11 @@ class ClaimLoop:
 
     async def _hand_back(self, flights: Sequence[Flight]) -> None:
         """Release our leases of flights that are over."""
-        ours = [flight for flight in flights if not flight.is_lost]
+        job, ours = self._job, [flight for flight in flights if not flight.is_lost]
         for is_attempt in (True, False):
             entry_ids = [flight.claim.entry_id for flight in ours if is_groups_fault(flight) is is_attempt]
-            worker = self._settings.worker_id
-            await self._ledger.rollout.release(self._job_id, worker, entry_ids, is_attempt=is_attempt)
+            worker = job.settings.worker_id
+            await job.ledger.rollout.release(job.job_id, worker, entry_ids, is_attempt=is_attempt)
 
 
 def loads_of(config: JobConfig) -> tuple[Load, Load | None]:

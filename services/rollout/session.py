@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.inspection import live_workers
 from onbeat.types import EpisodeWait, JobState
-from services.rollout.attach import Attachment, EngineFactory, Parts, ServedJob, SourceFactory, staging_folder
+from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory, staging_folder
+from services.rollout.claim_loop import Assignment, Ends
 from services.rollout.puller import WeightsPuller
 
 logger = logging.getLogger(__name__)
@@ -21,13 +22,12 @@ T = TypeVar("T")
 
 
 class Session:
-    def __init__(self, job: ServedJob, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
-        self.job_id = job.id
+    def __init__(self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
+        self.job_id = job.job_id
         self._settings, self._ledger, self._config = job.settings, job.ledger, job.config
-        self._ending = asyncio.Event()  # claim no more: the job is over, or this process is to leave it
-        self._hurry = asyncio.Event()  # do not even finish what is in flight
+        self._ends = Ends()
         self._is_stopping = False
-        self._attachment = Attachment(job, create_engine, connect_weights, self._ending, self._hurry)
+        self._attachment = Attachment(job, create_engine, connect_weights, self._ends)
         self._parts: Parts | None = None
 
     async def run(self) -> None:
@@ -53,13 +53,13 @@ class Session:
     def stop(self) -> None:
         """Drain and leave; when called again, leave at once."""
         if self._is_stopping:
-            self._hurry.set()
+            self._ends.hurry.set()
         self._is_stopping = True
-        self._ending.set()
+        self._ends.drain.set()
 
     def leave(self) -> None:
         """Drain and leave: another job needs this rollout more."""
-        self._ending.set()
+        self._ends.drain.set()
 
     @property
     def dtype(self) -> str:
@@ -70,7 +70,7 @@ class Session:
 
     @property
     def state(self) -> str:
-        if self._ending.is_set():
+        if self._ends.drain.is_set():
             return "draining"
         if self._parts is None:
             return "starting"
@@ -112,8 +112,8 @@ class Session:
         while True:
             if not await self._is_served():
                 logger.info("job %s needs no more rollouts", self.job_id)
-                self._ending.set()
-                self._hurry.set()
+                self._ends.drain.set()
+                self._ends.hurry.set()
             if self._parts is not None:
                 self._parts.loop.num_workers = 1 + await self._num_peers()
             await asyncio.sleep(FOLLOW_S)
@@ -139,7 +139,7 @@ class Session:
 
     async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of the work, or None if the end came first: the work is cancelled then."""
-        working, ending = asyncio.create_task(work), asyncio.create_task(self._ending.wait())
+        working, ending = asyncio.create_task(work), asyncio.create_task(self._ends.drain.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None

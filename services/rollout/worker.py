@@ -17,7 +17,8 @@ from onbeat.memory import read_host
 from onbeat.streams.inspection import forget_old_rollouts, live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
-from services.rollout.attach import EngineFactory, ServedJob, SourceFactory
+from services.rollout.attach import EngineFactory, SourceFactory
+from services.rollout.claim_loop import Assignment
 from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.session import SERVED_STATES, Session
 from services.rollout.settings import Settings
@@ -99,7 +100,7 @@ class Worker:
             return None
         workers = await live_workers(self._ledger, self._settings.pool)
         job = choose_job(running, workers, self._settings.worker_id)
-        served = ServedJob(job.job_id, job.config, self._settings, self._ledger)
+        served = Assignment(self._settings, self._ledger, job.job_id, job.config)
         return Session(served, self._create_engine, self._connect_weights)
 
     async def _move_if_needed(self) -> None:
