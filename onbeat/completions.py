@@ -115,5 +115,6 @@ class ChatFailed(Exception):
 
     def to_body(self) -> ErrorBody:
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else ""
+        message = str(self).encode(errors="replace").decode()  # without halves of characters
         kind = kind or "invalid_request_error"
-        return ErrorBody(error=ErrorDetails(message=str(self), type=kind, param=self.param, code=self.code))
+        return ErrorBody(error=ErrorDetails(message=message, type=kind, param=self.param, code=self.code))

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.completions import ChatFailed
 from onbeat.environments import Outcome
 from onbeat.streams.codec import RolloutGroup, check_group, check_token_lengths
 from services.rollout.engine import GeneratedResponse, VersionSpan
-from services.rollout.episodes.bodies import CallRefused, ChatBody, GenerateBody
+from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.episode import Episode, Policy, Vocabulary, turn_seed
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response
 from services.rollout.episodes.rendering import Renderer
@@ -71,7 +72,7 @@ class Client:
     async def take(self, step: dict) -> None:
         calls = [self._call(step) for _ in range(step["num_parallel"])]
         for result in await asyncio.gather(*calls, return_exceptions=True):
-            assert result is None or isinstance(result, CallRefused), result
+            assert result is None or isinstance(result, ChatFailed), result
 
     async def _call(self, step: dict) -> None:
         if step["is_raw"]:

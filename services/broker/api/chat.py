@@ -90,7 +90,7 @@ def explain_fields(error: RequestValidationError) -> ChatFailed:
         for path, details in zip(paths, found, strict=False)
     ]
     code = "unsupported_parameter" if found[0]["type"] == "extra_forbidden" else "invalid_value"
-    return ChatFailed(400, code, replace_surrogates("; ".join(reasons)), paths[0] or None)
+    return ChatFailed(400, code, "; ".join(reasons), paths[0] or None)
 
 
 def respond(reply: Reply) -> Response:

@@ -9,15 +9,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from pydantic_core import from_json
 
+from onbeat.completions import ChatFailed
 from onbeat.environments import Message
-
-
-class CallRefused(Exception):
-    """A call of the policy that is not answered; the client gets the reason."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
 
 
 class Open(BaseModel):
@@ -110,25 +103,25 @@ B = TypeVar("B", ChatBody, GenerateBody)
 
 
 def parse_body(kind: type[B], content: bytes) -> B:
-    """Return the body of a request. Raises CallRefused, naming the first field that is wrong."""
+    """Return the body of a request. Raises ChatFailed, naming the first field that is wrong."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"])) or None
         message = f"{field or 'the body'}: {first['msg']}"
-        raise CallRefused(400, "invalid_request", message, field) from error
+        raise ChatFailed(400, "invalid_request", message, field) from error
 
 
 def check_options(options: Mapping[str, Any] | None, temperature: float, eos_token_id: int | None) -> None:
-    """Check what a body holds besides the fields that are used. Raises CallRefused for a sampling of its own, for what
+    """Check what a body holds besides the fields that are used. Raises ChatFailed for a sampling of its own, for what
     the server cannot do, and for what it does not know."""
     allowed = {**NEUTRAL, "temperature": (temperature,), "stop_token_ids": ([], [eos_token_id])}
     for name, value in (options or {}).items():
         if value is None or name in WITHOUT_EFFECT or value in allowed.get(name, ()):
             continue
         reason = "the job's own sampling is used" if name in SAMPLING else "the session cannot do that"
-        raise CallRefused(400, "invalid_request", f"{name}: leave it out; {reason}", name)
+        raise ChatFailed(400, "invalid_request", f"{name}: leave it out; {reason}", name)
 
 
 def to_template(message: ChatMessage) -> Message:

@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onbeat.completions import ChatFailed
 from onbeat.environments import Message
 from onbeat.types import EpisodeWait
 from services.rollout.engine import GeneratedResponse, Sampling
 from services.rollout.episodes import toolcalls
 from services.rollout.episodes.bodies import (
-    CallRefused,
     ChatBody,
     ChatMessage,
     GenerateBody,
@@ -133,7 +133,7 @@ class Episode:
             await asyncio.wait(self._in_flight)
 
     async def chat(self, body: ChatBody) -> Answer:
-        """Answer a conversation. Raises CallRefused."""
+        """Answer a conversation. Raises ChatFailed."""
         check_options(body.model_extra, self._policy.temperature, self._policy.vocabulary.eos_token_id)
         wanted = self._wanted(max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens)
         self._check_turns()
@@ -145,7 +145,7 @@ class Episode:
             new = [message.model_dump(exclude_unset=True) for message in body.messages[prompt.num_known :]]
             new_json = json.dumps(new)
         except ValueError as error:
-            raise CallRefused(400, "invalid_messages", str(error), "messages") from error
+            raise ChatFailed(400, "invalid_messages", str(error), "messages") from error
         call = await self._call(prompt, wanted, new_json)
         answer = to_answer(call, has_tools=bool(tools))
         offered = {tool.function.name for tool in body.tools or ()}
@@ -155,7 +155,7 @@ class Episode:
         return answer
 
     async def complete(self, body: GenerateBody) -> Answer:
-        """Continue token ids. Raises CallRefused."""
+        """Continue token ids. Raises ChatFailed."""
         for options in (body.model_extra, body.sampling_params.model_extra):
             check_options(options, self._policy.temperature, self._policy.vocabulary.eos_token_id)
         wanted = self._wanted(**{"sampling_params.max_tokens": body.sampling_params.max_tokens})
@@ -163,7 +163,7 @@ class Episode:
         num_known = self._policy.vocabulary.num_tokens
         if wrong := next((token_id for token_id in body.token_ids if not 0 <= token_id < num_known), None):
             message = f"token_ids: {wrong} is none of the model's {num_known} tokens"
-            raise CallRefused(400, "invalid_request", message, "token_ids")
+            raise ChatFailed(400, "invalid_request", message, "token_ids")
         call = await self._call(Prompt(body.token_ids, None, 0), wanted, "[]")
         self._tools_called = []
         return to_answer(call, has_tools=False)
@@ -190,7 +190,7 @@ class Episode:
         return call
 
     async def _generate(self, prompt_token_ids: list[int], max_tokens: int, number: int) -> GeneratedResponse:
-        """Return what the engine sampled. Raises CallRefused; when this is cancelled, the engine's work is, too."""
+        """Return what the engine sampled. Raises ChatFailed; when this is cancelled, the engine's work is, too."""
         policy = self._policy
         sampling = Sampling(max_tokens, policy.temperature, turn_seed(policy.seed, self.index, number))
         generating = asyncio.ensure_future(policy.generate(prompt_token_ids, sampling))
@@ -207,11 +207,11 @@ class Episode:
         if (error := generating.exception()) is None:
             return generating.result()
         if isinstance(error, ValueError):
-            raise CallRefused(400, "refused_by_engine", f"the engine refuses the request: {error}") from error
+            raise ChatFailed(400, "refused_by_engine", f"the engine refuses the request: {error}") from error
         if not policy.broken.done():
             policy.broken.set_result(error)
         message = f"the engine failed: {type(error).__name__}: {error}; the episode is given up"
-        raise CallRefused(500, "engine_failed", message) from error
+        raise ChatFailed(500, "engine_failed", message) from error
 
     # ---- limits --------------------------------------------------------------------------------------------------
 
@@ -220,14 +220,14 @@ class Episode:
             raise is_over()
         if len(self._calls) + len(self._in_flight) >= self._policy.max_turns:
             message = f"all {self._policy.max_turns} calls of this episode are used (environment.max_turns)"
-            raise CallRefused(400, "no_turns_left", message)
+            raise ChatFailed(400, "no_turns_left", message)
 
     def _wanted(self, **fields: int | None) -> int:
         limit = self._policy.max_response_tokens
         for name, value in fields.items():
             if value is not None and value > limit:
                 message = f"{name}: {value} is more than the job's {limit} (rollout.max_response_tokens)"
-                raise CallRefused(400, "invalid_request", f"{message}; lower it or leave it out", name)
+                raise ChatFailed(400, "invalid_request", f"{message}; lower it or leave it out", name)
         return min((value for value in fields.values() if value is not None), default=limit)
 
     def _check_length(self, num_characters: int) -> None:
@@ -239,7 +239,7 @@ class Episode:
         """Return how many tokens the answer may have: fewer than wanted where the context ends before."""
         limit = self._policy.max_context_tokens
         if not num_prompt:
-            raise CallRefused(400, "invalid_messages", "the messages have no tokens", "messages")
+            raise ChatFailed(400, "invalid_messages", "the messages have no tokens", "messages")
         if limit is None:
             return wanted
         if num_prompt >= limit:
@@ -247,13 +247,13 @@ class Episode:
         return min(wanted, limit - num_prompt)
 
 
-def is_over() -> CallRefused:
-    return CallRefused(401, "episode_over", "this episode has ended: its key is no longer valid")
+def is_over() -> ChatFailed:
+    return ChatFailed(401, "episode_over", "this episode has ended: its key is no longer valid")
 
 
-def too_long(what: str, limit: int) -> CallRefused:
+def too_long(what: str, limit: int) -> ChatFailed:
     message = f"{what}, the context has {limit} tokens; shorten the conversation or end the episode"
-    return CallRefused(400, "context_length_exceeded", message, "messages")
+    return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 
 def turn_seed(*place: int) -> int:

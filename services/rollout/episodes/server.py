@@ -19,8 +19,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from onbeat.completions import ChatFailed
 from services.rollout import meters
-from services.rollout.episodes.bodies import CallRefused, ChatBody, GenerateBody, parse_body
+from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
 from services.rollout.episodes.episode import Answer, Episode
 
@@ -123,10 +124,9 @@ class SessionServer:
                     outcome = "cancelled"
                     return Response(status_code=499)  # it reaches no client
                 return to_response(200, content)
-            except CallRefused as refused:
+            except ChatFailed as refused:
                 outcome = refused.code
-                fields = {"message": str(refused), "type": "invalid_request_error", "param": refused.param}
-                return to_response(refused.status, {"error": {**fields, "code": refused.code}})
+                return to_response(refused.status, refused.to_body().model_dump())
             except ClientDisconnect:
                 outcome = "cancelled"
                 return Response(status_code=499)
@@ -137,13 +137,13 @@ class SessionServer:
         return answer
 
     def _find(self, request: Request) -> Episode:
-        """Return the episode whose key the request has. Raises CallRefused."""
+        """Return the episode whose key the request has. Raises ChatFailed."""
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
         sent = sent.strip() if scheme.lower() == "bearer" else ""
         found = self._episodes.get(digest_of(sent))
         if found is None or not hmac.compare_digest(found[0].encode(), sent.encode()):
             message = "this key is of no episode, or its episode has ended; send the key of the session, as a bearer"
-            raise CallRefused(401, "invalid_api_key", message)
+            raise ChatFailed(401, "invalid_api_key", message)
         return found[1]
 
 
@@ -173,7 +173,7 @@ async def list_models(request: Request, episode: Episode) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raises CallRefused when it is too long or does not come."""
+    """Return the body. Raises ChatFailed when it is too long or does not come."""
     parts, num_bytes = [], 0
     try:
         async with asyncio.timeout(BODY_DEADLINE_S):
@@ -185,10 +185,10 @@ async def read_body(request: Request) -> bytes:
                     parts.append(part)
     except TimeoutError:
         message = f"the body was not complete after {BODY_DEADLINE_S:.0f} s"
-        raise CallRefused(408, "timeout", message) from None
+        raise ChatFailed(408, "timeout", message) from None
     if num_bytes > MAX_BODY_BYTES:
         message = f"the body has more than {MAX_BODY_BYTES} bytes; shorten the conversation"
-        raise CallRefused(413, "body_too_large", message)
+        raise ChatFailed(413, "body_too_large", message)
     return b"".join(parts)
 
 
