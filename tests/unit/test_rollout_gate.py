@@ -555,6 +555,30 @@ async def test_cancelled_visitor_takes_its_work_with_it(rig):
     assert rig.gate._visits == set()
 
 
+async def test_load_waits_for_a_visitor_who_already_leaves(rig):
+    rig.trainer.newest = 1
+    is_leaving, may_leave = asyncio.Event(), asyncio.Event()
+
+    async def leave_slowly() -> None:
+        async with rig.gate.visit():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_leaving.set()
+                await may_leave.wait()
+
+    visit, first = asyncio.create_task(leave_slowly()), rig.generate(1)
+    await asyncio.wait_for(is_leaving.wait(), 5.0)
+    first.cancel()
+    second = rig.generate(1)
+    await settle()
+    assert rig.engine.loads == []
+    may_leave.set()
+    assert await second == [1, 1, 1]
+    with pytest.raises(PolicyMoved):
+        await visit
+
+
 async def test_visitor_that_does_not_leave_breaks_the_engine(rig, monkeypatch):
     monkeypatch.setattr(gate_module, "LEAVE_DEADLINE_S", 0.1)
     rig.trainer.newest = 1
