@@ -12,7 +12,6 @@ from pathlib import Path
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound, WeightsError
 from onbeat.streams.chat import Chats
-from onbeat.streams.ledger import Ledger
 from onbeat.temporary import private_folder
 from onbeat.types import WeightUpdate
 from onbeat.weights.client import ModelDescription, Peer, WeightsClient
@@ -31,7 +30,6 @@ from services.rollout.producer import GroupProducer
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from onbeat.streams.inspection import forget_old_rollouts, live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
 from services.rollout.attach import EngineFactory, SourceFactory
-from services.rollout.claim_loop import Assignment
 from services.rollout.choice import Candidate, choose_job, find_move
+from services.rollout.claim_loop import Assignment
 from services.rollout.session import SERVED_STATES, Session
 from services.rollout.settings import Settings
 
