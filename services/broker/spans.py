@@ -123,10 +123,10 @@ def commit_before(fields: Fields) -> float:
 
 def trainer_spans(iteration: int, fields: Fields) -> list[Span]:
     """Return the trainer's spans from the previous commit to this one; [] before this commit or if it reports none."""
-    told = json.loads(fields.get("metrics", "{}")).get("spans", [])
+    recorded = json.loads(fields.get("metrics", "{}")).get("spans", [])
     work = [
         Span(lane=TRAINER, kind=kind, start=start, end=start + took_s, iteration=iteration)
-        for kind, start, took_s in told
+        for kind, start, took_s in recorded
     ]
     if not work:
         return []

@@ -67,10 +67,10 @@ def to_reply(error: Exception) -> Reply:
         error = explain_fields(error)
     elif isinstance(error, RedisError):
         logger.error("Redis failed a chat: %s: %s", type(error).__name__, error)
-        told = "Redis does not answer; ask again in a moment"
+        message = "Redis does not answer; ask again in a moment"
         if isinstance(error, ResponseError):
-            told = f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}"
-        error = ChatFailed(503, "redis_failed", told)
+            message = f"Redis refused a command: {str(error)[:MAX_REDIS_TEXT]}"
+        error = ChatFailed(503, "redis_failed", message)
     elif not isinstance(error, ChatFailed):  # the job was deleted just now
         error = ChatFailed(404, "model_not_found", str(error), "model")
     return Reply.of_error(error)

@@ -66,7 +66,7 @@ class Steps:
 
 
 def find_steps(
-    told: Sequence[Span],
+    recorded: Sequence[Span],
     recorded: Sequence[tuple[int, list[str]]],
     num_updates: int,
     num_groups: int,
@@ -75,7 +75,7 @@ def find_steps(
 ) -> Steps:
     """Match groups with spans. `recorded`: (rank, group ids) of each micro-batch, in order; rank 0 also has those of
     replicas that are gone."""
-    updates = split_updates(told)
+    updates = split_updates(recorded)
     if len(updates) != num_updates:
         updates = []
     batches: dict[str, Batch] = {}
@@ -86,7 +86,7 @@ def find_steps(
             if update_of(ids[0], num_updates, num_groups) == number
         ]
         told_of = [index for index, rank, _ in of_update if rank % max(1, num_replicas) == 0]
-        spans = updates[number].micro_batches if updates and len(told) < MERGED_FROM else []
+        spans = updates[number].micro_batches if updates and len(recorded) < MERGED_FROM else []
         # There may be one more span, the last: the row without gradient of an update without signal.
         is_clear = len(spans) - len(told_of) in (0, 1)
         span_of = dict(zip(told_of, spans, strict=False)) if is_clear else {}
@@ -94,9 +94,9 @@ def find_steps(
     return Steps(updates, batches, num_updates, num_groups, committed_at)
 
 
-def split_updates(told: Sequence[Span]) -> list[Update]:
+def split_updates(recorded: Sequence[Span]) -> list[Update]:
     updates, micro_batches = list[Update](), list[Span]()
-    for span in sorted(told, key=lambda span: span.start):
+    for span in sorted(recorded, key=lambda span: span.start):
         if span.kind == "micro_batch":
             micro_batches.append(span)
         elif span.kind == "optimizer":
