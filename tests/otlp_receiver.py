@@ -1,11 +1,13 @@
 """A collector of OpenTelemetry traces: OTLP over HTTP on this machine, each span checked as it comes."""
 
+import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -37,9 +39,11 @@ class Received:
 
 @dataclass
 class Receiver:
-    """`answer`: what becomes of a request, (status, body); it may sleep."""
+    """`answer`: what becomes of a request, (status, body); it may sleep. `certificate` and its key: for TLS."""
 
     port: int = 0
+    certificate: Path | None = None
+    key: Path | None = None
     answer: Callable[[ExportTraceServiceRequest], tuple[int, bytes]] = lambda _: (200, OK)
     spans: list[Received] = field(default_factory=list)  # of the requests that were answered 200
     num_requests: int = 0
@@ -48,6 +52,10 @@ class Receiver:
     def __enter__(self) -> Self:
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
         self._server.daemon_threads = True
+        if self.certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate, self.key)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -60,7 +68,7 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.certificate else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def traces(self) -> dict[str, list[Received]]:

@@ -37,6 +37,7 @@ from tests.integration.broker_fixtures import (
     start_training,
     tasks_for,
 )
+from tests.integration.test_weight_security import Authority
 from tests.otlp_receiver import OK, Received, Receiver
 
 LIMIT_S = 30.0
@@ -524,6 +525,19 @@ async def test_key_of_the_collector_is_sent(ledger: Ledger, receiver: Receiver, 
         await until("it is there", lambda: bool(receiver.spans))
     headers = {name.lower(): value for name, value in receiver.headers[0].items()}
     assert (headers["authorization"], headers["x-scope-orgid"]) == ("Bearer abc=", "team")
+
+
+async def test_certificate_of_the_collector_is_checked(ledger: Ledger, tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    certificate, key = authority.issue("127.0.0.1")
+    job_id = await run_job(ledger, 1)
+    with Receiver(certificate=certificate, key=key) as receiver:
+        for wrong in ({}, {"otlp_tls_ca": stranger.cert}):
+            async with exporting(ledger, receiver.url, otlp_timeout_s=QUICK_S, **wrong) as exporter:
+                await until("it is not trusted", lambda exporter=exporter: exporter.num_failures >= 1)
+        assert receiver.num_requests == 0
+        async with exporting(ledger, receiver.url, otlp_tls_ca=authority.cert):
+            await until("it is there", lambda: exported(receiver, job_id) == [0])
 
 
 # ---- off, and settings -----------------------------------------------------------------------------------------------

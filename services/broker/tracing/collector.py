@@ -6,6 +6,7 @@ what the collector answered: one that is away is asked again later, what it refu
 
 import asyncio
 import logging
+import ssl
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -85,13 +86,14 @@ def to_nanoseconds(time_s: float) -> int:
 
 
 class Session(requests.Session):
-    """An HTTP session that notes what became of the last request."""
+    """An HTTP session that notes what became of the last request, and trusts the authorities in `verify` alone."""
 
     outcome: requests.Response | requests.RequestException | None = None
 
     def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
         try:
-            answer = self.outcome = super().send(request, **options)
+            # `options` may name the authorities of REQUESTS_CA_BUNDLE.
+            answer = self.outcome = super().send(request, **options | {"verify": self.verify})
         except requests.RequestException as error:
             self.outcome = error
             raise
@@ -105,12 +107,14 @@ class Collector:
         assert settings.otlp_endpoint is not None, "tracing is off"
         self.url = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
         self._timeout_s = settings.otlp_timeout_s
+        system = ssl.get_default_verify_paths()
         self._session = Session()
+        self._session.auth = lambda request: request  # else a .netrc could replace the key
         # No proxy between us and this machine.
         self._session.trust_env = not is_loopback(urlsplit(settings.otlp_endpoint).hostname or "")
         self._exporter = OTLPSpanExporter(
             self.url,
-            certificate_file=str(settings.otlp_tls_ca) if settings.otlp_tls_ca else None,
+            certificate_file=str(settings.otlp_tls_ca or system.cafile or system.capath or ""),
             headers=settings.otlp_headers(),
             timeout=self._timeout_s,
             session=self._session,
