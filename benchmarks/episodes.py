@@ -11,6 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,15 @@ from vs_trl import copy_without_end, quickstart_model
 
 from onbeat.hardware.processor import read_processor
 
-NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS, NUM_TURNS, WARMUP = 8, 8, 16, 3, 2
+NUM_TOKENS, NUM_TURNS, WARMUP = 16, 3, 2
 DATA = ROOT / "examples" / "shop.jsonl"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_steps: int
+    num_prompts: int
+    num_samples: int
 
 
 def prepare_model(folder: Path) -> Path:
@@ -31,16 +39,16 @@ def prepare_model(folder: Path) -> Path:
     return model
 
 
-def run_trl(model: Path, folder: Path, dtype: str, num_steps: int) -> dict[str, Any]:
+def run_trl(model: Path, folder: Path, dtype: str, sizes: Sizes) -> dict[str, Any]:
     output = folder / "trl.json"
-    sizes = [str(value) for value in (num_steps, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS, NUM_TURNS)]
+    numbers = [str(value) for value in (sizes.num_steps, sizes.num_prompts, sizes.num_samples, NUM_TOKENS, NUM_TURNS)]
     script = str(ROOT / "benchmarks" / "trl_episodes.py")
-    command = [sys.executable, script, str(model), *sizes, dtype, str(DATA), str(output)]
+    command = [sys.executable, script, str(model), *numbers, dtype, str(DATA), str(output)]
     subprocess.run(command, check=True, timeout=3600)
     return json.loads(output.read_text())
 
 
-def run_onbeat(model: Path, dtype: str, num_steps: int) -> dict[str, Any]:
+def run_onbeat(model: Path, dtype: str, sizes: Sizes) -> dict[str, Any]:
     environment = f'{{name="bench_lookup", options={{num_turns={NUM_TURNS}}}, max_turns={NUM_TURNS}, timeout_s=600.0}}'
     return run_job(
         "examples/tools.toml",
@@ -48,22 +56,22 @@ def run_onbeat(model: Path, dtype: str, num_steps: int) -> dict[str, Any]:
         f"model.dtype={dtype}",
         "model.max_context_tokens=1024",
         f"environment={environment}",
-        f"schedule.num_iterations={num_steps}",
-        f"rollout.num_prompts_per_iteration={NUM_PROMPTS}",
-        f"rollout.num_samples_per_prompt={GROUP_SIZE}",
+        f"schedule.num_iterations={sizes.num_steps}",
+        f"rollout.num_prompts_per_iteration={sizes.num_prompts}",
+        f"rollout.num_samples_per_prompt={sizes.num_samples}",
         f"rollout.max_response_tokens={NUM_TOKENS}",
         "training.max_tokens_per_micro_batch=2048",
         timeout_s=3600,
     )
 
 
-def main(num_steps: int) -> None:
+def main(sizes: Sizes) -> None:
     dtype = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
     with temporary_folder() as folder:
         install(folder / "site")
         model = prepare_model(folder)
-        report = run_onbeat(model, dtype, num_steps)
-        trl = run_trl(model, folder, dtype, num_steps)
+        report = run_onbeat(model, dtype, sizes)
+        trl = run_trl(model, folder, dtype, sizes)
     iterations = report["iterations"]
     onbeat_s, trl_s = median_of(report, "wall_s", WARMUP), statistics.median(trl["step_s"][WARMUP:])
     tokens = {
@@ -88,8 +96,8 @@ def main(num_steps: int) -> None:
             "steps": {"trl": trl["step_s"], "onbeat": [each["wall_s"] for each in iterations]},
             "num_turns": NUM_TURNS,
             "tokens_per_turn": NUM_TOKENS,
-            "num_prompts": NUM_PROMPTS,
-            "num_samples_per_prompt": GROUP_SIZE,
+            "num_prompts": sizes.num_prompts,
+            "num_samples_per_prompt": sizes.num_samples,
             "warmup_steps": WARMUP,
         },
     )
@@ -98,4 +106,7 @@ def main(num_steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="the first two are not counted")
-    main(parser.parse_args().steps)
+    parser.add_argument("--prompts", type=int, default=8, help="groups of one step")
+    parser.add_argument("--samples", type=int, default=8, help="episodes of one group")
+    arguments = parser.parse_args()
+    main(Sizes(arguments.steps, arguments.prompts, arguments.samples))
