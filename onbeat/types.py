@@ -389,7 +389,9 @@ class Span(Record):
     """A span of time with what was done in it. `start` and `end` are Unix seconds by the Redis clock."""
 
     lane: str  # id of the rollout, or "trainer"
-    kind: str  # "generate" | "score" | "pull" | "load"; "wait" | "micro_batch" | "optimizer" | "publish" | "checkpoint"
+    # "generate" | "score" | "environment" | "pull" | "load"; of the trainer "wait" | "micro_batch" | "optimizer" |
+    # "publish" | "checkpoint"
+    kind: str
     start: float
     end: float
     iteration: int  # of "pull" and "load": the policy version

@@ -1,6 +1,7 @@
 """The spans of an iteration: who did what, on one clock, put together from data that the ledger has anyway.
 
     generate, score   a group's durations, laid backwards from the moment of its acceptance: the id of its entry
+    environment       the times in which all of a group's episodes waited for their environment
     pull, load        a rollout's durations, backwards from the event that it serves the version
     the trainer       its own spans, stored with the commit; "wait" is the time between them
 
@@ -8,7 +9,7 @@ The timeline of the dashboard shows them by process, a trace as a tree. All mome
 """
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from onbeat.types import Event, Span
 
 TRAINER = "trainer"
 MIN_WAIT_S = 0.005  # shorter waits are the loop's own time between two steps
+MAX_INTERVALS = 64  # in the engine, of one group; rollouts send fewer
 MAX_GROUPS = 1000  # per iteration: those accepted first
 
 Held = Mapping[tuple[int, str], float]  # (policy version, rollout) -> seconds from its pull to the engine's start on it
@@ -36,6 +38,7 @@ class AcceptedGroup:
     accepted_at: float
     generate_s: float
     score_s: float
+    in_engine: tuple[tuple[float, float], ...]  # of episodes: when a call was in the engine, seconds since the start
     failure: str  # '' if it did not fail
     num_responses: int
     prompt_tokens: int
@@ -72,6 +75,7 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         accepted_at=time_of(entry),
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,
+        in_engine=tuple((each.start_s, each.end_s) for each in group.timings.in_engine[:MAX_INTERVALS]),
         failure=f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else "",
         num_responses=len(rewards),
         prompt_tokens=len(group.prompt_token_ids),
@@ -82,15 +86,29 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
 
 def group_spans(group: AcceptedGroup, opened_at: float) -> list[Span]:
     """Return the spans of a group, none before the opening of its iteration. A group that failed may have none."""
-    generated_at = max(opened_at, group.accepted_at - group.score_s)
-    began_at = max(opened_at, generated_at - group.generate_s)
-    moments = {"generate": (began_at, generated_at), "score": (generated_at, group.accepted_at)}
+    generated_at = group.accepted_at - group.score_s
+    began_at = generated_at - group.generate_s
+    parts = [("generate", began_at, generated_at), ("score", generated_at, group.accepted_at)]
+    if group.in_engine:
+        parts = list(episode_parts(group, began_at))
     about = {"lane": group.worker_id, "iteration": group.iteration, "group_id": group.group_id}
+    moments = [(kind, max(opened_at, start), max(opened_at, end)) for kind, start, end in parts]
     return [
         Span(kind=kind, start=start, end=max(start, end), **about)
-        for kind, (start, end) in moments.items()
-        if end > start or not group.failure
+        for kind, start, end in moments
+        if end > start or not (group.failure or group.in_engine)
     ]
+
+
+def episode_parts(group: AcceptedGroup, began_at: float) -> Iterator[tuple[str, float, float]]:
+    """Yield kind, start and end of the parts of a group of episodes: with calls in the engine, and without."""
+    until = began_at
+    for interval in group.in_engine:
+        start, end = (min(began_at + each, group.accepted_at) for each in interval)
+        yield "environment", until, start
+        yield "generate", start, end
+        until = end
+    yield "environment", until, group.accepted_at
 
 
 async def read_held(ledger: Ledger, job_id: str, versions: Iterable[int]) -> Held:

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -37,6 +38,8 @@ WEIGHT_FULL_BYTES = Counter("onbeat_rollout_weight_full_bytes", "Sizes of these 
 WEIGHT_FAULTS = Counter("onbeat_rollout_weight_faults", "What went wrong in pulls of these versions and was cured")
 
 RATE_WINDOW_S = 10.0
+MAX_INTERVALS = 32  # of one group
+SHORT_GAP_S = 0.1  # it is not worth a mark on a timeline
 MAX_ITERATIONS = 16  # busy time is kept for this many of the newest iterations
 
 
@@ -91,6 +94,43 @@ class BusyMeter:
             for old in sorted(self._finished_s)[:-MAX_ITERATIONS]:
                 del self._finished_s[old]
         self._since = now
+
+
+class EngineTimes:
+    """The times with at least one call in flight, by the clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_running = 0
+        self._since = 0.0
+        self._intervals: list[tuple[float, float]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if not self._num_running:
+            self._since = self._clock()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._intervals.append((self._since, self._clock()))
+
+    def seconds(self) -> float:
+        return sum(end - start for start, end in self._intervals)
+
+    def joined(self, max_number: int = MAX_INTERVALS) -> list[tuple[float, float]]:
+        """Return the intervals without the shortest gaps between them: those below SHORT_GAP_S, and more for fewer."""
+        gaps = sorted((start - end for (_, end), (start, _) in pairwise(self._intervals)), reverse=True)
+        longest_closed = gaps[max_number - 1] if len(gaps) >= max_number else 0.0
+        joined: list[tuple[float, float]] = []
+        for start, end in self._intervals:
+            if joined and start - joined[-1][1] <= max(longest_closed, SHORT_GAP_S):
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        return joined
 
 
 class TokenRate:

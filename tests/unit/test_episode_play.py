@@ -90,6 +90,24 @@ async def test_waiting_and_ended_episodes_hold_no_place_in_the_engine(monkeypatc
     assert places == [3, 3, 2]
 
 
+async def test_group_records_when_its_calls_were_in_the_engine():
+    async def wait(task, policy):
+        first = await policy.chat(task.messages)
+        await asyncio.sleep(0.3)
+        await policy.chat([*task.messages, first, USER])
+        await asyncio.sleep(0.3)
+        return Outcome(0.0)
+
+    async with playing(wait) as rig:
+        group = await rig.group(num_samples=2)
+    first, second = group.timings.in_engine
+    assert 0 <= first.start_s <= first.end_s <= second.start_s - 0.25
+    assert second.end_s <= group.timings.generate_s + group.timings.score_s - 0.25
+    assert group.timings.generate_s == pytest.approx(
+        second.end_s - second.start_s + first.end_s - first.start_s, abs=0.2
+    )
+
+
 async def test_environment_that_is_being_loaded_makes_no_room_yet(monkeypatch):
     monkeypatch.setattr(episode_module, "SHORT_WAIT_S", 0.0)
     flight, may_load = flight_of(num_samples=2), asyncio.Event()

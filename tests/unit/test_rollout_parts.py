@@ -15,7 +15,7 @@ from services.rollout import engines
 from services.rollout.attach import staging_folder, write_model_files
 from services.rollout.engines import create_engine, prepare_engine
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
-from services.rollout.meters import MAX_ITERATIONS, BusyMeter, TokenRate
+from services.rollout.meters import MAX_ITERATIONS, BusyMeter, EngineTimes, TokenRate
 from services.rollout.settings import Settings
 
 
@@ -104,6 +104,24 @@ def test_token_rate_is_of_the_last_ten_seconds():
     assert rate.per_second() == 15.0
     clock.now = 10.5
     assert rate.per_second() == 5.0
+
+
+def test_engine_times_leave_out_the_shortest_gaps():
+    clock = Clock()
+    times = EngineTimes(clock)
+    clock.now = 10.0
+    with times.running():
+        clock.now = 11.0
+        with times.running():  # a second call of another episode
+            clock.now = 12.0
+    for start, end in ((12.05, 13.0), (15.0, 16.0), (17.0, 18.0)):
+        clock.now = start
+        with times.running():
+            clock.now = end
+    assert times.seconds() == pytest.approx(4.95)
+    assert times.joined() == [(10.0, 13.0), (15.0, 16.0), (17.0, 18.0)]
+    assert times.joined(2) == [(10.0, 13.0), (15.0, 18.0)]
+    assert times.joined(1) == [(10.0, 18.0)]
 
 
 def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_evaluation: bool = False) -> FlightTable:

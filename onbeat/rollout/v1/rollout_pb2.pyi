@@ -517,21 +517,51 @@ class Timings(_message.Message):
     GENERATE_S_FIELD_NUMBER: _builtins.int
     SCORE_S_FIELD_NUMBER: _builtins.int
     WORKER_BUSY_S_FIELD_NUMBER: _builtins.int
+    IN_ENGINE_FIELD_NUMBER: _builtins.int
     generate_s: _builtins.float
     score_s: _builtins.float
     worker_busy_s: _builtins.float
     """of this worker in this iteration so far: time with at least one response in flight"""
+    @_builtins.property
+    def in_engine(self) -> _containers.RepeatedCompositeFieldContainer[Global___Interval]:
+        """Of a group of episodes: when at least one of their calls was in the engine. Short times between two are left out."""
+
     def __init__(
         self,
         *,
         generate_s: _builtins.float = ...,
         score_s: _builtins.float = ...,
         worker_busy_s: _builtins.float = ...,
+        in_engine: _abc.Iterable[Global___Interval] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generate_s", b"generate_s", "score_s", b"score_s", "worker_busy_s", b"worker_busy_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generate_s", b"generate_s", "in_engine", b"in_engine", "score_s", b"score_s", "worker_busy_s", b"worker_busy_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class Interval(_message.Message):
+    """seconds since the group's episodes began"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    start_s: _builtins.float
+    end_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        start_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_s", b"end_s", "start_s", b"start_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Interval: _TypeAlias = Interval  # noqa: Y015

@@ -6,6 +6,7 @@ import { linear, ticks } from "./spans.js";
 export const KINDS = {
   generate: { name: "generate", series: 1, pattern: "solid" },
   score: { name: "score", series: 2, pattern: "dots" },
+  environment: { name: "environment", series: 2, pattern: "rising" },
   pull: { name: "pull weights", series: 5, pattern: "rising" },
   load: { name: "load weights", series: 4, pattern: "cross" },
   micro_batch: { name: "micro-batch", series: 3, pattern: "solid" },

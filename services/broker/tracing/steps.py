@@ -66,16 +66,16 @@ class Steps:
 
 
 def find_steps(
-    recorded: Sequence[Span],
+    trained: Sequence[Span],
     recorded: Sequence[tuple[int, list[str]]],
     num_updates: int,
     num_groups: int,
     num_replicas: int,
     committed_at: float,
 ) -> Steps:
-    """Match groups with spans. `recorded`: (rank, group ids) of each micro-batch, in order; rank 0 also has those of
+    """Match groups with the trainer's spans. `recorded`: (rank, group ids) of each micro-batch, in order; rank 0 also has those of
     replicas that are gone."""
-    updates = split_updates(recorded)
+    updates = split_updates(trained)
     if len(updates) != num_updates:
         updates = []
     batches: dict[str, Batch] = {}
@@ -85,18 +85,18 @@ def find_steps(
             for index, (rank, ids) in enumerate(recorded)
             if update_of(ids[0], num_updates, num_groups) == number
         ]
-        told_of = [index for index, rank, _ in of_update if rank % max(1, num_replicas) == 0]
-        spans = updates[number].micro_batches if updates and len(recorded) < MERGED_FROM else []
+        reported = [index for index, rank, _ in of_update if rank % max(1, num_replicas) == 0]
+        spans = updates[number].micro_batches if updates and len(trained) < MERGED_FROM else []
         # There may be one more span, the last: the row without gradient of an update without signal.
-        is_clear = len(spans) - len(told_of) in (0, 1)
-        span_of = dict(zip(told_of, spans, strict=False)) if is_clear else {}
+        is_clear = len(spans) - len(reported) in (0, 1)
+        span_of = dict(zip(reported, spans, strict=False)) if is_clear else {}
         batches |= {id_: Batch(index, rank, span_of.get(index)) for index, rank, ids in of_update for id_ in ids}
     return Steps(updates, batches, num_updates, num_groups, committed_at)
 
 
-def split_updates(recorded: Sequence[Span]) -> list[Update]:
+def split_updates(trained: Sequence[Span]) -> list[Update]:
     updates, micro_batches = list[Update](), list[Span]()
-    for span in sorted(recorded, key=lambda span: span.start):
+    for span in sorted(trained, key=lambda span: span.start):
         if span.kind == "micro_batch":
             micro_batches.append(span)
         elif span.kind == "optimizer":

@@ -209,13 +209,15 @@ def group_tree(group: AcceptedGroup, record: IterationRecord, steps: Steps, trai
     )
     yield whole
 
-    def child(name: str, start: float, end: float, service: str, instance: str = "") -> TraceSpan:
-        return TraceSpan(f"{whole.path}/{name}", name, whole.path, start, max(start, end), service, instance)
+    def child(name: str, start: float, end: float, service: str, instance: str = "", number: str = "") -> TraceSpan:
+        path = f"{whole.path}/{name}{number}"
+        return TraceSpan(path, name, whole.path, start, max(start, end), service, instance)
 
     began_at = measured[0].start if measured else group.accepted_at
     yield child("wait_for_rollout", record.opened_at, began_at, "broker")
-    for span in measured:
-        yield child(span.kind, span.start, span.end, "rollout", span.lane)
+    for index, span in enumerate(measured):  # the spans of episodes come several times
+        number = f"-{index}" if group.in_engine else ""
+        yield child(span.kind, span.start, span.end, "rollout", span.lane, number)
     yield child("wait_for_trainer", group.accepted_at, step.start, "broker")
     yield replace(
         child("micro_batch", step.start, step.end, "trainer", trainer),

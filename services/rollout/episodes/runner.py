@@ -155,11 +155,11 @@ class GroupPlay:
         if not prompt_token_ids:
             message = "the prompts of its episodes have no first token in common, so the group has no prompt"
             raise GroupFailed("environment_failed", f"environment {self._request.name}: {message}")
-        played_s, responses = time.monotonic() - self._started, []
+        responses = []
         for calls, outcome in episodes:
             responses.append(to_response(calls, prompt_token_ids, outcome))
             await asyncio.sleep(0)
-        return PlayedGroup(prompt_token_ids, responses, played_s)
+        return PlayedGroup(prompt_token_ids, responses, time.monotonic() - self._started)
 
 
 class EpisodeRunner:

@@ -1,0 +1,34 @@
+"""A group's spans on the timeline: generation, and what comes after it or between."""
+
+import pytest
+
+from onbeat.streams.codec import RolloutGroup, Timings
+from services.broker.spans import MAX_INTERVALS, accepted_group, group_spans
+
+
+def parts_of(timings: Timings, opened_at: float = 0.0) -> list[tuple[str, float, float]]:
+    group = RolloutGroup(group_id="3-0", iteration=3, worker_id="w1", timings=timings)
+    spans = group_spans(accepted_group("100000-0", group), opened_at)
+    assert {(span.lane, span.group_id, span.iteration) for span in spans} == {("w1", "3-0", 3)}
+    return [(span.kind, span.start, span.end) for span in spans]
+
+
+def test_responses_are_generated_and_then_scored():
+    assert parts_of(Timings(generate_s=3.0, score_s=1.0)) == [("generate", 96, 99), ("score", 99, 100)]
+
+
+def test_waits_of_episodes_lie_between_their_calls():
+    timings = Timings(generate_s=3.0, score_s=7.0)
+    for start_s, end_s in ((0.0, 2.0), (6.0, 7.0)):
+        timings.in_engine.add(start_s=start_s, end_s=end_s)
+    expected = [("generate", 90, 92), ("environment", 92, 96), ("generate", 96, 97), ("environment", 97, 100)]
+    assert parts_of(timings) == expected
+
+
+def test_spans_of_a_group_are_few_and_end_with_its_acceptance():
+    timings = Timings(generate_s=50.0, score_s=50.0)
+    for start in range(1000):
+        timings.in_engine.add(start_s=start, end_s=start + 0.5)
+    found = parts_of(timings)
+    assert len(found) == 2 * MAX_INTERVALS
+    assert max(end for _, _, end in found) == pytest.approx(100.0)
