@@ -8,10 +8,12 @@ computed, at sizes that no machine here has.
     link   L = line rate * measured share of it that arrives
     star       N * d / min(L, send)                     the trainer sends everything
     chain      d / min(L, relay) + (N - 1) * (m / L + h)    a message more for each hop, and a delay h
-    both       at least the work at the end, in one thread, while it is received: for a delta B / apply + B / hash
+    both       at least the work at the end, in one thread, while it is received: for a delta B / apply + B / checksum
+               from the trainer (star), B / apply + B / hash from a relay (chain)
 
     send       a bare stream, one core
-    relay      receives, verifies and sends: 1 / (1 / pull + 1 / send)
+    relay      receives, verifies and sends: 1 / (1 / pull - 1 / checksum + 1 / hash + 1 / send); the measured `pull`
+               came from the trainer and was checked with checksums, but the bytes of a relay are hashed
     m          bytes of a message: see `onbeat/weights/server.py`
 """
 
@@ -35,7 +37,8 @@ class Measured:
     """The measured rates (bytes a second, of one core), shares and seconds."""
 
     send: float
-    pull: float
+    pull: float  # from the trainer
+    checksum: float
     hash: float
     apply: dict[float, float]  # by the share of the weights that change
     encode: dict[float, float]
@@ -45,7 +48,7 @@ class Measured:
 
     @property
     def relay(self) -> float:
-        return 1 / (1 / self.pull + 1 / self.send)
+        return 1 / (1 / self.pull - 1 / self.checksum + 1 / self.hash + 1 / self.send)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -60,12 +63,10 @@ def measured() -> Measured:
     deltas = {delta["changed"]: delta for delta in load("delta_codec")["deltas"]}
     link = full_links()[0]
     line = link["rate_mbit_per_s"] * 1e6 / 8
-    pull = kinds["full"]["gb_per_s"]
-    if "checksum" in kinds:  # results from before 2026-11-23: what the trainer sent was checked by a faster checksum
-        pull = 1 / (1 / pull - 1 / kinds["checksum"]["gb_per_s"] + 1 / kinds["hash"]["gb_per_s"])
     return Measured(
         send=kinds["bare"]["gb_per_s"] * 1e9,
-        pull=pull * 1e9,
+        pull=kinds["full"]["gb_per_s"] * 1e9,
+        checksum=kinds["checksum"]["gb_per_s"] * 1e9,
         hash=kinds["hash"]["gb_per_s"] * 1e9,
         apply={share: deltas[share]["apply_gb_per_s"] * 1e9 for share in SHARES},
         encode={share: deltas[share]["encode_gb_per_s"] * 1e9 for share in SHARES},
@@ -102,9 +103,10 @@ def full_work_s(by: Measured, full_bytes: float) -> float:
     return full_bytes / by.pull
 
 
-def delta_work_s(by: Measured, full_bytes: float, share: float) -> float:
-    """Return the seconds to apply and check a delta."""
-    return full_bytes / by.apply[share] + full_bytes / by.hash
+def delta_work_s(by: Measured, full_bytes: float, share: float, check: float) -> float:
+    """Return the seconds to apply and check a delta. `check`: the rate of checksums if the trainer sent it, of hashes
+    if a relay did."""
+    return full_bytes / by.apply[share] + full_bytes / check
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -139,7 +141,8 @@ def show_relays() -> None:
 
 
 def show_parameters(by: Measured) -> None:
-    rows = [("send", by.send), ("pull", by.pull), ("relay (computed)", by.relay), ("hash", by.hash)]
+    rows = [("send", by.send), ("pull", by.pull), ("relay (computed)", by.relay)]
+    rows += [("checksum", by.checksum), ("hash", by.hash)]
     rows += [(f"apply, {share:.0%} changed", by.apply[share]) for share in SHARES]
     rows += [(f"encode, {share:.0%} changed", by.encode[share]) for share in SHARES]
     print("| parameter | value |\n|---|---|")
@@ -170,14 +173,16 @@ def show_table(by: Measured) -> None:
     print(f"| model | link | rollouts | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")
     for model, num_parameters in MODELS.items():
         size = num_parameters * BYTES_A_PARAMETER
-        payloads = [(size, full_work_s(by, size))]
-        payloads += [(size * by.delta_share[share], delta_work_s(by, size, share)) for share in SHARES]
+        payloads = [(size, full_work_s(by, size), full_work_s(by, size))]
+        for share in SHARES:
+            works_s = (delta_work_s(by, size, share, check) for check in (by.checksum, by.hash))
+            payloads.append((size * by.delta_share[share], *works_s))
         for gbit in LINKS_GBIT:
             for num_rollouts in NUM_ROLLOUTS:
                 cells = [
                     short(way(by, payload, num_rollouts, gbit * 1e9 / 8, work_s))
-                    for payload, work_s in payloads
-                    for way in (star_s, chain_s)
+                    for payload, *works_s in payloads
+                    for way, work_s in zip((star_s, chain_s), works_s, strict=True)
                 ]
                 print(f"| {model} | {gbit} Gbit/s | {num_rollouts} | {' | '.join(cells)} |")
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights.client import Itinerary, ModelDescription, Peer
@@ -22,7 +23,8 @@ def weights_of(version: int) -> bytes:
 
 def manifest_of(version: int) -> Manifest:
     content = weights_of(version)
-    return Manifest(version, (TensorEntry("version", "I64", (1,), len(content), blake3(content).digest()),))
+    digest, checksum = blake3(content).digest(), xxh3_128_digest(content)
+    return Manifest(version, (TensorEntry("version", "I64", (1,), len(content), digest, checksum),))
 
 
 def read_weights(path: Path) -> int:

@@ -1,6 +1,8 @@
 """The contract of both sides: what a version is, what a payload is, and their messages.
 
-Digests are BLAKE3, which is collision-resistant, so they can be trusted whatever the relay, and in an audit.
+Digests are BLAKE3, which is collision-resistant, so they can be trusted whatever the relay, and in an audit. Checksums
+are XXH3-128: they find faults in a fraction of the time, but collisions can be made on purpose. They are for bytes from
+the process that sent the checksums.
 
 The data of a pull is framed by hand, byte for byte as protobuf would: a parser would copy every megabyte once more, and
 halve the speed.
@@ -38,6 +40,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     size_bytes: int
     digest: bytes  # BLAKE3 over the raw little-endian bytes
+    checksum: bytes  # XXH3-128 over the same bytes; empty if there is none
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,10 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """The BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are. Jobs record
-        it."""
+        """The BLAKE3 over names, dtypes, shapes and digests in order: equal if and only if the weights are.
+
+        Checksums are left out: jobs record this digest. A pull fails where a checksum is wrong, and is tried again.
+        """
         whole = blake3()
         for tensor in self.tensors:
             whole.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
@@ -194,6 +199,7 @@ def tensor_messages(manifest: Manifest) -> list[weights_pb2.Tensor]:
             shape=tensor.shape,
             size_bytes=tensor.size_bytes,
             digest=tensor.digest,
+            checksum=tensor.checksum,
         )
         for tensor in manifest.tensors
     ]
@@ -202,7 +208,7 @@ def tensor_messages(manifest: Manifest) -> list[weights_pb2.Tensor]:
 def read_manifest(answer: weights_pb2.GetManifestResponse) -> Manifest:
     """Return the manifest. Raise WeightsError when it contradicts its digest or itself."""
     tensors = tuple(
-        TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest)
+        TensorEntry(tensor.name, tensor.dtype, tuple(tensor.shape), tensor.size_bytes, tensor.digest, tensor.checksum)
         for tensor in answer.tensors
     )
     manifest = Manifest(answer.policy_version, tensors, tuple(answer.shard_starts))

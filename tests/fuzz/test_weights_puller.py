@@ -190,7 +190,7 @@ def size_of(dtype: str, shape: list[int]) -> int:
 
 
 def digest_of(tensors: Iterable[Any]) -> bytes:
-    entries = tuple(TensorEntry(t.name, t.dtype, tuple(t.shape), t.size_bytes, t.digest) for t in tensors)
+    entries = tuple(TensorEntry(t.name, t.dtype, tuple(t.shape), t.size_bytes, t.digest, t.checksum) for t in tensors)
     return Manifest(1, entries).digest
 
 

@@ -199,7 +199,7 @@ async def test_wrong_bytes_passed_on_by_a_relay_are_noticed_by_a_child(plane):
     plane.trainer.server.faults = [flip]
     relay, child = await plane.join("relay"), await plane.join("child")
     pulls = await asyncio.gather(relay.pull(0), child.pull(0))
-    assert "does not match its digest" in str([pull.stats.faults for pull in pulls])
+    assert "does not match its checksum" in str([pull.stats.faults for pull in pulls])
 
 
 async def test_a_relay_that_is_full_sends_its_children_elsewhere(plane, tmp_path):

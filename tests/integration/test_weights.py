@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
@@ -318,15 +319,6 @@ def flip_a_bit(messages, key):
     return [*messages[: len(messages) // 2], bytes(spoiled), *messages[len(messages) // 2 + 1 :]]
 
 
-def flip_the_first_byte(messages, key):
-    first = bytes(read_message(key, messages[1]))
-    return [messages[0], data_message([memoryview(bytes([first[0] ^ 1]) + first[1:])]), *messages[2:]]
-
-
-def flip_the_last_byte(messages, key):
-    return [*messages[:-1], messages[-1][:-1] + bytes([messages[-1][-1] ^ 1])]
-
-
 def spoil_the_start(messages, key):
     """Of an encoded tensor: what its streams' sizes are."""
     first = read_message(key, messages[1])
@@ -367,12 +359,12 @@ def inserted(message):
     return lambda messages, key: [*messages[:1], message, *messages[1:]]
 
 
-FLIPPED = "does not match its digest|came|not a zstd frame|ends at|comes after"  # where it lies decides
 FAULTS = {
-    "flipped bit": (edited(flip_a_bit), FLIPPED),
-    "flipped first byte": (edited(flip_the_first_byte), FLIPPED),
-    "flipped last byte": (edited(flip_the_last_byte), FLIPPED),
-    "spoiled start": (edited(spoil_the_start), "does not match its digest|a stream ends at"),
+    "flipped bit": (
+        edited(flip_a_bit),
+        "does not match its (digest|checksum)|came|not a zstd frame|ends at|comes after",
+    ),
+    "spoiled start": (edited(spoil_the_start), "does not match its (digest|checksum)|a stream ends at"),
     "flipped digest of the plan": (edited(flip_the_plans_digest), "plan contradicts its digest"),
     "short stream": (edited(lambda messages, key: messages[:-1]), r"ended after \d+ of \d+ bytes"),
     "only a plan": (edited(lambda messages, key: messages[:1]), r"ended after 0 of \d+ bytes"),
@@ -435,6 +427,7 @@ async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_mess
     assert re.match(
         f"{relay.puller.address if where == 'relay' else plane.trainer.address}: .*({problem})", pull.stats.faults[0]
     )
+    assert f"does not match its {'checksum' if where == 'relay' else 'digest'}" not in pull.stats.faults[0]
     # Where the first part of a delta cannot be trusted, the next source's contradicts it: then it comes in full.
     assert all("is another payload here" in fault for fault in pull.stats.faults[1:2])
     assert len(pull.stats.faults) <= 2
@@ -463,6 +456,29 @@ async def test_trainer_that_never_delivers_is_an_error_and_no_version(fault, way
     assert len(plane.trainer.server.pulled) < 20, "it was asked again and again without a pause"
     plane.trainer.server.faults = []
     assert (await rollout.pull(version)).stats.faults == []
+
+
+async def test_relay_cannot_change_weights_by_a_checksum_collision(plane, small_messages):
+    """As if it had found a collision: the manifest has the checksums of its bytes and the digests of the true ones."""
+    inverse = bytes(range(255, -1, -1))
+
+    def spoil_checksums(answer):
+        for tensor in answer.tensors:
+            tensor.checksum = xxh3_128_digest(bits(plane.trainer.tensors[0][tensor.name]).translate(inverse))
+
+    def invert(messages, key):
+        pieces = [bytes(read_message(key, message)).translate(inverse) for message in messages[1:]]
+        return [messages[0], *(data_message([memoryview(piece)]) for piece in pieces)]
+
+    await plane.trainer.publish(0, weights(0))
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    plane.trainer.server.spoil_manifest = spoil_checksums
+    relay.server.faults = [edited(invert)]
+    pull = await rollout.pull(0)
+    (fault,) = pull.stats.faults
+    assert re.match(f"{relay.puller.address}: big of version 0 does not match its digest", fault)
+    assert pull.stats.sources == [plane.trainer.address]
 
 
 async def held_back(messages, key):
@@ -726,7 +742,7 @@ async def test_base_with_equal_number_and_other_bits_never_corrupts(names, updat
     await plane.trainer.publish(0, tensors)
     await plane.trainer.publish(1, stepped(tensors, 2, names=updated))
     pull = await rollout.pull(1)
-    assert "does not match its digest" in pull.stats.faults[0]
+    assert "does not match its checksum" in pull.stats.faults[0]
     assert pull.stats.received_bytes >= size_of(tensors)
 
 
@@ -740,7 +756,7 @@ async def test_chain_from_other_bits_back_to_held_ones_is_not_trusted(plane):
     await plane.trainer.publish(1, tensors)
     await plane.trainer.publish(2, stepped(tensors, 2, share=1.0, names=["small"]))
     pull = await rollout.pull(2)
-    assert "half of version 2 does not match its digest" in pull.stats.faults[0]
+    assert "half of version 2 does not match its checksum" in pull.stats.faults[0]
 
 
 async def test_the_same_number_with_other_bits_is_pulled(plane):

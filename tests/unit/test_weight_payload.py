@@ -12,6 +12,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from xxhash import xxh3_128_digest
 
 from onbeat.errors import WeightsError
 from onbeat.weights import delta
@@ -40,7 +41,7 @@ KEY = PayloadKey(1)
 
 def entry(name, *shape, dtype="BF16", fill=b"\0"):
     content = fill * int(np.prod(shape)) * {"BF16": 2, "F32": 4}[dtype]
-    return TensorEntry(name, dtype, shape, len(content), blake3(content).digest())
+    return TensorEntry(name, dtype, shape, len(content), blake3(content).digest(), xxh3_128_digest(content))
 
 
 LAYOUT = Manifest(1, (entry("a", 3), entry("b", 0), entry("c", 2, 2, dtype="F32"), entry("d", 1)), shard_starts=(2,))
@@ -298,6 +299,7 @@ def test_a_snapshot_does_not_change_when_training_goes_on():
     for entry, buffer in zip(snapshot.manifest.tensors, snapshot.buffers, strict=True):
         assert bytes(buffer) == before[entry.name]
         assert entry.digest == blake3(before[entry.name]).digest()
+        assert entry.checksum == xxh3_128_digest(before[entry.name])
 
 
 def test_a_snapshot_gives_its_tensors_back():

@@ -5,7 +5,7 @@ Versioned policy weights, pulled. Tensors travel in the Hugging Face checkpoint'
 
   puller                         trainer (rank 0)                     source: the trainer, one of its ranks, or a peer
     |-- Watch ---------------------->|  version 8 is there
-    |-- GetManifest(8, base 7) ----->|  digests; the way from 7: one delta of 3 MB
+    |-- GetManifest(8, base 7) ----->|  digests, checksums; the way from 7: one delta of 3 MB
     |-- Locate(8, base 7) ---------->|  whom to ask, so that no link carries more than its share
     |-- Pull(8, base 7) ------------------------------------------------------->|  plan, then data
     |-- Finish --------------------->|  the source is free for the next one
@@ -166,7 +166,7 @@ class GetManifestResponse(_message.Message):
     AGE_S_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     digest: _builtins.bytes
-    """BLAKE3 over the tensors' names, dtypes, shapes and digests in order"""
+    """BLAKE3 over the tensors' names, dtypes, shapes and digests in order; not checksums"""
     age_s: _builtins.float
     """since its optimizer step began"""
     @_builtins.property
@@ -206,12 +206,15 @@ class Tensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """safetensors names: BF16, F32, ..."""
     size_bytes: _builtins.int
     digest: _builtins.bytes
     """BLAKE3 over the raw little-endian bytes"""
+    checksum: _builtins.bytes
+    """XXH3-128 over the same bytes: against faults only; empty: none, the digest is checked"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -222,10 +225,11 @@ class Tensor(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         size_bytes: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        checksum: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ Versioned policy weights, pulled. Tensors travel in the Hugging Face checkpoint'
 
   puller                         trainer (rank 0)                     source: the trainer, one of its ranks, or a peer
     |-- Watch ---------------------->|  version 8 is there
-    |-- GetManifest(8, base 7) ----->|  digests; the way from 7: one delta of 3 MB
+    |-- GetManifest(8, base 7) ----->|  digests, checksums; the way from 7: one delta of 3 MB
     |-- Locate(8, base 7) ---------->|  whom to ask, so that no link carries more than its share
     |-- Pull(8, base 7) ------------------------------------------------------->|  plan, then data
     |-- Finish --------------------->|  the source is free for the next one

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from onbeat.config import JobConfig
 from onbeat.weights import delta
@@ -32,7 +33,7 @@ class Snapshot:
     buffers: tuple[memoryview, ...]
     shard: int = 0  # the rank that holds it; a version in one piece has one shard
     delta: Payload | None = None  # the delta from `delta.key.base_version`
-    encode_s: float = 0.0  # seconds of a thread, for digests and delta
+    encode_s: float = 0.0  # seconds of a thread, for digests, checksums and delta
     started_at: float = 0.0  # time.monotonic() when the optimizer's step began
 
     @property
@@ -67,6 +68,7 @@ class Encoded:
     """The thread's result for one tensor."""
 
     digest: bytes
+    checksum: bytes
     encoding: delta.Encoding  # of the delta
     change: memoryview
 
@@ -74,7 +76,7 @@ class Encoded:
 class SnapshotWriter:
     """A writer that takes a snapshot tensor by tensor, while the optimizer updates the next ones.
 
-    `put` copies and returns; a thread makes the digest, and the delta from `base` if there is one.
+    `put` copies and returns; a thread makes the digest, the checksum, and the delta from `base` if there is one.
     """
 
     def __init__(self, version: int, base: Snapshot | None = None) -> None:
@@ -106,7 +108,7 @@ class SnapshotWriter:
         for index, name in enumerate(self._encoded if order is None else order):
             dtype, shape, buffer = self._buffers[name]
             encoded = self._encoded[name].result()
-            entries.append(TensorEntry(name, dtype, shape, len(buffer), encoded.digest))
+            entries.append(TensorEntry(name, dtype, shape, len(buffer), encoded.digest, encoded.checksum))
             if encoded.encoding is not delta.Encoding.UNCHANGED:
                 encoded_sizes.append((index, encoded.encoding, len(encoded.change)))
                 segments.append(encoded.change)
@@ -123,7 +125,7 @@ class SnapshotWriter:
 
     def _encode(self, name: str, buffer: memoryview, item_bytes: int) -> Encoded:
         started = time.monotonic()
-        digest = blake3(buffer).digest()
+        digest, checksum = blake3(buffer).digest(), xxh3_128_digest(buffer)
         encoding, change = delta.Encoding.RAW, buffer
         entry, base = self._held.get(name, (None, None))
         if entry is not None and base is not None and len(base) == len(buffer):
@@ -133,19 +135,22 @@ class SnapshotWriter:
                 encoding, encoded = delta.encode(base, buffer, item_bytes)
                 change = memoryview(encoded)
         self._encode_s += time.monotonic() - started
-        return Encoded(digest, encoding, change)
+        return Encoded(digest, checksum, encoding, change)
 
 
 def join_shards(version: int, entries: list[TensorEntry], world: World) -> Manifest:
     """Join the entries of all ranks into one manifest."""
     own = json.dumps(
-        [[entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex()] for entry in entries]
+        [
+            [entry.name, entry.dtype, entry.shape, entry.size_bytes, entry.digest.hex(), entry.checksum.hex()]
+            for entry in entries
+        ]
     )
     shards = [json.loads(message) for message in world.all_gather_bytes(own.encode())]
     tensors = [
-        TensorEntry(name, dtype, tuple(shape), size_bytes, bytes.fromhex(digest))
+        TensorEntry(name, dtype, tuple(shape), size_bytes, bytes.fromhex(digest), bytes.fromhex(checksum))
         for shard in shards
-        for name, dtype, shape, size_bytes, digest in shard
+        for name, dtype, shape, size_bytes, digest, checksum in shard
     ]
     *starts, _ = accumulate(len(shard) for shard in shards)
     return Manifest(version, tuple(tensors), tuple(starts))
