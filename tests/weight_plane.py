@@ -62,11 +62,11 @@ class Spoiling:
     """Mixed into a server: the next pulls pass through `faults`, one fault each."""
 
     faults: list[Fault]
-    pulled: list[PayloadKey]
+    pulled: list[tuple[PayloadKey, int]]  # with their offsets
 
     async def Pull(self, request, context):
         key = read_key(request.key)
-        self.pulled.append(key)
+        self.pulled.append((key, request.offset_bytes))
         messages = super().Pull(request, context)
         if self.faults:
             messages = self.faults.pop(0)(messages, key)

@@ -127,9 +127,9 @@ class WeightsClient:
         with self._as_weights_error(f"finish {key}"):
             checked(await self._stub.Finish(request, timeout=CALL_DEADLINE_S))
 
-    async def pull(self, key: PayloadKey) -> AsyncGenerator[Plan | memoryview, None]:
-        """Yield the plan, then the payload's bytes. Raise WeightsError, also after long silence."""
-        request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key))
+    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
+        """Yield the plan, then the payload's bytes from the offset on. Raise WeightsError, also after long silence."""
+        request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key), offset_bytes=offset_bytes)
         call = self._pull(request)
         try:
             with self._as_weights_error(f"pull {key}"):

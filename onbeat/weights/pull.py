@@ -53,9 +53,8 @@ class Part:
     """A payload of the pull and its progress."""
 
     key: PayloadKey
-    plan: Plan | None = None  # the same from every source
+    payload: Payload | None = None  # once its plan is here
     num_applied: int = 0  # entries of the plan
-    payload: Payload | None = None  # from the source that is asked now, once its plan is here
     applying: asyncio.Task[None] | None = None  # ends when it has caught up; never cancelled
     failed: list[str] = field(default_factory=list)  # sources
 
@@ -201,19 +200,22 @@ class Pull:
             self._connections.in_background(self._report_finished(part.key, is_complete and self._is_last(part.key)))
 
     async def _blame(self, part: Part, source: str, error: WeightsError) -> None:
-        """Prepare to start again at another source. Raise the error again when another source would not help."""
-        if part.applying is not None:  # it writes to the copy, too
-            await asyncio.wait({part.applying})
-            if isinstance(wrong := part.applying.exception(), WrongBytes):
-                error = wrong
-        is_wrong_delta = isinstance(error, WrongBytes) and part.key.base_version is not None
-        if is_wrong_delta or source in part.failed or len(part.failed) == MAX_SOURCES:
+        """Prepare for another source. Raise the error again when another source would not help."""
+        is_delta = part.key.base_version is not None
+        is_wrong = isinstance(error, WrongBytes)
+        if (is_wrong and is_delta) or source in part.failed or len(part.failed) == MAX_SOURCES:
             raise type(error)(f"{source}: {error}") from error
-        self._host.drop(part.key, "its source did not deliver")
-        part.payload, part.applying = None, None
+        if is_wrong:
+            await self._start_over(part)
         part.failed.append(source)
         self.stats.faults.append(f"{source}: {error}")
         logger.warning("%s: %s did not deliver, another source is asked for: %s", part.key, source, error)
+
+    async def _start_over(self, part: Part) -> None:
+        if part.applying is not None:  # it writes to the copy, too
+            await asyncio.wait({part.applying})
+        self._host.drop(part.key, "its bytes were wrong")
+        part.payload, part.applying, part.num_applied = None, None, 0
 
     async def _report_finished(self, key: PayloadKey, is_complete: bool) -> None:
         """Report to the trainer that the source is free for the next one. A lost report does no harm: slots expire."""
@@ -229,7 +231,7 @@ class Pull:
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     async def _receive(self, part: Part, source: str) -> None:
-        """Write what the source sends."""
+        """Write what the source sends, from where the previous source ended."""
         if self._connections.client(source) is not self._trainer:
             self._relayed.add(part.key.shard)  # set before its first byte, and never unset
         self._host.expect(part.key)
@@ -246,8 +248,9 @@ class Pull:
 
     async def _stream(self, part: Part, source: str) -> AsyncGenerator[Plan | memoryview, None]:
         client = self._connections.client(source)
+        offset = 0 if part.payload is None else part.payload.available
         try:
-            async with contextlib.aclosing(client.pull(part.key)) as messages:
+            async with contextlib.aclosing(client.pull(part.key, offset)) as messages:
                 async for message in messages:
                     if not isinstance(message, Plan):
                         self.stats.received_bytes += len(message)
@@ -259,10 +262,12 @@ class Pull:
 
     def _open(self, part: Part, plan: Plan) -> None:
         key = part.key
-        if part.plan not in (None, plan):  # entries of the first one are applied, or their tensors called final
-            reason = f"{key} is another payload here than at the source before"
-            raise WeightsError(reason) if key.base_version is None else WrongBytes(reason)
-        part.payload, part.plan = self._host.open(key, plan), plan
+        if part.payload is not None:
+            if part.payload.plan.entries != plan.entries:
+                reason = f"{key} is another payload here than at the source before"
+                raise WeightsError(reason) if key.base_version is None else WrongBytes(reason)
+            return
+        part.payload = self._host.open(key, plan)
         if self._is_last(part.key) and key.base_version is not None:
             planned = {entry.tensor_index for entry in plan.entries}
             shard = self._host.layout.shards[key.shard]

@@ -138,13 +138,15 @@ class PayloadServer:
 
     async def Pull(self, request, context) -> AsyncIterator[bytes]:  # type: ignore[no-untyped-def]
         await self._check_job(request, context)
-        key = read_key(request.key)
+        key, offset = read_key(request.key), request.offset_bytes
         payload = await self._holder.payload(key)
         if payload is None:
             detail = f"{key} is not held here; versions held: {self._holder.versions()}"
             await context.abort(grpc.StatusCode.NOT_FOUND, detail)
             raise AssertionError("abort raises")
-        offset, size = 0, payload.plan.size_bytes
+        size = payload.plan.size_bytes
+        if offset > size:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, f"{key} has {size} bytes, not {offset}")
         yield plan_message(key, payload.plan)
         chunk_bytes = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, size // CHUNKS_A_PAYLOAD))
         try:

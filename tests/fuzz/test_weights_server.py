@@ -91,7 +91,7 @@ REQUESTS = st.one_of(
         puller=st.none() | PEERS,
         failed_addresses=st.lists(TEXTS, max_size=50),
     ),
-    st.builds(weights_pb2.PullRequest, job_id=JOBS, key=st.none() | KEYS),
+    st.builds(weights_pb2.PullRequest, job_id=JOBS, key=st.none() | KEYS, offset_bytes=LARGE),
     st.builds(weights_pb2.FinishRequest, job_id=JOBS, key=KEYS, worker_id=TEXTS, is_complete=st.booleans()),
     st.builds(weights_pb2.WatchRequest, job_id=JOBS),
 )
@@ -100,6 +100,7 @@ EXPECTED = {
     grpc.StatusCode.NOT_FOUND,  # a version
     grpc.StatusCode.FAILED_PRECONDITION,  # a job
     grpc.StatusCode.INVALID_ARGUMENT,  # a shard, a worker
+    grpc.StatusCode.OUT_OF_RANGE,  # an offset
 }
 
 
@@ -123,9 +124,9 @@ def test_senseless_requests_are_answered_or_refused_by_name(requests: list[Any])
     asyncio.run(attack())
 
 
-def pull_request() -> bytes:
+def pull_request(offset_bytes: int = 0) -> bytes:
     key = weights_pb2.PayloadKey(policy_version=1)
-    return weights_pb2.PullRequest(job_id=JOB, key=key).SerializeToString()
+    return weights_pb2.PullRequest(job_id=JOB, key=key, offset_bytes=offset_bytes).SerializeToString()
 
 
 async def test_streams_that_are_cut_in_the_middle_leave_nothing_behind() -> None:
@@ -133,7 +134,7 @@ async def test_streams_that_are_cut_in_the_middle_leave_nothing_behind() -> None
         await call(channel, "Pull", pull_request())
         before = len(asyncio.all_tasks())
         for number in range(60):
-            stream = channel.unary_stream(f"/{SERVICE}/Pull")(pull_request())
+            stream = channel.unary_stream(f"/{SERVICE}/Pull")(pull_request(number))
             for _ in range(number % 4):
                 await stream.read()
             stream.cancel()

@@ -66,25 +66,19 @@ class Valve:
             num_passed += 1
 
 
-async def held_chain(plane, length, num_messages):
-    """Rollouts that pull version 0 from one another and their pulls, all stopped after so many messages; the valve."""
-    valve = Valve(num_messages)
-    plane.trainer.server.faults = [valve]
-    chain = [await plane.join(f"r{number}") for number in range(length)]
-    pulls = []
-    for rollout in chain:
-        pulls.append(rollout.start(0))
-        await until(lambda: pulls[-1].stats.received_bytes == num_messages * 64 << 10)
-    return chain, pulls, valve
-
-
 # ---- few copies leave the trainer ------------------------------------------------------------------------------------
 
 
 async def test_a_relay_passes_on_what_it_does_not_have_in_full(plane):
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
-    chain, pulls, valve = await held_chain(plane, 3, num_messages=3)
+    valve = Valve()
+    plane.trainer.server.faults = [valve]
+    chain = [await plane.join(f"r{number}") for number in range(3)]
+    pulls = []
+    for rollout in chain:
+        pulls.append(rollout.start(0))
+        await until(lambda: pulls[-1].stats.received_bytes == 3 * 64 << 10)
     assert [pull.is_over for pull in pulls] == [False] * 3
     valve.is_open.set()
     for rollout, pull in zip(chain, pulls, strict=True):
@@ -169,7 +163,7 @@ async def test_relay_that_moves_on_redirects_its_children(plane):
     await child.see_through(pull)
     assert "ABORTED: version 0 in full is given up: version 1 replaces it" in pull.stats.faults[0]
     assert pull.stats.sources == [plane.trainer.address]
-    assert pull.stats.received_bytes >= size_of(tensors)
+    assert pull.stats.received_bytes == size_of(tensors)
     assert (await child.pull(1)).stats.faults == []
 
 
@@ -280,29 +274,23 @@ async def test_relay_with_a_silent_source_redirects_pullers_in_time(plane, monke
     await stuck.cancel()
 
 
-async def test_only_pullers_of_the_dead_source_start_again(plane, monkeypatch):
+async def test_nothing_is_sent_twice_when_a_source_in_the_chain_dies(plane, monkeypatch):
     monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
     tensors = weights(0)
     await plane.trainer.publish(0, tensors)
-    chain, pulls, valve = await held_chain(plane, 3, num_messages=6)
+    valve = Valve(6)
+    plane.trainer.server.faults = [valve]
+    chain = [await plane.join(f"r{number}") for number in range(3)]
+    pulls = []
+    for rollout in chain:
+        pulls.append(rollout.start(0))
+        await until(lambda: pulls[-1].stats.received_bytes == 6 * 64 << 10)
     await chain[1].server.stop()
     await until(lambda: bool(pulls[2].stats.faults))
     valve.is_open.set()
     for rollout, pull in zip(chain, pulls, strict=True):
         await rollout.see_through(pull)
-    received = [pull.stats.received_bytes - size_of(tensors) for pull in pulls]
-    assert received == [0, 0, 6 * 64 << 10]
-
-
-async def test_peers_of_a_puller_that_starts_again_do_so_too(plane, monkeypatch):
-    """The first relay of a chain of four dies: nobody behind it can go on, and all of them get the version."""
-    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
-    await plane.trainer.publish(0, weights(0))
-    chain, pulls, _ = await held_chain(plane, 4, num_messages=6)
-    await chain[0].leave()
-    for rollout, pull in zip(chain[1:], pulls[1:], strict=True):
-        await rollout.see_through(pull)
-        assert pull.stats.faults
+        assert pull.stats.received_bytes == size_of(tensors)
 
 
 async def test_ten_broken_relays_do_not_keep_anybody_from_the_trainer(plane):
@@ -357,7 +345,7 @@ async def test_shards_arrive_side_by_side_and_are_passed_on(sharded):
     rollouts = [await sharded.join(f"r{number}") for number in range(3)]
     pulls = await asyncio.gather(*(rollout.pull(0) for rollout in rollouts))
     assert [fault for pull in pulls for fault in pull.stats.faults] == []
-    assert {key.shard for key in sharded.trainer.server.pulled} == {0, 1}
+    assert {key.shard for key, _ in sharded.trainer.server.pulled} == {0, 1}
     assert sharded.trainer.server.num_bytes_sent == size_of(tensors)
 
 
@@ -378,7 +366,7 @@ async def test_shard_cut_off_by_the_others_failure_is_not_complete(sharded):
     relay.server.faults = [broken_in_the_first, broken_in_the_first]
     pull = await child.pull(0)
     assert len(pull.stats.faults) == 2
-    assert {key.shard for key in sharded.trainer.server.pulled} == {0, 1}
+    assert {key.shard for key, _ in sharded.trainer.server.pulled} == {0, 1}
 
 
 async def test_trainer_that_returns_with_other_shards_is_followed(plane):

@@ -93,13 +93,13 @@ class At:
         sent = self.network.now[key] = self.network.sources[key].pop(0)
         return sent.address
 
-    async def pull(self, key):
+    async def pull(self, key, offset_bytes=0):
         sent = self.network.now[key]
         assert sent.address == self.address
         yield self.network.plans.get(key) or full_plan(self.network.itineraries[0].manifest, key.shard)
         await asyncio.sleep(0)
-        if sent.end:
-            yield memoryview(sent.content)[: sent.end]
+        if sent.content[offset_bytes : sent.end]:
+            yield memoryview(sent.content)[offset_bytes : sent.end]
         if sent.end < len(sent.content):
             raise WeightsError("it breaks")
 

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fonbeat/weights/v1/weights.proto\x12\x11onbeat.weights.v1\"!\n\x0f\x44\x65scribeRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"b\n\x10\x44\x65scribeResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.onbeat.weights.v1.File\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"%\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"h\n\x12GetManifestRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_base_version\"\xb6\x01\n\x13GetManifestResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12*\n\x07tensors\x18\x02 \x03(\x0b\x32\x19.onbeat.weights.v1.Tensor\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x14\n\x0cshard_starts\x18\x04 \x03(\r\x12&\n\x05steps\x18\x05 \x03(\x0b\x32\x17.onbeat.weights.v1.Step\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\"j\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"H\n\x04Step\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"_\n\nPayloadKey\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05shard\x18\x03 \x01(\rB\x0f\n\r_base_version\"\x8e\x01\n\rLocateRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12*\n\x03key\x18\x02 \x01(\x0b\x32\x1d.onbeat.weights.v1.PayloadKey\x12\'\n\x06puller\x18\x03 \x01(\x0b\x32\x17.onbeat.weights.v1.Peer\x12\x18\n\x10\x66\x61iled_addresses\x18\x04 \x03(\t\"p\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x0c\n\x04zone\x18\x04 \x01(\tJ\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07R\x0bshared_pathR\x0cshared_space\"4\n\x0eLocateResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03R\x0bshared_path\"]\n\x0bPullRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12*\n\x03key\x18\x02 \x01(\x0b\x32\x1d.onbeat.weights.v1.PayloadKeyJ\x04\x08\x03\x10\x04R\x0coffset_bytes\"O\n\x0cPullResponse\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x17.onbeat.weights.v1.PlanH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"A\n\x04Plan\x12)\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x18.onbeat.weights.v1.Entry\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"`\n\x05\x45ntry\x12\x14\n\x0ctensor_index\x18\x01 \x01(\r\x12-\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1b.onbeat.weights.v1.Encoding\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"s\n\rFinishRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12*\n\x03key\x18\x02 \x01(\x0b\x32\x1d.onbeat.weights.v1.PayloadKey\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x13\n\x0bis_complete\x18\x04 \x01(\x08\"\x10\n\x0e\x46inishResponse\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"7\n\rWatchResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c*z\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45NCODING_UNCHANGED\x10\x01\x12\x10\n\x0c\x45NCODING_RAW\x10\x02\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x03\x12\x15\n\x11\x45NCODING_XOR_ZSTD\x10\x04\x32\xfa\x03\n\x0eWeightsService\x12S\n\x08\x44\x65scribe\x12\".onbeat.weights.v1.DescribeRequest\x1a#.onbeat.weights.v1.DescribeResponse\x12\\\n\x0bGetManifest\x12%.onbeat.weights.v1.GetManifestRequest\x1a&.onbeat.weights.v1.GetManifestResponse\x12M\n\x06Locate\x12 .onbeat.weights.v1.LocateRequest\x1a!.onbeat.weights.v1.LocateResponse\x12I\n\x04Pull\x12\x1e.onbeat.weights.v1.PullRequest\x1a\x1f.onbeat.weights.v1.PullResponse0\x01\x12M\n\x06\x46inish\x12 .onbeat.weights.v1.FinishRequest\x1a!.onbeat.weights.v1.FinishResponse\x12L\n\x05Watch\x12\x1f.onbeat.weights.v1.WatchRequest\x1a .onbeat.weights.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fonbeat/weights/v1/weights.proto\x12\x11onbeat.weights.v1\"!\n\x0f\x44\x65scribeRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"b\n\x10\x44\x65scribeResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.onbeat.weights.v1.File\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"%\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"h\n\x12GetManifestRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_base_version\"\xb6\x01\n\x13GetManifestResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12*\n\x07tensors\x18\x02 \x03(\x0b\x32\x19.onbeat.weights.v1.Tensor\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x14\n\x0cshard_starts\x18\x04 \x03(\r\x12&\n\x05steps\x18\x05 \x03(\x0b\x32\x17.onbeat.weights.v1.Step\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\"j\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"H\n\x04Step\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"_\n\nPayloadKey\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x19\n\x0c\x62\x61se_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05shard\x18\x03 \x01(\rB\x0f\n\r_base_version\"\x8e\x01\n\rLocateRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12*\n\x03key\x18\x02 \x01(\x0b\x32\x1d.onbeat.weights.v1.PayloadKey\x12\'\n\x06puller\x18\x03 \x01(\x0b\x32\x17.onbeat.weights.v1.Peer\x12\x18\n\x10\x66\x61iled_addresses\x18\x04 \x03(\t\"p\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x0c\n\x04zone\x18\x04 \x01(\tJ\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07R\x0bshared_pathR\x0cshared_space\"4\n\x0eLocateResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03R\x0bshared_path\"_\n\x0bPullRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12*\n\x03key\x18\x02 \x01(\x0b\x32\x1d.onbeat.weights.v1.PayloadKey\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\"O\n\x0cPullResponse\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x17.onbeat.weights.v1.PlanH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"A\n\x04Plan\x12)\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x18.onbeat.weights.v1.Entry\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"`\n\x05\x45ntry\x12\x14\n\x0ctensor_index\x18\x01 \x01(\r\x12-\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1b.onbeat.weights.v1.Encoding\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"s\n\rFinishRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12*\n\x03key\x18\x02 \x01(\x0b\x32\x1d.onbeat.weights.v1.PayloadKey\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x13\n\x0bis_complete\x18\x04 \x01(\x08\"\x10\n\x0e\x46inishResponse\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"7\n\rWatchResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c*z\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45NCODING_UNCHANGED\x10\x01\x12\x10\n\x0c\x45NCODING_RAW\x10\x02\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x03\x12\x15\n\x11\x45NCODING_XOR_ZSTD\x10\x04\x32\xfa\x03\n\x0eWeightsService\x12S\n\x08\x44\x65scribe\x12\".onbeat.weights.v1.DescribeRequest\x1a#.onbeat.weights.v1.DescribeResponse\x12\\\n\x0bGetManifest\x12%.onbeat.weights.v1.GetManifestRequest\x1a&.onbeat.weights.v1.GetManifestResponse\x12M\n\x06Locate\x12 .onbeat.weights.v1.LocateRequest\x1a!.onbeat.weights.v1.LocateResponse\x12I\n\x04Pull\x12\x1e.onbeat.weights.v1.PullRequest\x1a\x1f.onbeat.weights.v1.PullResponse0\x01\x12M\n\x06\x46inish\x12 .onbeat.weights.v1.FinishRequest\x1a!.onbeat.weights.v1.FinishResponse\x12L\n\x05Watch\x12\x1f.onbeat.weights.v1.WatchRequest\x1a .onbeat.weights.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'onbeat.weights.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENCODING']._serialized_start=1676
-  _globals['_ENCODING']._serialized_end=1798
+  _globals['_ENCODING']._serialized_start=1678
+  _globals['_ENCODING']._serialized_end=1800
   _globals['_DESCRIBEREQUEST']._serialized_start=54
   _globals['_DESCRIBEREQUEST']._serialized_end=87
   _globals['_DESCRIBERESPONSE']._serialized_start=89
@@ -56,21 +56,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCATERESPONSE']._serialized_start=1057
   _globals['_LOCATERESPONSE']._serialized_end=1109
   _globals['_PULLREQUEST']._serialized_start=1111
-  _globals['_PULLREQUEST']._serialized_end=1204
-  _globals['_PULLRESPONSE']._serialized_start=1206
-  _globals['_PULLRESPONSE']._serialized_end=1285
-  _globals['_PLAN']._serialized_start=1287
-  _globals['_PLAN']._serialized_end=1352
-  _globals['_ENTRY']._serialized_start=1354
-  _globals['_ENTRY']._serialized_end=1450
-  _globals['_FINISHREQUEST']._serialized_start=1452
-  _globals['_FINISHREQUEST']._serialized_end=1567
-  _globals['_FINISHRESPONSE']._serialized_start=1569
-  _globals['_FINISHRESPONSE']._serialized_end=1585
-  _globals['_WATCHREQUEST']._serialized_start=1587
-  _globals['_WATCHREQUEST']._serialized_end=1617
-  _globals['_WATCHRESPONSE']._serialized_start=1619
-  _globals['_WATCHRESPONSE']._serialized_end=1674
-  _globals['_WEIGHTSSERVICE']._serialized_start=1801
-  _globals['_WEIGHTSSERVICE']._serialized_end=2307
+  _globals['_PULLREQUEST']._serialized_end=1206
+  _globals['_PULLRESPONSE']._serialized_start=1208
+  _globals['_PULLRESPONSE']._serialized_end=1287
+  _globals['_PLAN']._serialized_start=1289
+  _globals['_PLAN']._serialized_end=1354
+  _globals['_ENTRY']._serialized_start=1356
+  _globals['_ENTRY']._serialized_end=1452
+  _globals['_FINISHREQUEST']._serialized_start=1454
+  _globals['_FINISHREQUEST']._serialized_end=1569
+  _globals['_FINISHRESPONSE']._serialized_start=1571
+  _globals['_FINISHRESPONSE']._serialized_end=1587
+  _globals['_WATCHREQUEST']._serialized_start=1589
+  _globals['_WATCHREQUEST']._serialized_end=1619
+  _globals['_WATCHRESPONSE']._serialized_start=1621
+  _globals['_WATCHRESPONSE']._serialized_end=1676
+  _globals['_WEIGHTSSERVICE']._serialized_start=1803
+  _globals['_WEIGHTSSERVICE']._serialized_end=2309
 # @@protoc_insertion_point(module_scope)

@@ -382,7 +382,10 @@ class PullRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
+    offset_bytes: _builtins.int
+    """of the payload: what the caller has already"""
     @_builtins.property
     def key(self) -> Global___PayloadKey: ...
     def __init__(
@@ -390,10 +393,11 @@ class PullRequest(_message.Message):
         *,
         job_id: _builtins.str = ...,
         key: Global___PayloadKey | None = ...,
+        offset_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "key", b"key", "offset_bytes", b"offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

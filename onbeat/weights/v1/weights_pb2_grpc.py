@@ -91,8 +91,8 @@ class WeightsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """A payload: its plan, then its bytes, in messages of about 1 MiB. A source that does not have all of it yet sends what
-        arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
+        """A payload: its plan, then its bytes from the offset asked for, in messages of about 1 MiB. A source that does not have
+        all of it yet sends what arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

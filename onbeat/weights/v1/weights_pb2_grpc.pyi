@@ -46,8 +46,8 @@ class WeightsServiceStub:
     Locate: _grpc.UnaryUnaryMultiCallable[_weights_pb2.LocateRequest, _weights_pb2.LocateResponse]
     """Whom to pull a payload from. Asked of the trainer's rank 0, again whenever a source has failed."""
     Pull: _grpc.UnaryStreamMultiCallable[_weights_pb2.PullRequest, _weights_pb2.PullResponse]
-    """A payload: its plan, then its bytes, in messages of about 1 MiB. A source that does not have all of it yet sends what
-    arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
+    """A payload: its plan, then its bytes from the offset asked for, in messages of about 1 MiB. A source that does not have
+    all of it yet sends what arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_weights_pb2.FinishRequest, _weights_pb2.FinishResponse]
     """The puller has all of the payload, or has given up."""
@@ -64,8 +64,8 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Locate: _aio.UnaryUnaryMultiCallable[_weights_pb2.LocateRequest, _weights_pb2.LocateResponse]  # type: ignore[assignment]
     """Whom to pull a payload from. Asked of the trainer's rank 0, again whenever a source has failed."""
     Pull: _aio.UnaryStreamMultiCallable[_weights_pb2.PullRequest, _weights_pb2.PullResponse]  # type: ignore[assignment]
-    """A payload: its plan, then its bytes, in messages of about 1 MiB. A source that does not have all of it yet sends what
-    arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
+    """A payload: its plan, then its bytes from the offset asked for, in messages of about 1 MiB. A source that does not have
+    all of it yet sends what arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_weights_pb2.FinishRequest, _weights_pb2.FinishResponse]  # type: ignore[assignment]
     """The puller has all of the payload, or has given up."""
@@ -103,8 +103,8 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.PullResponse], _abc.AsyncIterator[_weights_pb2.PullResponse]]:
-        """A payload: its plan, then its bytes, in messages of about 1 MiB. A source that does not have all of it yet sends what
-        arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
+        """A payload: its plan, then its bytes from the offset asked for, in messages of about 1 MiB. A source that does not have
+        all of it yet sends what arrives, as it arrives. NOT_FOUND when it is not held, ABORTED when it is given up meanwhile.
         """
 
     @_abc_1.abstractmethod

@@ -73,8 +73,10 @@ def find_steps(
     num_replicas: int,
     committed_at: float,
 ) -> Steps:
-    """Match groups with the trainer's spans. `recorded`: (rank, group ids) of each micro-batch, in order; rank 0 also has those of
-    replicas that are gone."""
+    """Match groups with the trainer's spans.
+
+    recorded: (rank, group ids) of each micro-batch, in order; rank 0 also has those of replicas that are gone.
+    """
     updates = split_updates(trained)
     if len(updates) != num_updates:
         updates = []
