@@ -281,8 +281,7 @@ async def test_session_refuses_calls_after_the_outcome():
 
 
 async def test_refused_messages_have_the_reason_of_the_template():
-    template = "{{ raise_exception('no tools on sundays') if messages[0].role == 'tool' }}{{ messages[0].content }}"
-    template += "{{ 'T' if tools }}"
-    (answer,), _ = await ask({"messages": [{"role": "tool", "content": "x"}]}, template=template)
+    template = "{{ raise_exception('no rules on sundays') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    (answer,), _ = await ask({"messages": [{"role": "system", "content": "x"}]}, template=template)
     assert answer.json()["error"]["code"] == "invalid_messages"
-    assert "no tools on sundays" in answer.json()["error"]["message"]
+    assert "no rules on sundays" in answer.json()["error"]["message"]
