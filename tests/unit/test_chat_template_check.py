@@ -1,6 +1,7 @@
 """Jobs of episodes are refused before they begin when their model cannot talk in several turns."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,9 +46,11 @@ def test_template_without_several_turns_is_refused_by_name(tmp_path, template, r
 def test_trainer_refuses_the_job_before_it_loads_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "pin_cores", lambda *cores: 0)
     folder = model_with(tmp_path, ONE_TURN)
-    link: Any = None  # nothing is said to the ledger before
+    claimed: Any = SimpleNamespace(
+        job_id="job-1", config=job(model={"path": str(folder)})
+    )  # nothing else is used before
     with pytest.raises(ValueError, match="one message only"):
-        session.run_job(Settings(cache_dir=tmp_path), link, job(model={"path": str(folder)}), ALONE)
+        session.run_job(Settings(cache_dir=tmp_path), claimed, ALONE)
 
 
 @pytest.mark.parametrize("template", [QWEN_LIKE, WITHOUT_SYSTEM, tokenizer_of().chat_template])

@@ -141,7 +141,7 @@ async def test_episode_is_over_for_the_client_when_the_context_is_full():
         ({"messages": [USER], "seed": 1}, "seed"),
         ({"messages": [USER], "stop": ["\n"]}, "stop"),
         ({"messages": [USER], "n": 2}, "n"),
-        ({"messages": [USER], "stream": True}, "stream"),
+        ({"messages": [USER], "stream": "later"}, "stream"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [USER], "max_tokens": 257}, "max_tokens"),
         ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
@@ -206,6 +206,29 @@ async def test_openai_client_plays_an_episode_with_tools():
     assert group.responses[0].turns[1].parent == 0  # the history was extended
     assert json.loads(group.responses[0].turns[1].messages_json)[0]["content"] == "4"
     assert group.responses[0].turns[0].messages_json == "[]"  # nothing but the task's prompt
+
+
+async def test_openai_client_that_streams_gets_the_same_in_one_chunk():
+    chunks = []
+
+    async def run(task, policy):
+        client = openai.AsyncOpenAI(base_url=policy.url, api_key=policy.key)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.chat.completions.create(
+            model="policy", messages=[USER], tools=[TOOL], **options
+        ):
+            chunks.append(chunk)
+        await client.close()
+        return Outcome(1.0)
+
+    async with playing(run, 'So: <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>') as rig:
+        await rig.group()
+    answer, usage = chunks
+    (choice,) = answer.choices
+    (call,) = choice.delta.tool_calls
+    assert (choice.delta.role, choice.delta.content, choice.finish_reason) == ("assistant", "So:", "tool_calls")
+    assert (call.index, call.function.name, call.function.arguments) == (0, "add", '{"a": 2}')
+    assert (usage.choices, usage.usage.completion_tokens) == ([], len(rig.engine.seen[0][1]))
 
 
 async def test_tokens_in_and_out():

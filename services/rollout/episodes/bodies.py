@@ -51,9 +51,15 @@ class Tool(Open):
     function: Function
 
 
+class StreamOptions(Open):
+    include_usage: bool = False
+
+
 class ChatBody(Open):
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
@@ -73,7 +79,7 @@ class GenerateBody(Open):
 # They change nothing here, whatever their value.
 WITHOUT_EFFECT = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
-    *("cache_salt", "stream_options", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
+    *("cache_salt", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
     "return_token_ids",
 }
 # They are taken with these values, which are what happens anyway.

@@ -2,7 +2,7 @@
 
 It listens on this machine's loopback interface only. A key is valid for one episode, until that ends.
 
-    POST /v1/chat/completions      messages in, a message out
+    POST /v1/chat/completions      messages in, a message out; as one chunk to clients that stream
     POST /inference/v1/generate    token ids in and out, as vLLM has it
     GET  /v1/models                the policy
 """
@@ -45,7 +45,7 @@ BODY_DEADLINE_S = 30.0
 KEEP_ALIVE_S = 86_400  # environments may be silent for long between two calls
 STOP_DEADLINE_S = 5.0
 
-Endpoint = Callable[[Request, Episode], Awaitable[dict[str, Any] | None]]
+Endpoint = Callable[[Request, Episode], Awaitable[Response | None]]
 
 
 class Server(uvicorn.Server):
@@ -119,11 +119,11 @@ class SessionServer:
         async def answer(request: Request) -> Response:
             outcome = "answered"
             try:
-                content = await work(request, self._find(request))
-                if content is None:
+                response = await work(request, self._find(request))
+                if response is None:
                     outcome = "cancelled"
                     return Response(status_code=499)  # it reaches no client
-                return to_response(200, content)
+                return response
             except ChatFailed as refused:
                 outcome = refused.code
                 return to_response(refused.status, refused.to_body().model_dump())
@@ -147,13 +147,16 @@ class SessionServer:
         return found[1]
 
 
-async def chat(request: Request, episode: Episode) -> dict[str, Any] | None:
+async def chat(request: Request, episode: Episode) -> Response | None:
     body = parse_body(ChatBody, await read_body(request))
     answer = await while_connected(request, episode.chat(body))
-    return None if answer is None else to_completion(answer, body)
+    if answer is None:
+        return None
+    completion = to_completion(answer, body)
+    return to_stream(completion, body) if body.stream else to_response(200, completion)
 
 
-async def generate(request: Request, episode: Episode) -> dict[str, Any] | None:
+async def generate(request: Request, episode: Episode) -> Response | None:
     body = parse_body(GenerateBody, await read_body(request))
     answer = await while_connected(request, episode.complete(body))
     if answer is None:
@@ -161,12 +164,13 @@ async def generate(request: Request, episode: Episode) -> dict[str, Any] | None:
     generated = answer.call.generated
     choice = {"index": 0, "token_ids": generated.token_ids, "finish_reason": generated.finish_reason}
     choice["logprobs"] = None if body.sampling_params.logprobs is None else to_logprobs(answer)
-    return {"request_id": answer.call.call_id, "choices": [choice], "usage": usage_of(answer)}
+    content = {"request_id": answer.call.call_id, "choices": [choice], "usage": usage_of(answer)}
+    return to_response(200, content)
 
 
-async def list_models(request: Request, episode: Episode) -> dict[str, Any]:
+async def list_models(request: Request, episode: Episode) -> Response:
     model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "onbeat"}
-    return {"object": "list", "data": [model]}
+    return to_response(200, {"object": "list", "data": [model]})
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -219,6 +223,20 @@ def digest_of(key: str) -> str:
 
 def to_response(status: int, content: dict[str, Any]) -> Response:
     return Response(json.dumps(content), status, media_type="application/json")  # ASCII: halves of characters pass
+
+
+def to_stream(completion: dict[str, Any], body: ChatBody) -> Response:
+    """Return the whole completion as server-sent events: one chunk, the usage if it is asked for, and the end."""
+    usage, (choice,) = completion.pop("usage"), completion.pop("choices")
+    delta = choice.pop("message")
+    if "tool_calls" in delta:
+        delta |= {"tool_calls": [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]}
+    frame = completion | {"object": "chat.completion.chunk"}
+    chunks = [frame | {"choices": [choice | {"delta": delta}]}]
+    if body.stream_options is not None and body.stream_options.include_usage:
+        chunks.append(frame | {"choices": [], "usage": usage})
+    events = "".join(f"data: {data}\n\n" for data in (*map(json.dumps, chunks), "[DONE]"))
+    return Response(events, media_type="text/event-stream")
 
 
 def to_completion(answer: Answer, body: ChatBody) -> dict[str, Any]:
