@@ -31,9 +31,10 @@ from services.trainer.model.model import PACKED_ATTENTION, Passes, register_atte
 
 GOAL = 0.9  # share of the counted ratio
 GROUP, PROMPT = 8, 96  # episodes, tokens
+NUM_LAYERS = 4  # of the 30 of SmolLM2-135M, whose widths the model has
 OBSERVED, SAMPLED, LEFT_OUT = (16, 64), (16, 48), 0.6  # tokens of a turn, from and to; share of sampled ones
 TURNS = ((3, 5), (6, 8))  # from and to
-REPETITIONS, VOCABULARY = 3, 4096
+REPETITIONS, VOCABULARY = 3, 49152
 NOTE = "seconds of the processor, medians; other programs used the machine at the same time"
 
 
@@ -160,11 +161,11 @@ def measure(models: dict, num_turns: tuple[int, int], has_forks: bool) -> dict:
 def build_models(dtype: torch.dtype) -> dict:
     """Build the same random model twice, for packed rows and for plain ones."""
     register_attention()
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": NUM_LAYERS}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
     models = {}
     for name, passes in (("packed", Passes(PACKED_ATTENTION)), ("plain", Passes("sdpa"))):
-        config = LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)
+        config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes, **heads)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=passes.attention)
         models[name] = set_up(model, passes, torch.device("cpu"))
     models["plain"].load_state_dict(models["packed"].state_dict())

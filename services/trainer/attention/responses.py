@@ -13,6 +13,7 @@ longest of them. Log-sum-exps (`lse`) are float32, or float64 for float64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,29 +25,43 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 @dataclass(frozen=True)
-class Padding:
-    """The maps between the N places of a group's responses and G rows of R."""
+class Batch:
+    """Responses that are computed together: a map between their places `part` of N and G rows of R."""
 
-    place_GR: torch.Tensor  # index into N; 0 where padded
+    part: slice  # of N
+    place_GR: torch.Tensor  # index into the part; 0 where padded
     is_padded_GR: torch.Tensor
-    real_N: torch.Tensor  # index into G * R
+    real: torch.Tensor  # index into G * R, for each place of the part
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "Padding":
+    def of(cls, start: int, lengths: Sequence[int], device: torch.device) -> "Batch":
         lengths_G1 = torch.tensor(lengths, device=device)[:, None]
         steps_1R = torch.arange(max(lengths), device=device)[None]
         is_padded_GR = steps_1R >= lengths_G1
         place_GR = (lengths_G1.cumsum(0) - lengths_G1 + steps_1R).masked_fill_(is_padded_GR, 0)
-        return cls(place_GR, is_padded_GR, (~is_padded_GR).flatten().nonzero().squeeze(1))
+        real = (~is_padded_GR).flatten().nonzero().squeeze(1)
+        return cls(slice(start, start + sum(lengths)), place_GR, is_padded_GR, real)
 
     def pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pad [H, N, ...] to [G, H, R, ...]."""
-        rows = tensor.index_select(1, self.place_GR.flatten())
-        return rows.unflatten(1, self.place_GR.shape).transpose(0, 1)
+        """Pad the part's places of [H, N, ...] to [G, H, R, ...]."""
+        own = tensor[:, self.part]
+        if len(self.place_GR) == 1:
+            return own[None]
+        return own.index_select(1, self.place_GR.flatten()).unflatten(1, self.place_GR.shape).transpose(0, 1)
 
     def unpad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take the real places of [G, H, R, ...] as [H, N, ...]."""
-        return tensor.transpose(0, 1).flatten(1, 2).index_select(1, self.real_N)
+        """Take the real places of [G, H, R, ...] as [H, places of the part, ...]."""
+        if len(tensor) == 1:
+            return tensor[0]
+        return tensor.transpose(0, 1).flatten(1, 2).index_select(1, self.real)
+
+
+def plan_batches(lengths: Sequence[int], device: torch.device) -> tuple[Batch, ...]:
+    """Batch all responses if they are short, when calls cost more than padding; else each is by itself."""
+    if max(lengths) <= SHORT_KEYS:
+        return (Batch.of(0, lengths, device),)
+    starts = accumulate(lengths[:-1], initial=0)
+    return tuple(Batch.of(start, [length], device) for start, length in zip(starts, lengths, strict=True) if length)
 
 
 class ResponseAttention(torch.autograd.Function):
@@ -54,31 +69,31 @@ class ResponseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        *tensors, padding, scale = arguments
-        out_HND, lse_HN = attend_responses(tensors, padding, scale)
+        *tensors, batches, scale = arguments
+        out_HND, lse_HN = attend_responses(tensors, batches, scale)
         ctx.save_for_backward(*tensors, out_HND, lse_HN)
-        ctx.padding, ctx.scale = padding, scale
+        ctx.batches, ctx.scale = batches, scale
         return out_HND
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         *tensors, out_HND, lse_HN = ctx.saved_tensors
-        found = response_gradients(grads[0], tensors, out_HND, lse_HN, ctx.padding, ctx.scale)
+        found = response_gradients(grads[0], tensors, out_HND, lse_HN, ctx.batches, ctx.scale)
         return *(tensor.to(out_HND.dtype) for tensor in found), None, None
 
 
 def attend_responses(
-    tensors: Sequence[torch.Tensor], padding: Padding, scale: float | None
+    tensors: Sequence[torch.Tensor], batches: Sequence[Batch], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [H, N, D] and the log-sum-exp [H, N] over the prompt and the own keys (`tensors` as above)."""
     query_HND = tensors[0]
-    over_prompt, over_own = split_keys(tensors, padding)
-    prompt_out, prompt_lse = flash(*over_prompt, 0.0, False, scale=scale)
-    own_out, own_lse = flash(*over_own, 0.0, True, scale=scale)
-    prompt_lse, own_lse = prompt_lse.reshape(query_HND.shape[:2]), padding.unpad(own_lse)
+    prompt_out, prompt_lse = flash(*over_prompt(tensors), 0.0, False, scale=scale)
+    prompt_lse = prompt_lse.reshape(query_HND.shape[:2])
+    own = [map(batch.unpad, flash(*over_own(tensors, batch), 0.0, True, scale=scale)) for batch in batches]
+    own_out, own_lse = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
     lse_HN = torch.logaddexp(prompt_lse, own_lse)
     prompt_out = prompt_out.reshape(query_HND.shape) * (prompt_lse - lse_HN).exp_()[..., None]
-    own_out = padding.unpad(own_out) * (own_lse - lse_HN).exp_()[..., None]
+    own_out = own_out * (own_lse - lse_HN).exp_()[..., None]
     return prompt_out.add_(own_out).to(query_HND.dtype), lse_HN
 
 
@@ -87,38 +102,54 @@ def response_gradients(
     tensors: Sequence[torch.Tensor],
     out_HND: torch.Tensor,
     lse_HN: torch.Tensor,
-    padding: Padding,
+    batches: Sequence[Batch],
     scale: float | None,
 ) -> list[torch.Tensor]:
     """Return the gradients of the tensors, from that of the output, in the dtypes of the kernels."""
     query_HND, own_key_KND = tensors[:2]
-    over_prompt, over_own = split_keys(tensors, padding)
     num_keys = len(own_key_KND)
 
-    grad, out = (as_rows(tensor.to(over_prompt[0].dtype), num_keys) for tensor in (grad_HND, out_HND))
-    lse = as_rows(lse_HN, num_keys)
-    from_prompt = flash_backward(grad, *over_prompt, out, lse, 0.0, False, scale=scale)
+    inputs = over_prompt(tensors)
+    grad, out = (as_rows(tensor.to(inputs[0].dtype), num_keys) for tensor in (grad_HND, out_HND))
+    from_prompt = flash_backward(grad, *inputs, out, as_rows(lse_HN, num_keys), 0.0, False, scale=scale)
 
-    grad, out = (padding.pad(tensor.to(over_own[0].dtype)) for tensor in (grad_HND, out_HND))
-    # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
-    lse = padding.pad(lse_HN).masked_fill_(padding.is_padded_GR[:, None], float("inf"))
-    from_own = flash_backward(grad, *over_own, out, lse, 0.0, True, scale=scale)
-
-    grad_query, *grad_own = (padding.unpad(tensor) for tensor in from_own)
+    own = [own_gradients(grad_HND, tensors, out_HND, lse_HN, batch, scale) for batch in batches]
+    grad_query, *grad_own = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
     grad_query = from_prompt[0].reshape(query_HND.shape) + grad_query
     grad_own = [tensor.unflatten(0, (num_keys, -1)).sum(1) for tensor in grad_own]
     return [grad_query, *grad_own, *(tensor[0] for tensor in from_prompt[1:])]
 
 
-def split_keys(tensors: Sequence[torch.Tensor], padding: Padding) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the kernel's query, key, value over the prompt, [1, K, *, D], and over the own tokens, [G, H, R, D]."""
-    query_HND, own_key_KND, own_value_KND, prompt_key_KPD, prompt_value_KPD = tensors
+def own_gradients(
+    grad_HND: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    out_HND: torch.Tensor,
+    lse_HN: torch.Tensor,
+    batch: Batch,
+    scale: float | None,
+) -> list[torch.Tensor]:
+    """Return the gradients of query, own key and own value for each query head, at the places of the batch."""
+    inputs = over_own(tensors, batch)
+    grad, out = (batch.pad(tensor.to(inputs[0].dtype)) for tensor in (grad_HND, out_HND))
+    # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
+    lse = batch.pad(lse_HN).masked_fill_(batch.is_padded_GR[:, None], float("inf"))
+    return [batch.unpad(found) for found in flash_backward(grad, *inputs, out, lse, 0.0, True, scale=scale)]
+
+
+def over_prompt(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the kernel's query, key and value over the prompt, [1, K, *, D]."""
+    query_HND, _, _, prompt_key_KPD, prompt_value_KPD = tensors
     dtype = kernel_dtype(query_HND.dtype, prompt_key_KPD.shape[1])
-    over_prompt = [as_rows(query_HND.to(dtype), len(prompt_key_KPD))]
-    over_prompt += [tensor.to(dtype)[None] for tensor in (prompt_key_KPD, prompt_value_KPD)]
-    dtype = kernel_dtype(query_HND.dtype, padding.place_GR.shape[1])
-    own = (query_HND, *(for_query_heads(tensor, len(query_HND)) for tensor in (own_key_KND, own_value_KND)))
-    return over_prompt, [padding.pad(tensor.to(dtype)) for tensor in own]
+    keys = (tensor.to(dtype)[None] for tensor in (prompt_key_KPD, prompt_value_KPD))
+    return [as_rows(query_HND.to(dtype), len(prompt_key_KPD)), *keys]
+
+
+def over_own(tensors: Sequence[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
+    """Return the kernel's query, key and value over the own tokens, [G, H, R, D]."""
+    query_HND = tensors[0]
+    dtype = kernel_dtype(query_HND.dtype, batch.place_GR.shape[1])
+    own = (batch.pad(tensor.to(dtype)) for tensor in tensors[:3])
+    return [for_query_heads(tensor, len(query_HND)) for tensor in own]
 
 
 def as_rows(tensor: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -126,9 +157,10 @@ def as_rows(tensor: torch.Tensor, num_keys: int) -> torch.Tensor:
     return tensor.unflatten(0, (num_keys, -1)).flatten(1, 2)[None]
 
 
-def for_query_heads(tensor_KND: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Repeat each key head for the query heads that share it: [H, N, D]."""
-    return tensor_KND.repeat_interleave(num_heads // len(tensor_KND), dim=0)
+def for_query_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Repeat each key head for the query heads that share it: [..., K, N, D] -> [..., H, N, D]."""
+    shared = num_heads // tensor.shape[-3]
+    return tensor if shared == 1 else tensor.repeat_interleave(shared, dim=-3)
 
 
 def kernel_dtype(dtype: torch.dtype, num_keys: int) -> torch.dtype:

@@ -12,15 +12,21 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention.layout import GroupSpan, PackedLayout
-from services.trainer.attention.responses import Padding, ResponseAttention, for_query_heads, kernel_dtype
+from services.trainer.attention.responses import (
+    Batch,
+    ResponseAttention,
+    for_query_heads,
+    kernel_dtype,
+    plan_batches,
+)
 
 
 @dataclass(frozen=True)
 class GroupPlan:
     prompt: slice
-    prompt_padding: Padding | None  # None: no prefix comes before it
+    prompt_batches: tuple[Batch, ...] | None  # None: no prefix comes before it
     responses: slice
-    padding: Padding | None  # None: no response has an input
+    batches: tuple[Batch, ...] | None  # None: no response has an input
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,17 @@ class SdpaPlan:
         parts_HXD = []  # in the order of the row
         for group in self.groups:
             prompt_query, prompt_key, prompt_value = (tensor[:, group.prompt] for tensor in (query, key, value))
-            if group.prompt_padding is None:
+            if group.prompt_batches is None:
                 parts_HXD.append(attend_prompt(prompt_query, prompt_key, prompt_value, scale))
             else:
                 prefix_key, prefix_value = (tensor.to(key.dtype) for tensor in prefix)
                 prompt = prompt_query, prompt_key, prompt_value, prefix_key, prefix_value
-                parts_HXD.append(ResponseAttention.apply(*prompt, group.prompt_padding, scale))
+                parts_HXD.append(ResponseAttention.apply(*prompt, group.prompt_batches, scale))
                 prompt_key = torch.cat([prefix_key, prompt_key], dim=1)
                 prompt_value = torch.cat([prefix_value, prompt_value], dim=1)
-            if group.padding is not None:
+            if group.batches is not None:
                 own = (tensor[:, group.responses] for tensor in (query, key, value))
-                parts_HXD.append(ResponseAttention.apply(*own, prompt_key, prompt_value, group.padding, scale))
+                parts_HXD.append(ResponseAttention.apply(*own, prompt_key, prompt_value, group.batches, scale))
         return torch.cat(parts_HXD, dim=1).transpose(0, 1)[None]
 
 
@@ -63,10 +69,10 @@ def plan_sdpa(layout: PackedLayout) -> SdpaPlan:
 def plan_group(group: GroupSpan, prefix_length: int, device: torch.device) -> GroupPlan:
     prompt = slice(group.start, group.start + group.prompt_length)
     is_behind_prefix = prefix_length > 0 and group.start > 0
-    prompt_padding = Padding.of((group.prompt_length,), device) if is_behind_prefix else None
+    prompt_batches = plan_batches((group.prompt_length,), device) if is_behind_prefix else None
     has_places = group.end > prompt.stop
-    padding = Padding.of(group.segment_lengths, device) if has_places else None
-    return GroupPlan(prompt, prompt_padding, slice(prompt.stop, group.end), padding)
+    batches = plan_batches(group.segment_lengths, device) if has_places else None
+    return GroupPlan(prompt, prompt_batches, slice(prompt.stop, group.end), batches)
 
 
 def attend_prompt(

@@ -20,12 +20,13 @@ import torch
 
 from services.trainer.attention.layout import PackedLayout, Segment
 from services.trainer.attention.responses import (
-    Padding,
+    Batch,
     attend_responses,
     flash,
     flash_backward,
     for_query_heads,
     kernel_dtype,
+    plan_batches,
     response_gradients,
 )
 
@@ -34,7 +35,7 @@ from services.trainer.attention.responses import (
 class Siblings:
     places_N: torch.Tensor  # index into T
     path_P: torch.Tensor  # index into T; empty for a prefix, and for a prompt without one, which have no siblings
-    padding: Padding
+    batches: tuple[Batch, ...]
 
     def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
         """Return the queries [H, N, D], keys and values of the siblings [K, N, D], and those of the path [K, P, D]."""
@@ -67,8 +68,8 @@ def plan_tree(layout: PackedLayout) -> TreePlan:
 
 def plan_siblings(layout: PackedLayout, members: Sequence[int], device: torch.device) -> Siblings:
     segments = [layout.segments[index] for index in members]
-    padding = Padding.of(tuple(segment.length for segment in segments), device)
-    return Siblings(places_of(segments).to(device), places_of(layout.path(members[0])).to(device), padding)
+    batches = plan_batches([segment.length for segment in segments], device)
+    return Siblings(places_of(segments).to(device), places_of(layout.path(members[0])).to(device), batches)
 
 
 def places_of(segments: Sequence[Segment]) -> torch.Tensor:
@@ -81,13 +82,14 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        query, key, value, families, scale = arguments
+        *tensors, families, scale = arguments
+        query, key, value = (tensor.contiguous() for tensor in tensors)
         out_HTD = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse_HT = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for siblings in families:
             tensors = siblings.take(query, key, value)
             if len(siblings.path_P):
-                out, lse = attend_responses(tensors, siblings.padding, scale)
+                out, lse = attend_responses(tensors, siblings.batches, scale)
             else:
                 out, lse = (tensor[0] for tensor in flash(*alone(tensors), 0.0, True, scale=scale))
             out_HTD.index_copy_(1, siblings.places_N, out.to(query.dtype))
@@ -99,13 +101,14 @@ class TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, out_HTD, lse_HT = ctx.saved_tensors
+        grad_HTD = grads[0].contiguous()
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=lse_HT.dtype) for tensor in (key, value))
         for siblings in ctx.families:
             tensors = siblings.take(query, key, value)
-            grad, out, lse = (tensor.index_select(1, siblings.places_N) for tensor in (grads[0], out_HTD, lse_HT))
+            grad, out, lse = (tensor.index_select(1, siblings.places_N) for tensor in (grad_HTD, out_HTD, lse_HT))
             if len(siblings.path_P):
-                found = response_gradients(grad, tensors, out, lse, siblings.padding, ctx.scale)
+                found = response_gradients(grad, tensors, out, lse, siblings.batches, ctx.scale)
             else:
                 found = gradients_alone(grad, tensors, out, lse, ctx.scale)
             grad_query.index_copy_(1, siblings.places_N, found[0].to(query.dtype))
