@@ -84,7 +84,7 @@ def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, pref
 
 @CPU_KERNELS
 def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
-    layout = build_layout([(300, [310, 2, 1]), *LONG])
+    layout = build_layout([(300, [310, 2, 1, 270, 5, 1, 9]), *LONG])
     assert_equals_dense_mask(plan(layout), layout, (6, 2))
     layout = build_layout(BEHIND_LONG_PREFIX, prefix_length=130)
     assert_equals_dense_mask(plan(layout), layout, (6, 2))

@@ -1,7 +1,8 @@
 """Attention of a group's responses over [prompt | own] keys: two calls without a mask or copies of the prompt's keys:
 
     all response tokens over the prompt      one batch row; query heads that share a key head are more rows of it
-    each response over itself, causally      a batch of G rows, padded at the end, where causality hides the padding
+    each response over itself, causally      short ones as a batch of G rows, padded at the end, where causality hides
+                                             the padding; long ones one by one
 
 The softmax over both follows from their log-sum-exps a and b: out = out_a exp(a - c) + out_b exp(b - c) with
 c = log(exp a + exp b). The gradient follows too: the kernel's backward pass, given a part of the keys and the whole's
@@ -13,7 +14,7 @@ longest of them. Log-sum-exps (`lse`) are float32, or float64 for float64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -57,15 +58,19 @@ class Batch:
 
 
 def plan_batches(lengths: Sequence[int], device: torch.device) -> tuple[Batch, ...]:
-    """Batch all responses if they are short, when calls cost more than padding; else each is by itself."""
-    if max(lengths) <= SHORT_KEYS:
-        return (Batch.of(0, lengths, device),)
-    starts = accumulate(lengths[:-1], initial=0)
-    return tuple(Batch.of(start, [length], device) for start, length in zip(starts, lengths, strict=True) if length)
+    """Batch neighbours that are short, where calls cost more than padding. A long response is a batch by itself."""
+    batches, start = list[Batch](), 0
+    for is_long, run in groupby(lengths, lambda length: length > SHORT_KEYS):
+        neighbours = list(run)
+        for members in [[length] for length in neighbours] if is_long else [neighbours]:
+            if any(members):
+                batches.append(Batch.of(start, members, device))
+            start += sum(members)
+    return tuple(batches)
 
 
 class ResponseAttention(torch.autograd.Function):
-    """A function (query [H, N, D], own key, value [K, N, D], the prompt's [K, P, D], padding, scale) -> [H, N, D]."""
+    """A function (query [H, N, D], own key, value [K, N, D], the prompt's [K, P, D], batches, scale) -> [H, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:

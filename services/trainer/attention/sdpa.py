@@ -12,13 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention.layout import GroupSpan, PackedLayout
-from services.trainer.attention.responses import (
-    Batch,
-    ResponseAttention,
-    for_query_heads,
-    kernel_dtype,
-    plan_batches,
-)
+from services.trainer.attention.responses import Batch, ResponseAttention, for_query_heads, kernel_dtype, plan_batches
 
 
 @dataclass(frozen=True)
