@@ -209,6 +209,8 @@ class AsyncJobs:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raise TimeoutError after `timeout_s`."""
+        if (job := await self.get(job_id)).state.is_final:
+            return job
         try:
             async with asyncio.timeout(timeout_s), aclosing(self.stream(job_id)) as updates:
                 async for _ in updates:

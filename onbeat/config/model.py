@@ -15,8 +15,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
         description="dtype of computation and of published weights; auto: bfloat16 if the trainer and all "
-        "rollouts have "
-        "instructions for it, else float32. Master weights are always float32",
+        "rollouts have instructions for it, else float32. Master weights are always float32",
     )
     max_context_tokens: PositiveInt | None = Field(
         None, le=16_777_216, description="longest prompt and response together; default: as many as the model supports"

@@ -43,6 +43,5 @@ class RolloutConfig(Section):
     dispatch: Literal["longest_first", "in_order"] = Field(
         "longest_first",
         description="order of prompts within an iteration: longest responses of the previous epoch first, or the "
-        "order of "
-        "the data. The trained set is the same",
+        "order of the data. The trained set is the same",
     )

@@ -27,8 +27,7 @@ class Schedule(Section):
         10,
         le=1_000,
         description="trainers lost in a row, with no committed iteration in between, that fail the job; a trainer "
-        "that was "
-        "asked to stop does not count",
+        "that was asked to stop does not count",
     )
 
 

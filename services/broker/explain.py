@@ -152,8 +152,13 @@ def queued_at(fields: Fields) -> float:
 def num_lost_trainers(newest_first: Iterable[Event]) -> int:
     """Count trainers that were lost since the last commit, or since the job was resumed, as far back as events are
     kept: those that another one took over from, and that had not handed the job over."""
-    since_then = Counter(event.kind for event in takewhile(lambda event: not is_fresh_start(event), newest_first))
-    return max(0, since_then["job.taken_over"] - since_then["job.handed_over"])
+    num_lost, is_handed_over = 0, False
+    for event in reversed(list(takewhile(lambda event: not is_fresh_start(event), newest_first))):
+        if event.kind == "job.handed_over":
+            is_handed_over = True
+        elif event.kind == "job.taken_over":
+            num_lost, is_handed_over = num_lost + (not is_handed_over), False
+    return num_lost
 
 
 def is_fresh_start(event: Event) -> bool:

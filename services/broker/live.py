@@ -128,7 +128,7 @@ async def read_explanation(ledger: Ledger, job_id: str) -> tuple[bytes, bool]:
 
 
 class Shared:
-    """Answers that several watchers ask for at the same time, read once for all of them."""
+    """Answers that several watchers ask for at the same time, read once for all of them. Errors are not kept."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}  # with the time until which each is good
@@ -137,10 +137,14 @@ class Shared:
     async def answer(self, question: Hashable, good_s: float, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the answer to a question, which is read if none is known that is younger than `good_s`."""
         now = time.monotonic()
-        for old in [key for key, (until, task) in self._answers.items() if until <= now and task.done()]:
+        for old in [
+            key for key, (until, task) in self._answers.items() if task.done() and (until <= now or lost(task))
+        ]:
             del self._answers[old]
         if question not in self._answers:
-            self._answers[question] = now + good_s, asyncio.create_task(self._read(read))
+            reading = asyncio.create_task(self._read(read))
+            reading.add_done_callback(lost)  # all that wait for it may leave before
+            self._answers[question] = now + good_s, reading
         answer: T = await asyncio.shield(self._answers[question][1])  # others wait for it as well
         return answer
 
@@ -153,6 +157,11 @@ class Shared:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def lost(reading: asyncio.Task[Any]) -> bool:
+    """Return whether a task that is done has no answer."""
+    return reading.cancelled() or reading.exception() is not None
 
 
 # ---- one watcher -----------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ async def group_of(python: str, config: dict, *texts: str, timeout_s: float = 30
     row = json.loads(path.read_text().splitlines()[-1])
     context = json.dumps({"question": row["prompt"], "answer": "", "metadata": {"task": row["task"]}})
     async with episode_rig.playing(None, *texts, template=episode_rig.QWEN_LIKE) as rig:
-        processes = EnvironmentProcesses()
+        processes = EnvironmentProcesses(8, 2048)
         rig.runner._environments = processes
         try:
             options = json.dumps({"config": json.dumps(config)})

@@ -25,7 +25,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.inspection import newest_events
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
-from onbeat.types import EvaluationState, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
+from onbeat.types import EvaluationState, Event, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
@@ -417,6 +417,17 @@ async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Led
     assert fields["error"].startswith("2 trainers in a row were lost (schedule.max_lost_trainers); ")
     assert "2 trainers in a row ended without committing iteration 1" in fields["error"]
     assert "trainer-d holds" in fields["error"]
+
+
+def test_handover_hides_no_earlier_loss() -> None:
+    kinds = [
+        "job.taken_over",
+        "job.handed_over",
+        "job.taken_over",
+        "job.handed_over",
+    ]  # nobody has come yet
+    events = [Event(id=f"{index}-0", time=0.0, kind=kind, message="", data={}) for index, kind in enumerate(kinds)]
+    assert num_lost_trainers(events[::-1]) == 1
 
 
 @pytest.mark.usefixtures("conductors")

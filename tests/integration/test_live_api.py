@@ -17,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import uvicorn
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from onbeat.api_keys import Role
 from onbeat.client import AsyncClient, BrokerUnreachable, Client
@@ -507,6 +508,21 @@ async def test_question_is_read_once_for_all_who_ask_it() -> None:
     assert await shared.answer("b", 0.1, read) == 2
     await asyncio.sleep(0.15)
     assert await shared.answer("a", 0.1, read) == 3
+    await shared.close()
+
+
+async def test_error_is_no_answer_for_those_who_ask_later() -> None:
+    shared = live.Shared()
+
+    async def fail() -> int:
+        raise RedisConnectionError("away")
+
+    async def read() -> int:
+        return 7
+
+    with pytest.raises(RedisConnectionError):
+        await shared.answer("a", 60.0, fail)
+    assert await shared.answer("a", 60.0, read) == 7
     await shared.close()
 
 

@@ -444,6 +444,17 @@ async def test_collector_that_was_away_gets_what_it_missed(
     assert "answers again" in caplog.text
 
 
+async def test_too_old_iterations_are_counted_once_while_it_is_away(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "LOOK_S", 0.02)
+    monkeypatch.setattr(tracing, "MAX_BEHIND", 4)
+    await run_job(ledger, 6)
+    async with exporting(ledger, f"http://127.0.0.1:{free_port()}", otlp_timeout_s=QUICK_S) as exporter:
+        await until("it was tried again", lambda: exporter.num_failures >= 3)
+        assert exporter.count("missed") == 2
+
+
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 async def test_collector_that_is_busy_is_asked_again(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, status: int

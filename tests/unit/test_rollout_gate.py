@@ -480,6 +480,17 @@ async def test_load_waits_for_a_visitor_for_the_grace_then_cancels_it(rig):
         await visit.task
 
 
+async def test_visitor_stays_when_the_group_that_wants_a_load_goes(rig):
+    rig.gate._limits = GateLimits(60.0, grace_s=0.1)
+    rig.trainer.newest = 1
+    visit, loading = await begin_visit(rig), rig.generate(1)
+    await settle()
+    loading.cancel()
+    await settle(0.3)  # longer than its grace
+    visit.may_end.set()
+    assert (await visit.task, rig.engine.loads) == ("by 0", [])
+
+
 async def test_visitor_done_within_its_grace_lets_the_load_go_on(rig):
     rig.gate._limits = GateLimits(60.0, grace_s=60.0)
     rig.trainer.newest = 1

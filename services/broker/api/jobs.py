@@ -324,7 +324,7 @@ async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query
 async def list_events(
     job_id: JobId, broker: Broker, after: Annotated[str, Query(pattern=r"^\d{1,16}(-\d{1,16})?$")] = "0"
 ) -> EventList:
-    """Events after the cursor (the id of the last one seen), oldest first. The stream has those to come."""
+    """List the events after the cursor (the id of the last one seen), oldest first. The stream has those to come."""
     await broker.ledger.jobs.state(job_id)  # raises JobNotFound
     return EventList(events=await broker.ledger.event_log.read(job_id, after))
 

@@ -1,4 +1,4 @@
-// Several jobs on the same axes: their curves, what they were told to do differently, and how it went.
+// Several jobs on the same axes: their curves, what they do differently, and how it went.
 
 import { ApiError, get, pause, poll } from "./api.js";
 import { Chart, Pointer } from "./charts.js";
@@ -144,7 +144,7 @@ class Comparison extends Component {
     const configs = this.runs.map(({ job }) => flatten(job.config));
     const names = [...new Set(configs.flatMap((config) => [...config.keys()]))].filter((name) => name !== "name");
     const different = names.filter((name) => new Set(configs.map((config) => config.get(name))).size > 1);
-    const title = "What they were told to do differently";
+    const title = "What they do differently";
     if (different.length) {
       const code = (text) => html`<span class="mono">${text}</span>`;
       return this.section(title, different.map((name) => [code(name), configs.map((config) => code(config.get(name) ?? "–"))]));

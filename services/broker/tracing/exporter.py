@@ -117,6 +117,7 @@ class Tracer:
             num_missed = sum(iteration % self._every == 0 for iteration in range(first, oldest))
             self._meters.traces.labels("missed").inc(num_missed)
             logger.warning("job %s: iterations %d to %d get no traces, they are too old", job_id, first, oldest - 1)
+            await self._ledger.traces.record(job_id, oldest)  # so that they are counted once
         history: JobHistory | None = None
         for iteration in range(oldest, min(oldest + AT_ONCE, num_committed)):
             if iteration % self._every == 0:

@@ -119,16 +119,16 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
     groups = list((await read_groups(ledger, job.job_id, iteration)).values())
     if None in groups or record.committed_at is None:
         return None
-    told = [span for span in trainer_spans(iteration, own) if span.kind != "wait"]
+    trained = [span for span in trainer_spans(iteration, own) if span.kind != "wait"]
     recorded = await ledger.iterations.micro_batches(job.job_id, iteration)
     num_replicas = int(json.loads(own.get("metrics", "{}")).get("num_training_devices", 1))
-    steps = find_steps(told, recorded, job.num_updates, record.num_groups, num_replicas, record.committed_at)
+    steps = find_steps(trained, recorded, job.num_updates, record.num_groups, num_replicas, record.committed_at)
     trainer = job.trainer_at(record.committed_at)
     held = await read_held(ledger, job.job_id, [record.policy_version])
     spans = [
         *hand_over_spans(updates_for(job.events, record, earlier), held),
         *(span for group in groups if group for span in group_tree(group, record, steps, trainer)),
-        *step_spans(told, iteration, trainer),
+        *step_spans(trained, iteration, trainer),
     ]
     return [root_span(job, record, spans), *spans]
 
@@ -235,14 +235,14 @@ def step_attributes(step: Step) -> Attributes:
     return attributes
 
 
-def step_spans(told: Sequence[Span], iteration: int, trainer: str) -> Iterator[TraceSpan]:
+def step_spans(trained: Sequence[Span], iteration: int, trainer: str) -> Iterator[TraceSpan]:
     """Yield the trainer's spans for the iteration as a whole. Its snapshot and its announcement are one `publish`."""
 
     def span(path: str, kind: str, start: float, end: float) -> TraceSpan:
         return TraceSpan(path, kind, "iteration", start, end, TRAINER, trainer)
 
-    for index, each in enumerate(each for each in told if each.kind == "optimizer"):
+    for index, each in enumerate(each for each in trained if each.kind == "optimizer"):
         yield span(f"optimizer/{index}", "optimizer", each.start, each.end)
     for kind in ("publish", "checkpoint"):
-        if same := [each for each in told if each.kind == kind]:
+        if same := [each for each in trained if each.kind == kind]:
             yield span(kind, kind, min(each.start for each in same), max(each.end for each in same))

@@ -37,18 +37,20 @@ class EnvironmentProcesses:
         return [results.get(episode, failure) for episode in range(len(request.access))]
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
-        process = await self._take(Program.of(request))
         self._num_playing += 1
-        has_ended = False
         try:
-            await process.play(request, results)
-            has_ended = True
-        finally:  # a cancelled request leaves a process half way: that one is killed, too
+            process = await self._take(Program.of(request))
+            has_ended = False
+            try:
+                await process.play(request, results)
+                has_ended = True
+            finally:  # a cancelled request leaves a process half way: that one is killed, too
+                if has_ended and process.is_reusable:
+                    self._idle.append(process)
+                else:
+                    await process.kill()
+        finally:
             self._num_playing -= 1
-            if has_ended and process.is_reusable:
-                self._idle.append(process)
-            else:
-                await process.kill()
 
     async def _take(self, program: Program) -> EnvironmentProcess:
         """Return a process for this program; idle ones of others make way for it."""
