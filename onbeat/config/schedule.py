@@ -11,7 +11,7 @@ class Schedule(Section):
     num_iterations: PositiveInt = Field(le=1_000_000, description="iterations of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
-        description="numbers of iterations before each `onbeat jobs resume JOB --iterations N`, which writes them; the "
+        description="numbers of iterations before each `onbeat jobs resume` with `--iterations`, which writes them; the "
         "learning rate decays to each of them",
     )
     iteration_deadline_s: Float = Field(
