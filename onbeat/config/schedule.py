@@ -11,8 +11,8 @@ class Schedule(Section):
     num_iterations: PositiveInt = Field(le=1_000_000, description="iterations of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
-        description="numbers of iterations before each `onbeat jobs resume` with `--iterations`, which writes them; the "
-        "learning rate decays to each of them",
+        description="numbers of iterations before each `onbeat jobs resume` with `--iterations`, which writes them; "
+        "the learning rate decays to each of them",
     )
     iteration_deadline_s: Float = Field(
         1800.0, gt=0, le=7 * 86_400, description="time without progress after which an iteration fails the job"
