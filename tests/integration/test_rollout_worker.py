@@ -396,11 +396,11 @@ async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatc
     engine = FakeEngine()
     engine.may_finish.clear()
     rig.start_worker(engine)
-    await rig.open(0, rig.task(0, 0, deadline_s=1.0))
+    await rig.open(0, rig.task(0, 0, deadline_s=3.0))  # long enough to start the process of the reward
     await rig.until(lambda: len(engine.requests) == 2)
     engine.may_finish.set()
     assert len((await rig.drained(0))[0].responses) == G
-    assert "not ready 1 s after its claim" in (await rig.event_messages("group.released"))[0]
+    assert "not ready 3 s after its claim" in (await rig.event_messages("group.released"))[0]
 
 
 async def test_refused_request_fails_its_group_and_spares_the_engine(rig):
