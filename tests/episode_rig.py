@@ -15,7 +15,7 @@ from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, Play
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.episodes.server import SessionServer
 from services.rollout.inflight import Flight
-from services.rollout.producer import GroupProducer
+from services.rollout.producer import Attempts, GroupProducer
 from services.rollout.prompts import PromptEncoder
 from tests.integration.tiny_models import build_tokenizer
 
@@ -190,7 +190,7 @@ class Rig:
         self.server = SessionServer()
         self.runner = EpisodeRunner(self.gate, encoder, self.environments, self.server, max_attempts=2)
         parts: Any = (self.engine, self.gate, encoder, None)
-        self.producer = GroupProducer(*parts, "w0", 2, 3, self.runner)
+        self.producer = GroupProducer(*parts, "w0", Attempts(reward=2, group=3), self.runner)
 
     async def group(self, **fields: Any) -> RolloutGroup:
         """Produce a group, which keeps the promises of the wire."""

@@ -59,7 +59,7 @@ def names_of(settings: type[BaseSettings]) -> set[str]:
 
 
 def shared_names() -> set[str]:
-    """Those that mean the same in all three services: they come from one class."""
+    """Return the settings that mean the same in all three services: they come from one class."""
     services = (BrokerSettings, TrainerSettings, RolloutSettings)
     common = set.intersection(*(names_of(each) for each in services))
     return {name for name in common if len({repr(each.model_fields[name]) for each in services}) == 1}

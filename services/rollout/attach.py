@@ -26,7 +26,7 @@ from services.rollout.engine import Engine, TalkativeEngine
 from services.rollout.engines import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
-from services.rollout.producer import GroupProducer
+from services.rollout.producer import Attempts, GroupProducer
 from services.rollout.prompts import PromptEncoder
 from services.rollout.puller import WeightsPuller
 from services.rollout.rewards.scorer import Scorer
@@ -107,9 +107,9 @@ class Attachment:
         cleanup.push_async_callback(rewards.close)
         scored_by = self._config.rewards[0] if self._config.rewards else self._config.environment
         assert scored_by is not None, "a job has a reward or an environment"
-        attempts = (scored_by.max_attempts, self._config.rollout.max_group_attempts)
+        attempts = Attempts(scored_by.max_attempts, self._config.rollout.max_group_attempts)
         episodes = await self._serve_episodes(cleanup, gate, encoder)
-        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, *attempts, episodes)
+        producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, attempts, episodes)
         loop = ClaimLoop(self._job, engine, producer, puller, self._ends)
         cleanup.push_async_callback(loop.abandon)
         chats = self._serve_chats(engine, gate, encoder) if settings.chat_slots else None

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from onbeat.streams.codec import (
     GroupFailure,
@@ -37,6 +37,14 @@ class DeadlineExceeded(Exception):
     """A group was not ready in time; another attempt may be."""
 
 
+@dataclass(frozen=True)
+class Attempts:
+    """The largest numbers of tries."""
+
+    reward: int  # scoring a response, where its reward names no number
+    group: int
+
+
 class GroupProducer:
     def __init__(
         self,
@@ -45,8 +53,7 @@ class GroupProducer:
         encoder: PromptEncoder,
         rewards: Scorer,
         worker_id: str,
-        reward_attempts: int,
-        max_group_attempts: int,
+        max_attempts: Attempts,
         episodes: EpisodeRunner | None = None,
     ) -> None:
         """Take the parts of a job; `episodes`: of one with an environment."""
@@ -55,8 +62,7 @@ class GroupProducer:
         self._encoder = encoder
         self._rewards = rewards
         self._worker_id = worker_id
-        self._reward_attempts = reward_attempts
-        self._max_group_attempts = max_group_attempts
+        self._max_attempts = max_attempts
         self._episodes = episodes
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
         self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> tries of its episodes that failed, by kind
@@ -113,11 +119,11 @@ class GroupProducer:
 
     def _check_attempts(self, flight: Flight) -> None:
         task, attempt = flight.claim.task, flight.claim.attempt
-        if attempt > self._max_group_attempts:
+        if attempt > self._max_attempts.group:
             last = self._last_errors.get(task.group_id, "not known here, see the logs of the other rollouts")
             raise GroupFailed(
                 "environment_failed" if task.HasField("environment") else "generation_failed",
-                f"given up after {self._max_group_attempts} attempts (rollout.max_group_attempts); last error: {last}",
+                f"given up after {self._max_attempts.group} attempts (rollout.max_group_attempts); last error: {last}",
             )
 
     async def _respond(self, flight: Flight, group: RolloutGroup, deadline: float) -> None:
@@ -199,7 +205,7 @@ class GroupProducer:
                 responses=[],
                 timeout_s=reward.timeout_s,
                 memory_limit_mb=reward.memory_limit_mb,
-                max_attempts=reward.max_attempts or self._reward_attempts,
+                max_attempts=reward.max_attempts or self._max_attempts.reward,
                 weight=reward.weight if reward.part else 1.0,
                 part=reward.part,
             )
