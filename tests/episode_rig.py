@@ -10,7 +10,7 @@ import httpx
 from onbeat.environments import Outcome, Session, Task
 from onbeat.streams.codec import Environment, Message, PromptTask, RolloutGroup, check_group
 from onbeat.streams.ledger import Claim
-from services.rollout.engine import GeneratedResponse, Sampling, VersionSpan
+from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionSpan
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.episodes.server import SessionServer

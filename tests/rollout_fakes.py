@@ -11,7 +11,7 @@ from onbeat.errors import WeightsError
 from onbeat.weights.client import Itinerary, ModelDescription, Peer
 from onbeat.weights.host import full_plan
 from onbeat.weights.wire import Manifest, PayloadKey, Plan, TensorEntry
-from services.rollout.engine import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.engines.interface import GeneratedResponse, Sampling, VersionMismatch, VersionSpan
 
 TOKENS_PER_RESPONSE = 3
 

@@ -15,8 +15,8 @@ from onbeat.logging import configure
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
-from services.rollout.engine import Engine
-from services.rollout.engines import check_engine, create_engine, find_hardware, prepare_engine
+from services.rollout.engines.interface import Engine
+from services.rollout.engines.registry import check_engine, create_engine, find_hardware, prepare_engine
 from services.rollout.settings import Settings
 from services.rollout.worker import Worker
 

@@ -22,8 +22,8 @@ from onbeat.weights.server import PayloadServer
 from services.rollout import meters
 from services.rollout.chat import ChatServer, Speaker
 from services.rollout.claim_loop import Assignment, ClaimLoop, Ends
-from services.rollout.engine import Engine, TalkativeEngine
-from services.rollout.engines import stop_engine, wait_for_engine
+from services.rollout.engines.interface import Engine, TalkativeEngine
+from services.rollout.engines.registry import stop_engine, wait_for_engine
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import GateLimits, VersionGate
 from services.rollout.producer import Attempts, GroupProducer

@@ -24,7 +24,14 @@ from onbeat.errors import WeightsError
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask
 from services.rollout import meters
-from services.rollout.engine import ChatSampling, Engine, FinishReason, StreamingEngine, TextPiece, VersionMismatch
+from services.rollout.engines.interface import (
+    ChatSampling,
+    Engine,
+    FinishReason,
+    StreamingEngine,
+    TextPiece,
+    VersionMismatch,
+)
 from services.rollout.gate import PolicyMoved, VersionGate
 from services.rollout.prompts import GroupFailed, PromptEncoder
 from services.rollout.stops import StopFilter

@@ -21,8 +21,8 @@ from onbeat.errors import WeightsError
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import Verdict
 from services.rollout import meters
-from services.rollout.engine import Engine, VersionMismatch
-from services.rollout.engines import EngineBroken
+from services.rollout.engines.interface import Engine, VersionMismatch
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer

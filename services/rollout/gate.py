@@ -22,9 +22,9 @@ from pathlib import Path
 from onbeat.errors import WeightsError
 from onbeat.weights.pull import Pull
 from onbeat.weights.wire import Manifest
-from services.rollout.arrivals import names_to_load
-from services.rollout.engine import Engine
-from services.rollout.engines import EngineBroken, give_up, wait_for_engine
+from services.rollout.engines.arrivals import names_to_load
+from services.rollout.engines.interface import Engine
+from services.rollout.engines.registry import EngineBroken, give_up, wait_for_engine
 from services.rollout.puller import VersionGone, WeightsPuller
 
 logger = logging.getLogger(__name__)

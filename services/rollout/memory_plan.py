@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.rollout.vllm_platform import GIB, kv_cache_bytes
+from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes
 
 SERVICE_BYTES = 780_000_000  # the service without weights: it has imported vLLM
 ENGINE_BYTES = {"float32": 1_380_000_000, "bfloat16": 1_080_000_000}  # the engine core without weights and cache

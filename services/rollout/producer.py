@@ -19,7 +19,7 @@ from onbeat.streams.codec import (
     check_logprobs,
 )
 from services.rollout import meters
-from services.rollout.engine import Engine, GeneratedResponse, Sampling
+from services.rollout.engines.interface import Engine, GeneratedResponse, Sampling
 from services.rollout.episodes.runner import EpisodeRunner
 from services.rollout.gate import VersionGate
 from services.rollout.inflight import Flight, Stage

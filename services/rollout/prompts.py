@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.streams.codec import PromptTask
-from services.rollout.imports import IMPORTING
+from services.rollout.engines.imports import IMPORTING
 from services.rollout.token_text import TokenText
 
 

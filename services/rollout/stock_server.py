@@ -34,7 +34,7 @@ from onbeat.weights.client import Peer, WeightsClient
 from onbeat.weights.host import host_id
 from onbeat.weights.security import WireSettings
 from onbeat.weights.wire import Manifest
-from services.rollout.arrivals import BadWeightFile, check_weight_file, names_to_load, read_checkpoint_shapes
+from services.rollout.engines.arrivals import BadWeightFile, check_weight_file, names_to_load, read_checkpoint_shapes
 from services.rollout.puller import WeightsPuller
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ METHODS = {
         "services.rollout.producer:GroupProducer._generate",
         "services.rollout.episodes.runner:EpisodeRunner.play",
         "services.rollout.episodes.episode:Episode.chat",
-        "services.rollout.transformers_engine:TransformersEngine._sample",
+        "services.rollout.engines.transformers_engine:TransformersEngine._sample",
     ],
     "services.trainer": [
         f"{LEDGER}.trainer_side:TrainerSide.claim_job",

@@ -9,7 +9,7 @@ from tests.e2e.stack import running, tiny_job
 from tests.integration.tiny_models import write_mixtral_model, write_qwen3_moe_model
 
 STALE_ENGINE = """
-from services.rollout.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers_engine import TransformersEngine
 
 
 class StaleEngine(TransformersEngine):

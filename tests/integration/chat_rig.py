@@ -19,7 +19,7 @@ from onbeat.weights.client import WeightsClient
 from services.broker.app import create_app
 from services.broker.connection import connection_class
 from services.broker.settings import Settings
-from services.rollout.transformers_engine import Draft, TransformersEngine
+from services.rollout.engines.transformers_engine import Draft, TransformersEngine
 from tests.conftest import free_port
 from tests.integration.broker_fixtures import eventually
 from tests.integration.rollout_rig import Rig, serving_model

@@ -22,7 +22,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker import chats as broker_chats
 from services.rollout import chat as rollout_chat
-from services.rollout.engine import ChatSampling, Sampling
+from services.rollout.engines.interface import ChatSampling, Sampling
 from tests.integration.chat_rig import HELLO, ChatRig, PacedEngine, chatting
 from tests.integration.test_broker_security import Keys
 from tests.rollout_fakes import FakeEngine

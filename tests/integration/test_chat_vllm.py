@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from onbeat.streams.ledger import Ledger
-from services.rollout.engine import ChatSampling, Sampling, TextPiece
-from services.rollout.vllm_engine import VllmEngine
+from services.rollout.engines.interface import ChatSampling, Sampling, TextPiece
+from services.rollout.engines.vllm_engine import VllmEngine
 from tests.integration.chat_rig import chatting
 
 

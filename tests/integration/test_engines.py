@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
-from services.rollout import vllm_engine
-from services.rollout.arrivals import BadWeightFile, read_shapes, whole_modules
-from services.rollout.engine import Engine, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
-from services.rollout.transformers_engine import TransformersEngine
-from services.rollout.vllm_engine import VllmEngine
+from services.rollout.engines import vllm_engine
+from services.rollout.engines.arrivals import BadWeightFile, read_shapes, whole_modules
+from services.rollout.engines.interface import Engine, GeneratedResponse, Sampling, VersionMismatch, VersionSpan
+from services.rollout.engines.transformers_engine import TransformersEngine
+from services.rollout.engines.vllm_engine import VllmEngine
 from tests.integration.tiny_models import (
     build_tokenizer,
     write_mixtral_model,
@@ -523,7 +523,7 @@ async def test_every_rank_of_two_loads_its_shard(tmp_path: Path) -> None:
 START_AND_SLEEP = """
 import asyncio, sys
 from pathlib import Path
-from services.rollout.vllm_engine import VllmEngine
+from services.rollout.engines.vllm_engine import VllmEngine
 
 async def main():
     engine = VllmEngine(cpu_cores="0", kv_cache_gib=0.25)

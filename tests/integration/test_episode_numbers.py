@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from onbeat.environments import Outcome
 from onbeat.streams.codec import check_group, check_logprobs
+from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.prompts import PromptEncoder
-from services.rollout.transformers_engine import TransformersEngine
 from tests.episode_rig import VERSION, Rig, flight_of, paths_of
 from tests.integration.tiny_models import write_untied_model
 

@@ -18,7 +18,7 @@ from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
-from services.rollout.engines import EngineBroken
+from services.rollout.engines.registry import EngineBroken
 from tests.integration.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
 
@@ -856,7 +856,7 @@ async def test_engine_back_on_an_older_version_repeats_its_tokens(served_rig, re
 STUCK_THREAD = """
 import time
 import services.rollout.__main__ as service
-from services.rollout.transformers_engine import TransformersEngine
+from services.rollout.engines.transformers_engine import TransformersEngine
 
 TransformersEngine._read_model = lambda self, model_dir: time.sleep(3600)
 service.EXIT_DEADLINE_S = 2.0

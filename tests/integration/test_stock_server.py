@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from onbeat.streams.keys import JobKeys
 from onbeat.weights.security import PLAIN
 from services.rollout import stock_server
-from services.rollout.arrivals import read_shapes
+from services.rollout.engines.arrivals import read_shapes
 from services.rollout.stock_server import ServerFailed, StockServer
 from tests.conftest import free_port
 from tests.integration.tiny_models import write_perturbed_weights, write_tied_model, write_untied_model

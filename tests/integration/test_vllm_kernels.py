@@ -11,8 +11,8 @@ from onbeat.hardware.processor import read_processor
 CALLS = """
 import torch
 from vllm import ir
-from services.rollout import vllm_kernels
-from services.rollout.cpu_sampling import sample
+from services.rollout.engines import vllm_kernels
+from services.rollout.engines.cpu_sampling import sample
 
 logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
 seeds = torch.arange(64) * 12345

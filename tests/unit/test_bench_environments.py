@@ -4,7 +4,7 @@ from benchmarks.bench_environments import LINE, TEMPLATE, EveryAnswerCalls, Idle
 from onbeat.environments import Task
 from onbeat.environments.messages import MessageEnvironment
 from onbeat.environments.tools import NO_TOOLS, methods_as_tools
-from services.rollout.engine import GeneratedResponse
+from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Renderer
 from tests.episode_rig import tokenizer_of

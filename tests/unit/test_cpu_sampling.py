@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.rollout.cpu_sampling import BLOCK, NUM_SEEDS, sample
+from services.rollout.engines.cpu_sampling import BLOCK, NUM_SEEDS, sample
 
 NUM_DRAWS = 20_000
 

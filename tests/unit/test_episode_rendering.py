@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from onbeat.environments import Outcome
-from services.rollout.engine import GeneratedResponse
+from services.rollout.engines.interface import GeneratedResponse
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Renderer
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onbeat.completions import ChatFailed
 from onbeat.environments import Outcome
 from onbeat.streams.codec import RolloutGroup, check_group, check_token_lengths
-from services.rollout.engine import GeneratedResponse, VersionSpan
+from services.rollout.engines.interface import GeneratedResponse, VersionSpan
 from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.episode import Episode, Policy, Vocabulary, turn_seed
 from services.rollout.episodes.recorder import Call, common_prompt, join_spans, to_response

@@ -70,7 +70,7 @@ def test_this_processor_is_as_pytorch_sees_it():
 
 def test_vllm_chooses_its_kernels_below_the_limits():
     question = (
-        "import services.rollout.vllm_isa as isa; isa.register(); from torch import cpu;"
+        "import services.rollout.engines.vllm_isa as isa; isa.register(); from torch import cpu;"
         "print(cpu._is_avx512_bf16_supported(), cpu._is_avx512_supported(), cpu._is_amx_tile_supported())"
     )
     answer = subprocess.run(

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import pytest
 
-from services.rollout.arrivals import gathered, whole_modules
+from services.rollout.engines.arrivals import gathered, whole_modules
 
 LAYERS = [
     f"model.layers.{layer}.{name}"

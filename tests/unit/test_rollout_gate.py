@@ -11,8 +11,8 @@ from onbeat.weights.client import Peer
 from onbeat.weights.host import full_plan
 from services.rollout import gate as gate_module
 from services.rollout import puller as puller_module
-from services.rollout.engine import Sampling
-from services.rollout.engines import EngineBroken
+from services.rollout.engines.interface import Sampling
+from services.rollout.engines.registry import EngineBroken
 from services.rollout.gate import GateLimits, PolicyMoved, VersionGate
 from services.rollout.puller import VersionGone, WeightsPuller
 from tests.rollout_fakes import FakeEngine, FakeSource, FakeTrainer, manifest_of, weights_of

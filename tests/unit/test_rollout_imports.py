@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from services.rollout.imports import IMPORTING
+from services.rollout.engines.imports import IMPORTING
+from services.rollout.engines.vllm_engine import import_vllm
 from services.rollout.prompts import PromptEncoder
-from services.rollout.vllm_engine import import_vllm
 
 
 class NoTokenizer:
@@ -25,7 +25,13 @@ def load_nothing() -> None:
 
 @pytest.mark.parametrize("work", [import_vllm, load_nothing])
 def test_a_large_import_waits_for_the_other_one(monkeypatch: pytest.MonkeyPatch, work) -> None:
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm", "services.rollout.weight_transfer"):
+    for name in (
+        "vllm",
+        "vllm.v1",
+        "vllm.v1.engine",
+        "vllm.v1.engine.async_llm",
+        "services.rollout.engines.weight_transfer",
+    ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     # At once, so that only the lock makes it wait.
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=NoTokenizer))

@@ -11,9 +11,9 @@ from onbeat.streams.codec import PromptTask
 from onbeat.streams.ledger import Claim
 from services import device
 from services.rollout import __main__ as rollout
-from services.rollout import engines
 from services.rollout.attach import staging_folder, write_model_files
-from services.rollout.engines import create_engine, prepare_engine
+from services.rollout.engines import registry
+from services.rollout.engines.registry import create_engine, prepare_engine
 from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, EngineTimes, TokenRate
 from services.rollout.settings import Settings
@@ -206,7 +206,7 @@ def test_engine_gets_the_options_that_it_knows(monkeypatch):
             self.dtype = dtype
 
     entry = SimpleNamespace(name="narrow", load=lambda: Narrow)
-    monkeypatch.setattr(engines, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     engine = create_engine("narrow", dtype="float32", cpu_cores="0")
     assert isinstance(engine, Narrow)
     assert engine.dtype == "float32"
@@ -223,7 +223,7 @@ def test_engine_is_prepared_with_the_options_that_it_knows(monkeypatch):
             prepared.append(device)
 
     entries = [SimpleNamespace(name="early", load=lambda: Early), SimpleNamespace(name="plain", load=lambda: object)]
-    monkeypatch.setattr(engines, "entry_points", lambda group: entries)
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
     prepare_engine("early", device="cpu", cpu_cores="0")
     prepare_engine("plain", device="cpu", cpu_cores="0")
     assert prepared == ["cpu"]
@@ -252,7 +252,7 @@ async def test_engine_is_prepared_before_there_is_a_job(monkeypatch, redis_url):
 def test_cpu_rollout_looks_for_jobs_before_its_slow_imports():
     code = (
         "import sys, services.rollout.__main__\n"
-        "from services.rollout.engines import find_device, knows_accelerators, load_engine\n"
+        "from services.rollout.engines.registry import find_device, knows_accelerators, load_engine\n"
         "load_engine('vllm'), knows_accelerators() or find_device('auto')\n"
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])\n"
     )
@@ -265,11 +265,11 @@ def test_cpu_rollout_looks_for_jobs_before_its_slow_imports():
     [("2.13.0+cpu", None, "cpu"), ("2.13.0+cpu", "there", "looked"), ("2.13.0+cu130", None, "looked")],
 )
 def test_pytorch_is_asked_for_the_device_unless_it_is_the_cpu(monkeypatch, torch, torch_npu, found):
-    monkeypatch.setattr(engines, "version", lambda name: torch)
-    monkeypatch.setattr(engines, "find_spec", lambda name: torch_npu)
+    monkeypatch.setattr(registry, "version", lambda name: torch)
+    monkeypatch.setattr(registry, "find_spec", lambda name: torch_npu)
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type="looked"))
-    assert [engines.find_device(name) for name in ("auto", "cpu")] == [found, found]
-    assert engines.find_device("cuda") == "looked"
+    assert [registry.find_device(name) for name in ("auto", "cpu")] == [found, found]
+    assert registry.find_device("cuda") == "looked"
 
 
 def test_private_staging_folder_replaces_a_killed_rollouts_one(tmp_path):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.rollout import vllm_engine
-from services.rollout.vllm_engine import VllmEngine
+from services.rollout.engines import vllm_engine
+from services.rollout.engines.vllm_engine import VllmEngine
 
 
 class FakeLLM:

@@ -13,10 +13,9 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.hardware.malloc import KEEP_FREED
 from services.rollout import __main__ as rollout
-from services.rollout import engines, vllm_engine, vllm_platform
-from services.rollout.settings import Settings
-from services.rollout.vllm_engine import VllmEngine
-from services.rollout.vllm_platform import (
+from services.rollout.engines import registry, vllm_engine, vllm_platform
+from services.rollout.engines.vllm_engine import VllmEngine
+from services.rollout.engines.vllm_platform import (
     GIB,
     check_vllm,
     cores_per_rank,
@@ -24,6 +23,7 @@ from services.rollout.vllm_platform import (
     engine_environment,
     kv_cache_bytes,
 )
+from services.rollout.settings import Settings
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -205,20 +205,20 @@ class OnDevice:
 
 
 def install_engine(monkeypatch: pytest.MonkeyPatch, load: Any) -> None:
-    monkeypatch.setattr(engines, "entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [SimpleNamespace(name="mine", load=load)])
 
 
 def test_engine_is_checked_before_there_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     install_engine(monkeypatch, lambda: Plain)
-    assert engines.check_engine("mine", "auto") == "auto"
+    assert registry.check_engine("mine", "auto") == "auto"
     install_engine(monkeypatch, lambda: OnDevice)
-    assert engines.check_engine("mine", "cpu") == "cpu"
+    assert registry.check_engine("mine", "cpu") == "cpu"
     with pytest.raises(ValueError, match="expected auto, cpu, cuda or npu"):
-        engines.check_engine("mine", "tpu")
+        registry.check_engine("mine", "tpu")
     install_engine(monkeypatch, lambda: VllmEngine)
     install(monkeypatch)
     with pytest.raises(ValueError, match=r"vLLM is not installed here; install requirements/cpu\.lock"):
-        engines.check_engine("mine", "cpu")
+        registry.check_engine("mine", "cpu")
 
 
 def test_failed_import_of_an_engine_is_reported_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_failed_import_of_an_engine_is_reported_with_its_cause(monkeypatch: pyte
 
     install_engine(monkeypatch, load)
     with pytest.raises(ValueError, match=r"engine 'mine' .* torch_npu \(libhccl\.so is not there\); docs/plat"):
-        engines.check_engine("mine", "auto")
+        registry.check_engine("mine", "auto")
 
 
 async def test_rollout_without_its_driver_ends_at_once(

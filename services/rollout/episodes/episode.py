@@ -19,7 +19,7 @@ from typing import Any
 from onbeat.completions import ChatFailed
 from onbeat.environments import Message
 from onbeat.types import EpisodeWait
-from services.rollout.engine import GeneratedResponse, Sampling
+from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes import toolcalls
 from services.rollout.episodes.bodies import (
     ChatBody,

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from onbeat.environments import Outcome
 from onbeat.streams.codec import Response, Turn, VersionSpan
-from services.rollout.engine import GeneratedResponse
+from services.rollout.engines.interface import GeneratedResponse
 
 NO_TURN = -1  # in the place of a turn: the group's prompt
 

@@ -17,8 +17,15 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.rollout.arrivals import Arrivals, TensorShapes, check_weight_file, gathered, read_checkpoint_shapes
-from services.rollout.engine import (
+from services.rollout.engines.arrivals import (
+    Arrivals,
+    TensorShapes,
+    check_weight_file,
+    gathered,
+    read_checkpoint_shapes,
+)
+from services.rollout.engines.imports import IMPORTING
+from services.rollout.engines.interface import (
     ChatSampling,
     GeneratedResponse,
     Sampling,
@@ -26,9 +33,8 @@ from services.rollout.engine import (
     VersionMismatch,
     VersionSpan,
 )
-from services.rollout.engines import find_device
-from services.rollout.imports import IMPORTING
-from services.rollout.vllm_platform import check_vllm, engine_arguments, engine_environment, kv_cache_bytes
+from services.rollout.engines.registry import find_device
+from services.rollout.engines.vllm_platform import check_vllm, engine_arguments, engine_environment, kv_cache_bytes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -148,7 +154,7 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from services.rollout.weight_transfer import BACKEND
+        from services.rollout.engines.weight_transfer import BACKEND
 
         engine_args = AsyncEngineArgs(
             model=str(model_dir),
@@ -284,7 +290,7 @@ def import_vllm() -> None:
     with IMPORTING:
         import vllm.v1.engine.async_llm  # noqa: F401
 
-        import services.rollout.weight_transfer  # noqa: F401
+        import services.rollout.engines.weight_transfer  # noqa: F401
 
     # The CPU time of other threads is logged, too, so that the import's own cost can be read even on a single core.
     others_s = (time.process_time() - process_s) - (time.thread_time() - thread_s)

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from onbeat.hardware.malloc import give_back_freed
-from services.rollout import vllm_kernels
+from services.rollout.engines import vllm_kernels
 
 BACKEND = "onbeat_safetensors"
 
@@ -130,7 +130,7 @@ def register() -> None:
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
-    ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.vllm_mixtral:MixtralForCausalLM")
+    ModelRegistry.register_model("MixtralForCausalLM", "services.rollout.engines.vllm_mixtral:MixtralForCausalLM")
     vllm_kernels.register()
     # This logger warns at every load about layers that no checkpoint holds (rotary tables, tied heads).
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

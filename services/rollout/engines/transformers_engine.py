@@ -15,8 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.rollout.arrivals import LM_HEAD_WEIGHT, TensorShapes, check_weight_file, gathered, read_checkpoint_shapes
-from services.rollout.engine import (
+from services.rollout.engines.arrivals import (
+    LM_HEAD_WEIGHT,
+    TensorShapes,
+    check_weight_file,
+    gathered,
+    read_checkpoint_shapes,
+)
+from services.rollout.engines.interface import (
     ChatSampling,
     FinishReason,
     GeneratedResponse,

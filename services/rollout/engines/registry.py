@@ -1,4 +1,4 @@
-"""The engines by name, from the entry points of the group `onbeat.engines`."""
+"""The installed engines by name, from the entry points of the group `onbeat.engines`, and their deadlines."""
 
 import asyncio
 import inspect
@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from onbeat.hardware.processor import Hardware, read_processor
-from services.rollout.engine import Engine
+from services.rollout.engines.interface import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from torch import library
 from vllm import ir
 from vllm.platforms import current_platform
 
-from services.rollout.cpu_sampling import sample
-from services.rollout.vllm_platform import CPU_KERNELS
+from services.rollout.engines.cpu_sampling import sample
+from services.rollout.engines.vllm_platform import CPU_KERNELS
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,10 @@
+"""The engines that generate tokens, behind one interface, and what they need.
+
+interface             the promises of an engine
+registry              the installed engines by name, and the deadlines of their start and stop
+arrivals              the tensors of a version, checked and handed over as they arrive
+vllm_engine           vLLM; `vllm_platform` has what it needs on each device
+weight_transfer       its plug-in in vLLM's processes, with `vllm_kernels`, `cpu_sampling` and `vllm_mixtral`
+vllm_isa              another plug-in there: the limits of the processor's instructions
+transformers_engine   the reference: a plain Hugging Face model
+"""
