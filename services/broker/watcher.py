@@ -12,8 +12,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
-from services.broker.evaluations import Evaluator
-from services.broker.explain import (
+from services.broker.doctor.explain import (
     CANCEL_GRACE_S,
     JOB_FAILS,
     explain_work,
@@ -21,6 +20,7 @@ from services.broker.explain import (
     queued_at,
     trainers_away_s,
 )
+from services.broker.evaluations import Evaluator
 from services.broker.tasks import longest_first, produce_tasks
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from onbeat.types import EvaluationState, Event, IterationState, JobState, Train
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
-from services.broker.explain import num_lost_trainers
+from services.broker.doctor.explain import num_lost_trainers
 from tests.conftest import free_port, start_redis, unfinished
 from tests.integration.broker_fixtures import (
     claim_all,

@@ -23,8 +23,8 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.app import create_app
-from services.broker.doctor import diagnose, explain_silence
-from services.broker.explain import explain_job
+from services.broker.doctor.diagnosis import diagnose, explain_silence
+from services.broker.doctor.explain import explain_job
 from services.broker.settings import Settings
 from services.trainer.feed import GroupFeed
 from services.trainer.job.background import Background

@@ -8,7 +8,7 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.types import EvaluationRecord, EvaluationState, Finding, IterationRecord, IterationState
-from services.broker.learning import NUM_RECENT, Course, best_of, findings_of
+from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of
 from tests.integration.broker_fixtures import job_body
 
 DULL = {"rollout/uniform_groups": 4.0, "rollout/solved_none_frac": 1.0, "train/entropy": 2.0}

@@ -10,7 +10,7 @@ from onbeat.cli import plan
 from onbeat.config import JobConfig
 from onbeat.memory import read_host, read_memory
 from onbeat.types import HostMemory, TrainerRecord, WorkerRecord
-from services.broker.doctor_memory import MAX_FINDINGS, explain_memory
+from services.broker.doctor.memory import MAX_FINDINGS, explain_memory
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 MEMINFO = (

@@ -6,8 +6,8 @@ from onbeat.types import Diagnosis
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.doctor import diagnose, diagnosis
-from services.broker.explain import explain_job
+from services.broker.doctor.diagnosis import diagnose, diagnosis
+from services.broker.doctor.explain import explain_job
 
 router = APIRouter(prefix="/v1", tags=["doctor"], responses=documented(422, 503))
 

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from services.broker.api.context import Broker
 from services.broker.api.problems import documented, problem
-from services.broker.doctor import find_refusal
+from services.broker.doctor.diagnosis import find_refusal
 
 router = APIRouter(tags=["health"])
 

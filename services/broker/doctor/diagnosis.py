@@ -13,8 +13,8 @@ from onbeat.streams.connection import public_address, why_refused
 from onbeat.streams.inspection import existing_jobs, trainer_heartbeats
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, TrainerRecord, WorkerRecord
-from services.broker.doctor_memory import explain_memory
-from services.broker.explain import RECENT_S, count, explain_job
+from services.broker.doctor.explain import RECENT_S, count, explain_job
+from services.broker.doctor.memory import explain_memory
 
 DEADLINE_S = 10.0  # for the whole diagnosis
 REFUSAL_S = 2.0  # in addition, to find out whether the password is wrong

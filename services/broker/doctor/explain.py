@@ -1,6 +1,6 @@
 """The explanation of a job's situation: what waits for what, since when, and what happens next. It only reads.
 
-How the job learns is in services/broker/learning.py.
+How the job learns is in services/broker/doctor/learning.py.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from onbeat.streams.inspection import Lease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.stream_ids import time_of
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
-from services.broker.learning import explain_learning
-from services.broker.situation import Fields, Situation, Unit, read_situation
+from services.broker.doctor.learning import explain_learning
+from services.broker.doctor.situation import Fields, Situation, Unit, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
 CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
