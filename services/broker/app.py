@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from onbeat.streams.ledger import Ledger
-from services.broker.admission import Admission
+from services.broker.admission.quota import Quota
+from services.broker.admission.review import Admission
 from services.broker.alike import Alike
 from services.broker.api import (
     chat,
@@ -32,7 +33,6 @@ from services.broker.datasets.process import DatasetProcess
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly, RequestTimer
-from services.broker.quota import Quota
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.timeline import Timelines

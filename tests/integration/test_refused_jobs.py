@@ -13,9 +13,9 @@ import pytest_asyncio
 from onbeat.rewards import RewardConfig
 from onbeat.streams.inspection import trainer_heartbeat
 from onbeat.streams.ledger import Ledger
+from services.broker.admission.hub import review_hub_model
+from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import PromptItem
-from services.broker.hub import review_hub_model
-from services.broker.rewards import review_on_data
 from tests.integration.broker_fixtures import job_body, running_broker, write_prompts
 
 SOLUTION = "Tom has 3 + 4 = 7 apples.\n#### 7"

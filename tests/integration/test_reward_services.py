@@ -20,7 +20,7 @@ from onbeat.rewards import RewardConfig
 from onbeat.streams.codec import Reward
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from services.broker.admission import RewardUse, review_reward
+from services.broker.admission.review import RewardUse, review_reward
 from services.rollout import claim_loop
 from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.limits import MAX_ANSWER_BYTES

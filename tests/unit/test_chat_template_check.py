@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onbeat.config import JobConfig
-from services.broker.models import review_template
+from services.broker.admission.models import review_template
 from services.trainer import session
 from services.trainer.chat_template import check_chat_template
 from services.trainer.settings import Settings

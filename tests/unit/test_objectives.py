@@ -206,7 +206,7 @@ def test_grpos_file_alone_says_what_grpo_is():
 
 
 def test_objectives_are_read_where_there_is_no_pytorch():
-    code = "import sys; sys.modules['torch'] = None; import services.broker.admission, onbeat.objectives as o; "
+    code = "import sys; sys.modules['torch'] = None; import services.broker.admission.review, onbeat.objectives as o; "
     code += "print(sorted(type(o.BUILT_IN[name](type=name)).__name__ for name in o.BUILT_IN))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == str(sorted(each.__name__ for each in BUILT_IN.values())), done.stderr

@@ -7,12 +7,12 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from onbeat.streams.ledger import Ledger
-from services.broker.admission import Admission
+from services.broker.admission.quota import Quota
+from services.broker.admission.review import Admission
 from services.broker.alike import Alike
 from services.broker.chats import ChatDesk
 from services.broker.live import JobStreams
 from services.broker.metrics import Meters
-from services.broker.quota import Quota
 from services.broker.timeline import Timelines
 from services.broker.uploads import Uploads
 

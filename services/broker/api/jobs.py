@@ -25,17 +25,17 @@ from onbeat.types import (
     WeightsRecord,
     WorkerRecord,
 )
+from services.broker.admission.fork import review_fork
+from services.broker.admission.quota import ANYBODY
+from services.broker.admission.resume import resume_over
+from services.broker.admission.trackers import review_trackers
 from services.broker.api.context import Broker, Context
 from services.broker.api.problems import documented
 from services.broker.api.toml_body import MEDIA_TYPE as TOML
 from services.broker.api.toml_body import TomlRoute
 from services.broker.auditor import run_audit
 from services.broker.auth import CALLER
-from services.broker.fork import review_fork
-from services.broker.quota import ANYBODY
 from services.broker.records import job_record, place_in_queue, read_weights
-from services.broker.resume import resume_over
-from services.broker.trackers import review_trackers
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
 

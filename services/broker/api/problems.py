@@ -14,10 +14,10 @@ from starlette.exceptions import HTTPException
 
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.connection import explain_refusal
-from services.broker.admission import FieldError, JobRefused
+from services.broker.admission.quota import QuotaExceeded
+from services.broker.admission.review import FieldError, JobRefused
 from services.broker.api.fields import explain_errors
 from services.broker.api.toml_body import MalformedToml, name_lines
-from services.broker.quota import QuotaExceeded
 
 logger = logging.getLogger(__name__)
 

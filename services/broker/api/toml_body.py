@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from onbeat.errors import OnbeatError
-from services.broker.admission import FieldError
+from services.broker.admission.review import FieldError
 
 MEDIA_TYPE = "application/toml"
 MAX_CHARACTERS = 65_536  # tomllib takes about a second for a million

@@ -6,7 +6,7 @@ from pathlib import Path
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
-from services.broker.admission import FieldError, JobRefused
+from services.broker.admission.review import FieldError, JobRefused
 
 
 async def review_fork(ledger: Ledger, config: JobConfig) -> None:

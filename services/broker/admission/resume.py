@@ -7,7 +7,7 @@ from onbeat.errors import CannotResume
 from onbeat.streams.ledger import Extension, Ledger
 from onbeat.streams.records import following_evaluation
 from onbeat.types import JobState
-from services.broker.admission import Admission, FieldError, JobRefused
+from services.broker.admission.review import Admission, FieldError, JobRefused
 
 
 async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_iterations: int | None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 
-from services.broker.models import HUB_ID, Complaint, is_folder_path
+from services.broker.admission.models import HUB_ID, Complaint, is_folder_path
 
 HUB = "https://huggingface.co"
 ASK_S = 5.0

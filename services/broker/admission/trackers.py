@@ -4,7 +4,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.inspection import trainers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S
-from services.broker.admission import FieldError, JobRefused
+from services.broker.admission.review import FieldError, JobRefused
 
 
 async def review_trackers(ledger: Ledger, config: JobConfig) -> None:

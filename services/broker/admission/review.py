@@ -14,12 +14,12 @@ from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
 from onbeat.rewards import RewardConfig
+from services.broker.admission.hub import review_hub_model
+from services.broker.admission.models import review_model
+from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetProcess
-from services.broker.hub import review_hub_model
-from services.broker.models import review_model
-from services.broker.rewards import review_on_data
 from services.broker.tasks import read_set
 
 REWARD_GROUP = "onbeat.rewards"
