@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.quota import Quota
 from services.broker.admission.review import Admission
-from services.broker.alike import Alike
 from services.broker.api import (
     chat,
     dashboard,
@@ -30,13 +29,14 @@ from services.broker.auth import KeyRing, RateLimit
 from services.broker.chats import ChatDesk, ChatLimits
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
-from services.broker.live import JobStreams
 from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly, RequestTimer
 from services.broker.retention import Retention
 from services.broker.settings import Settings
-from services.broker.timeline import Timelines
 from services.broker.uploads import Uploads
+from services.broker.views.alike import Alike
+from services.broker.views.live import JobStreams
+from services.broker.views.timeline import Timelines
 
 if TYPE_CHECKING:
     from services.broker.tracing.exporter import Tracer

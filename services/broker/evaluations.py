@@ -20,8 +20,8 @@ from onbeat.streams.records import following_evaluation, read_evaluations
 from onbeat.types import EvaluationState
 from services.broker.datasets import DatasetError, PromptItem
 from services.broker.datasets.process import DatasetProcess
-from services.broker.records import sample_groups
 from services.broker.tasks import build_evaluation_tasks, read_held_out
+from services.broker.views.records import sample_groups
 
 logger = logging.getLogger(__name__)
 

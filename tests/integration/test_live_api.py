@@ -28,13 +28,13 @@ from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.streams.ledger.iterations import Iterations
 from onbeat.streams.ledger.scripts import Scripts
 from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, Timeline, WeightUpdate
-from services.broker import live
-from services.broker import timeline as timeline_module
 from services.broker.app import create_app
 from services.broker.connection import connection_class
-from services.broker.live import JobStreams
 from services.broker.settings import Settings
-from services.broker.timeline import Timelines
+from services.broker.views import live
+from services.broker.views import timeline as timeline_module
+from services.broker.views.live import JobStreams
+from services.broker.views.timeline import Timelines
 from tests.conftest import free_port
 from tests.integration.broker_fixtures import (
     commit,

@@ -18,10 +18,10 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.streams.ledger.iterations import Iterations
 from onbeat.types import EvaluationState, JobState, Verdict
-from services.broker import alike as alike_module
-from services.broker import groups as groups_module
-from services.broker.alike import Alike
 from services.broker.retention import Retention
+from services.broker.views import alike as alike_module
+from services.broker.views import groups as groups_module
+from services.broker.views.alike import Alike
 from tests.integration.broker_fixtures import (
     LEASE_S,
     commit,

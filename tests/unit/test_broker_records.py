@@ -21,7 +21,7 @@ from onbeat.streams.records import (
 )
 from services.broker.api.fields import explain_error
 from services.broker.evaluations import due_evaluation, score
-from services.broker.records import group_order, turns_of
+from services.broker.views.records import group_order, turns_of
 
 COMMITTED = {
     "iteration": "3",

@@ -3,7 +3,7 @@
 import pytest
 
 from onbeat.streams.codec import RolloutGroup, Timings
-from services.broker.spans import MAX_INTERVALS, accepted_group, group_spans
+from services.broker.views.spans import MAX_INTERVALS, accepted_group, group_spans
 
 
 def parts_of(timings: Timings, opened_at: float = 0.0) -> list[tuple[str, float, float]]:

@@ -9,12 +9,12 @@ from fastapi import Depends, Request
 from onbeat.streams.ledger import Ledger
 from services.broker.admission.quota import Quota
 from services.broker.admission.review import Admission
-from services.broker.alike import Alike
 from services.broker.chats import ChatDesk
-from services.broker.live import JobStreams
 from services.broker.metrics import Meters
-from services.broker.timeline import Timelines
 from services.broker.uploads import Uploads
+from services.broker.views.alike import Alike
+from services.broker.views.live import JobStreams
+from services.broker.views.timeline import Timelines
 
 
 @dataclass

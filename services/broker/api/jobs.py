@@ -35,7 +35,7 @@ from services.broker.api.toml_body import MEDIA_TYPE as TOML
 from services.broker.api.toml_body import TomlRoute
 from services.broker.auditor import run_audit
 from services.broker.auth import CALLER
-from services.broker.records import job_record, place_in_queue, read_weights
+from services.broker.views.records import job_record, place_in_queue, read_weights
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
 

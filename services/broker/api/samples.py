@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 from onbeat.errors import GroupsTrimmed
 from onbeat.streams.inspection import group_advantages
 from onbeat.types import GroupDetail, GroupSummary, Sample
-from services.broker.alike import StillReading
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.groups import GroupNotFound, detail_json, read_alike, read_group
-from services.broker.records import RewardRange, read_evaluation_samples, read_samples
+from services.broker.views.alike import StillReading
+from services.broker.views.groups import GroupNotFound, detail_json, read_alike, read_group
+from services.broker.views.records import RewardRange, read_evaluation_samples, read_samples
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 

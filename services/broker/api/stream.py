@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.live import TooManyWatchers
+from services.broker.views.live import TooManyWatchers
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 

@@ -19,7 +19,8 @@ from onbeat.streams.inspection import EVENTS_AT_ONCE, iteration_hashes
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration, read_iterations
 from onbeat.types import Event, IterationRecord, Span
-from services.broker.spans import (
+from services.broker.tracing.steps import Step, Steps, find_steps
+from services.broker.views.spans import (
     TRAINER,
     AcceptedGroup,
     Held,
@@ -29,7 +30,6 @@ from services.broker.spans import (
     trainer_spans,
     weight_spans,
 )
-from services.broker.tracing.steps import Step, Steps, find_steps
 
 MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (

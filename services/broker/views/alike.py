@@ -19,7 +19,7 @@ from onbeat.streams.inspection import accepted_entries
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.stream_ids import id_before
 from onbeat.types import GroupSummary
-from services.broker.records import group_order
+from services.broker.views.records import group_order
 
 MAX_JOBS = 4  # the jobs queried last
 MAX_GROUPS = 20_000  # per job: the newest

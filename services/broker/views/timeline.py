@@ -9,7 +9,7 @@ from onbeat.streams.inspection import iteration_hashes, newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import first_iteration
 from onbeat.types import Lane, Span, Timeline
-from services.broker.spans import (
+from services.broker.views.spans import (
     TRAINER,
     commit_before,
     group_spans,

@@ -11,8 +11,8 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import read_evaluations
 from onbeat.types import EvaluationState, GroupDetail, GroupSummary, Sample, Token
-from services.broker.alike import Alike, summary_of
-from services.broker.records import group_samples, read_evaluation_samples
+from services.broker.views.alike import Alike, summary_of
+from services.broker.views.records import group_samples, read_evaluation_samples
 
 MAX_TOKENS = 100_000  # per answer
 LEAST_LOGPROB = -1e6  # replaces one that is not finite, which JSON cannot express; its job fails for it

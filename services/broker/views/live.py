@@ -28,7 +28,7 @@ from onbeat.streams.records import metrics_point, read_iterations
 from onbeat.types import Event, IterationState, IterationUpdate, JobState
 from services.broker.doctor.diagnosis import diagnosis
 from services.broker.doctor.explain import explain_job
-from services.broker.records import job_record, place_in_queue
+from services.broker.views.records import job_record, place_in_queue
 
 logger = logging.getLogger(__name__)
 
