@@ -20,7 +20,7 @@ from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
 from onbeat.weights import server as server_module
 from onbeat.weights.client import WeightsClient
-from onbeat.weights.pull import Pull
+from onbeat.weights.pull import Attempt
 from onbeat.weights.v1 import weights_pb2
 from onbeat.weights.wire import SERVICE, PayloadKey, Plan, PlanEntry, data_message, plan_message, read_message
 from services.trainer.weights.server import WeightServer
@@ -583,13 +583,13 @@ async def test_tensor_spoiled_later_is_never_final_during_the_check(plane, small
     faults = (without_the_end, edited(with_plan(reversed)), wrong_then_silent)
     for peer, fault in zip(peers, faults, strict=True):
         peer.server.faults = [fault]
-    rollout, check = await plane.join("r0", zone="near"), Pull._check
+    rollout, check = await plane.join("r0", zone="near"), Attempt.check
 
     def check_slowly(self, *args):
         check(self, *args)
         time.sleep(0.1)
 
-    monkeypatch.setattr(Pull, "_check", check_slowly)
+    monkeypatch.setattr(Attempt, "check", check_slowly)
     pull = await rollout.pull(0)
     assert [peer.server.faults for peer in peers] == [[]] * 3
     assert pull.stats.sources == [plane.trainer.address]
