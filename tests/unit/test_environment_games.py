@@ -87,6 +87,7 @@ async def test_shop_rewards_looks_and_the_right_sum():
     total = sum(int(asked[-1]["content"].rpartition(" ")[2]) for asked in seen.asked[1:])
     for answers, reward in (
         ((*looks, says(f"{total} euros.")), 1.0),
+        ((*looks, says(f"1 + {total - 1} = {total} euros.")), 1.0),
         ((*looks, says(f"{total} or {total + 1}")), 0.5),
         ((looks[0], says(f"{total} euros.")), 0.25),
         ((says(f"{total} euros."),), 0.0),

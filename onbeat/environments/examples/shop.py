@@ -7,8 +7,7 @@ import re
 class Shop:
     """A shop with a price list, and a customer who asks what some items cost together.
 
-    The reward: 0.5 for looking up the prices, in equal parts, and 0.5 for an answer that names their sum and no other
-    number.
+    The reward: 0.5 for looking up the prices, in equal parts, and 0.5 for an answer whose last number is their sum.
     """
 
     def reset(self, answer: list[str], seed: int) -> None:
@@ -31,5 +30,5 @@ class Shop:
     def get_reward(self, response: str) -> dict[str, float]:
         """Return the reward of what the customer was told in the end."""
         looked = len(self._seen) / len(self._prices)
-        is_right = looked == 1.0 and re.findall(r"\d+", response) == [str(sum(self._prices.values()))]
+        is_right = looked == 1.0 and re.findall(r"\d+", response)[-1:] == [str(sum(self._prices.values()))]
         return {"reward": 0.5 * looked + 0.5 * is_right, "looked": looked, "right": is_right}
