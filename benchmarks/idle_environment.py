@@ -19,10 +19,11 @@ NUM_ENGINE_GROUPS = MAX_NUM_SEQS // GROUP_SIZE + 1  # as many as the engine take
 NUM_PROCESSES = 32
 GOAL = 0.15
 
+Measured = dict[str, float]  # tokens per second, and the share of the prompts' tokens that the engine had in its cache
 
-def measure(model: Path, idle_s: float, num_processes: int, num_prompts: int, num_iterations: int) -> list[float]:
-    """Return the tokens per second of each iteration after warm-up, from its first group's start to its last one's
-    acceptance."""
+
+def measure(model: Path, idle_s: float, num_processes: int, num_prompts: int, num_iterations: int) -> list[Measured]:
+    """Measure each iteration after warm-up, from its first group's start to its last one's acceptance."""
     os.environ |= {"ONBEAT_MAX_NUM_SEQS": str(MAX_NUM_SEQS), "ONBEAT_ENVIRONMENT_PROCESSES": str(num_processes)}
     options = f"{{num_turns={NUM_TURNS}, idle_s={idle_s}}}"
     report = run_job(
@@ -39,7 +40,13 @@ def measure(model: Path, idle_s: float, num_processes: int, num_prompts: int, nu
     for iteration in report["iterations"]:
         expected = num_prompts * GROUP_SIZE * NUM_TURNS * NUM_TOKENS
         assert iteration["response_tokens"] == expected, f"{iteration['response_tokens']} tokens, not {expected}"
-    return [each["response_tokens"] / each["generate_s"] for each in report["iterations"][WARMUP:]]
+    return [
+        {
+            "tokens_per_s": each["response_tokens"] / each["generate_s"],
+            "cached_frac": each["metrics"]["episode/cached_frac"],
+        }
+        for each in report["iterations"][WARMUP:]
+    ]
 
 
 def main(num_prompts: int, num_iterations: int) -> None:
@@ -49,7 +56,7 @@ def main(num_prompts: int, num_iterations: int) -> None:
         install(folder / "site")
         model = copy_without_end(quickstart_model(), folder / "model")
         found = {name: measure(model, *limits, num_prompts, num_iterations) for name, limits in settings.items()}
-    medians = {name: statistics.median(rates) for name, rates in found.items()}
+    medians = {name: statistics.median(each["tokens_per_s"] for each in its) for name, its in found.items()}
     save(
         "idle_environment",
         {

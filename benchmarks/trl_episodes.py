@@ -42,7 +42,8 @@ def main(
     grpo_trainer.parse_response = every_answer_calls
     config = {
         "output_dir": str(output.parent / "trl"),
-        "per_device_train_batch_size": num_prompts * group_size,
+        "per_device_train_batch_size": group_size,  # all rows of a step at a time take more than 24 GB
+        "gradient_accumulation_steps": num_prompts,
         "num_generations": group_size,
         "max_steps": num_steps,
         "max_tool_calling_iterations": num_turns - 1,

@@ -84,6 +84,7 @@ def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_g
         "dtype": job["model"]["dtype"],
         "max_model_len": job["model"]["max_context_tokens"],
         "max_num_seqs": max_num_seqs,
+        "has_episodes": job["environment"] is not None,
         "cache_gib": 1.0,
     }
     return plan | ask("services.rollout.memory_plan", rollout)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes
+from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes, num_cached_seqs
 
 SERVICE_BYTES = 780_000_000  # the service without weights: it has imported vLLM
 ENGINE_BYTES = {"float32": 1_380_000_000, "bfloat16": 1_080_000_000}  # the engine core without weights and cache
@@ -25,6 +25,7 @@ def plan_rollout(
     dtype: str,
     max_model_len: int | None,
     max_num_seqs: int,
+    has_episodes: bool,
     cache_gib: float,
 ) -> dict[str, Parts]:
     """Return bytes by process and part, of a rollout whose engine computes on a CPU.
@@ -32,7 +33,8 @@ def plan_rollout(
     model: the text part of its config.json.
     """
     weights = num_parameters * ITEM_BYTES[dtype]
-    cache = kv_cache_bytes(int(cache_gib * GIB), model, dtype, max_model_len, max_num_seqs)
+    num_cached = num_cached_seqs(max_num_seqs, has_episodes)
+    cache = kv_cache_bytes(int(cache_gib * GIB), model, dtype, max_model_len, num_cached)
     logits = NUM_LOGITS * max_num_seqs * model["vocab_size"] * 4
     return {
         "rollout": {"program": SERVICE_BYTES, "pulled weights": weights},

@@ -268,8 +268,8 @@ def test_cache_holds_all_sequences_and_at_most_its_limit():
     model = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 64}
     token_bytes = 2 * 2 * 16 * 2  # keys and values of two layers, one head of 16
     tokens = (1 + 3 * 2) * 32  # three sequences of two blocks
-    assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=33, max_num_seqs=3) == tokens * token_bytes
-    assert kv_cache_bytes(GIB, model, "float32", max_model_len=33, max_num_seqs=3) == 2 * tokens * token_bytes
-    assert kv_cache_bytes(1000, model, "bfloat16", max_model_len=33, max_num_seqs=3) == 1000
-    assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=None, max_num_seqs=3) == GIB
-    assert kv_cache_bytes(GIB, {"n_layer": 2}, "bfloat16", max_model_len=33, max_num_seqs=3) == GIB
+    assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=33, num_seqs=3) == tokens * token_bytes
+    assert kv_cache_bytes(GIB, model, "float32", max_model_len=33, num_seqs=3) == 2 * tokens * token_bytes
+    assert kv_cache_bytes(1000, model, "bfloat16", max_model_len=33, num_seqs=3) == 1000
+    assert kv_cache_bytes(GIB, model, "bfloat16", max_model_len=None, num_seqs=3) == GIB
+    assert kv_cache_bytes(GIB, {"n_layer": 2}, "bfloat16", max_model_len=33, num_seqs=3) == GIB

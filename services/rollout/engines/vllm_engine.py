@@ -34,7 +34,13 @@ from services.rollout.engines.interface import (
     VersionSpan,
 )
 from services.rollout.engines.registry import find_device
-from services.rollout.engines.vllm_platform import check_vllm, engine_arguments, engine_environment, kv_cache_bytes
+from services.rollout.engines.vllm_platform import (
+    check_vllm,
+    engine_arguments,
+    engine_environment,
+    kv_cache_bytes,
+    num_cached_seqs,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -58,6 +64,7 @@ class VllmEngine:
     max_model_len: prompt + response tokens; None takes the model's own limit.
     max_num_seqs: responses generated concurrently; more wait in vLLM's queue.
     device: auto, cpu, cuda or npu. Raises ValueError where it, its driver or the vLLM for it is missing.
+    has_episodes: responses are episodes, which wait for their environments between their turns.
     kv_cache_gib, cpu_cores: CPU only. The cache is smaller where all sequences need less. `cpu_cores` binds the
         workers' threads, e.g. "0" or "0-3"; None lets vLLM choose.
     tensor_parallel_size: devices (or shares of the cores) that hold the model together.
@@ -69,6 +76,7 @@ class VllmEngine:
         *,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
+        has_episodes: bool = False,
         dtype: str = "bfloat16",
         device: str = "auto",
         kv_cache_gib: float = 1.0,
@@ -79,6 +87,7 @@ class VllmEngine:
         self._device = find_device(device)
         self.check_device(self._device, tensor_parallel_size)
         self._max_num_seqs = max_num_seqs
+        self._num_cached_seqs = num_cached_seqs(max_num_seqs, has_episodes)
         self._engine_args: dict[str, Any] = {
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
@@ -131,7 +140,7 @@ class VllmEngine:
         model_config = json.loads((model_dir / "config.json").read_text())
         self._is_tied = bool(model_config.get("tie_word_embeddings", False))
         if (limit := self._engine_args.get("kv_cache_memory_bytes")) is not None:
-            sizes = (self._engine_args[name] for name in ("dtype", "max_model_len", "max_num_seqs"))
+            sizes = (self._engine_args["dtype"], self._engine_args["max_model_len"], self._num_cached_seqs)
             self._engine_args["kv_cache_memory_bytes"] = kv_cache_bytes(limit, model_config, *sizes)
         set_environment(self._environment)
         # This runs in a thread, because it takes many seconds in which heartbeats and leases have to go on.

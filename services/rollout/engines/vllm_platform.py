@@ -101,15 +101,21 @@ def engine_arguments(
     return arguments
 
 
+def num_cached_seqs(max_num_seqs: int, has_episodes: bool) -> int:
+    """Return how many sequences an engine's cache should hold on a CPU: those that are generated at a time, and as many
+    episodes whose environment has the word. Their next turn would otherwise read the whole conversation again."""
+    return 2 * max_num_seqs if has_episodes else max_num_seqs
+
+
 def kv_cache_bytes(
-    limit: int, model_config: Mapping[str, Any], dtype: str, max_model_len: int | None, max_num_seqs: int
+    limit: int, model_config: Mapping[str, Any], dtype: str, max_model_len: int | None, num_seqs: int
 ) -> int:
-    """Return the bytes of an engine's cache on a CPU: all sequences at full length, `limit` at most.
+    """Return the bytes of an engine's cache on a CPU: so many sequences at full length, `limit` at most.
 
     It is `limit` also where the job or config.json does not say how long or wide they are.
 
     >>> smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
-    >>> kv_cache_bytes(GIB, smollm2, "bfloat16", max_model_len=128, max_num_seqs=64)
+    >>> kv_cache_bytes(GIB, smollm2, "bfloat16", max_model_len=128, num_seqs=64)
     189480960
     """
     sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -118,7 +124,7 @@ def kv_cache_bytes(
     layers, heads, hidden = (model_config[name] for name in sizes)
     head_dim = model_config.get("head_dim") or hidden // heads
     width = 2 * layers * (model_config.get("num_key_value_heads") or heads) * head_dim  # keys and values
-    num_blocks = 1 + max_num_seqs * math.ceil(max_model_len / CPU_BLOCK_TOKENS)  # vLLM itself takes one block
+    num_blocks = 1 + num_seqs * math.ceil(max_model_len / CPU_BLOCK_TOKENS)  # vLLM itself takes one block
     return min(limit, num_blocks * CPU_BLOCK_TOKENS * width * (4 if dtype == "float32" else 2))
 
 
