@@ -11,6 +11,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from onbeat.environments.session import Session
 from onbeat.environments.types import Outcome, Task
 
 PLAYER = Path(__file__).with_name("verifiers_player.py")
+TASKS_DEADLINE_S = 1800.0  # a taskset may be downloaded first
 EPISODE_DEADLINE_S = 86_400.0  # the rollout ends the episode long before
 
 
@@ -55,10 +57,13 @@ def write_tasks(python: str, environment: Mapping[str, Any], path: str, num_task
     """Write the first tasks of an environment's taskset as data of a job: JSONL, each with its task in `task`."""
     with start(python, environment, str(num_tasks)) as process:
         assert process.stdout is not None
+        deadline = Timer(TASKS_DEADLINE_S, process.kill)
+        deadline.start()
         rows = process.stdout.read()
         is_done = process.wait() == 0
+        deadline.cancel()
     if not is_done:
-        raise RuntimeError(rows or "verifiers cannot load the tasks; see above")
+        raise RuntimeError(rows or f"verifiers cannot load the tasks within {TASKS_DEADLINE_S:.0f} s; see above")
     Path(path).write_text(rows)
 
 

@@ -164,6 +164,14 @@ def test_tasks_become_rows_of_data(tmp_path):
         write_tasks(sys.executable, {"broken": True}, str(tmp_path / "tasks.jsonl"), 7)
 
 
+def test_tasks_that_never_come_are_given_up(tmp_path, monkeypatch):
+    (tmp_path / "player.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.setattr(verifiers, "PLAYER", tmp_path / "player.py")
+    monkeypatch.setattr(verifiers, "TASKS_DEADLINE_S", 0.2)
+    with pytest.raises(RuntimeError, match="cannot load the tasks within 0 s"):
+        write_tasks(sys.executable, {}, str(tmp_path / "tasks.jsonl"), 7)
+
+
 @pytest.mark.usefixtures("player")
 def test_environment_that_cannot_be_built_is_refused():
     with pytest.raises(RuntimeError, match="verifiers cannot build the environment"):
