@@ -29,6 +29,12 @@ class Schedule(Section):
         description="trainers lost in a row, with no committed iteration in between, that fail the job; a trainer "
         "that was asked to stop does not count",
     )
+    stop_without_signal: PositiveInt | None = Field(
+        None,
+        le=1_000_000,
+        description="iterations in a row whose groups all have equal rewards, solved or not, after which the job fails "
+        "with a checkpoint; default: none, it goes on",
+    )
 
 
 class PeriodicSchedule(Schedule):

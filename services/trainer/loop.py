@@ -93,6 +93,21 @@ class TrainLoop:
         if num_responses == 0:
             raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
         self._publisher.commit(iteration, stats)
+        self._check_signal(stats)
+
+    def _check_signal(self, stats: IterationStats) -> None:
+        """Raise JobFailed, once a checkpoint is written, after too many iterations in a row without signal. A job that
+        is resumed may do as many again."""
+        limit, state = self._config.schedule.stop_without_signal, self._publisher.state
+        if limit is None or state.num_without_signal == 0 or state.num_without_signal % limit:
+            return
+        self._publisher.leave()
+        mean = stats.sums["reward"] / stats.sums["num_responses"]
+        raise JobFailed(
+            f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
+            f"responses had equal rewards, {mean:g} on average in the last one (schedule.stop_without_signal). Read "
+            f"samples, and correct reward or data in a new job; `onbeat jobs resume` lets this one do {limit} more"
+        )
 
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
         """Take one optimizer step on its share of the iteration; return the number of responses in it."""

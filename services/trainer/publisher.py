@@ -89,7 +89,9 @@ class Publisher:
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
-        self.state = replace(self.state, reward_parts=more_parts(self.state.reward_parts, stats.responses.parts))
+        num_without_signal = 0 if stats.has_signal else self.state.num_without_signal + 1
+        parts = more_parts(self.state.reward_parts, stats.responses.parts)
+        self.state = replace(self.state, reward_parts=parts, num_without_signal=num_without_signal)
         if is_published := self._is_worth_publishing(stats):
             self.state = replace(self.state, published_version=version)
             with stats.span("publish"):
@@ -117,7 +119,7 @@ class Publisher:
         self._saver.finish(self.state, self._newest)
 
     def leave(self) -> None:
-        """Write a checkpoint because this process is to stop."""
+        """Write a checkpoint because the job stops early, or this process."""
         assert self._newest is not None, "leave before start"
         self._saver.leave(self.state, self._newest)
 

@@ -145,7 +145,7 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
         return await read_record(Ledger(settings.connect_redis()), job_id, state.next_iteration, iteration)
 
     groups, micro_batches, digests = asyncio.run(record())
-    until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1})
+    until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1, "stop_without_signal": None})
     shortened = config.model_copy(update={"schedule": until_then})
     link = RecordedLink(groups, micro_batches)
     with tempfile.TemporaryDirectory() as scratch:

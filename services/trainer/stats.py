@@ -177,6 +177,12 @@ class IterationStats:
         return json.dumps(recorded).encode()
 
     @property
+    def has_signal(self) -> bool:
+        """Whether the rewards of any group differ."""
+        num_groups = len(self.digests) - self.sums.get("rollout/failed_groups", 0.0)
+        return self.sums.get("rollout/uniform_groups", 0.0) < num_groups
+
+    @property
     def divergence(self) -> float:
         """The estimated KL per token (k3) from the generating policy to the one in training, before its step."""
         return self.sums.get("token/divergence", 0.0) / max(1.0, self.sums.get("train/trained_tokens", 0.0))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import cost, group_rewards, pack, rows
@@ -14,7 +15,7 @@ from services.trainer.model.model import freeze_copy, response_logprobs, tri_mod
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from services.trainer.world import World
-from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedLink, job_config, make_group, tiny_config, tiny_model, train
 
 CPU = torch.device("cpu")
 KINDS = list(BUILT_IN)
@@ -215,6 +216,24 @@ def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, monkeypat
     gap = (exact - batch.rollout_logprobs)[:num_tokens].abs()
     assert metrics["train/trained_tokens"] == num_tokens
     assert metrics["mismatch_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
+
+
+def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
+    everything, schedule = {0, 1, 2, 3}, {"num_iterations": 9, "stop_without_signal": 2}
+    uniform = [everything, {0}, everything, everything, everything, everything]
+    groups = [group for iteration, which in enumerate(uniform) for group in mixed_iteration(iteration, which)]
+    config = job_config(schedule=schedule, checkpoint={"every_iterations": 3})
+    link = RecordedLink(config, groups, arrivals=4)
+    with pytest.raises(JobFailed, match=r"stopped after 4 iterations, the last 2 without signal.* 0\.1 on average"):
+        train(config, groups, tmp_path, link=link)
+    assert [upto for _, upto, _ in link.checkpoints] == [3, 4]
+    link = RecordedLink(config, groups[16:], arrivals=4)
+    with pytest.raises(JobFailed, match="stopped after 6 iterations"):  # a resumed job may do two more
+        train(config, groups[16:], tmp_path, link=link, resume_from=4)
+    assert [upto for _, upto, _ in link.checkpoints] == [6]
+    goes_on = job_config(schedule={"num_iterations": 2})
+    groups = mixed_iteration(0, everything) + mixed_iteration(1, everything)
+    assert len(train(goes_on, groups, tmp_path / "goes on")[1].commits) == 2
 
 
 def test_update_without_signal_computes_one_row_for_any_groups(tmp_path, monkeypatch):

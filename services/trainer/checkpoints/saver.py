@@ -66,10 +66,10 @@ class CheckpointSaver:
         self._insist(state, newest, "the last one")
 
     def leave(self, state: TrainState, newest: Snapshot) -> None:
-        """Write a checkpoint because this process is to stop, so that the next trainer has nothing to repeat. The
-        process that stops this one sets the time for it; without it the next trainer starts from an older one."""
+        """Write a checkpoint because the job or this process is to stop, so that the next trainer has nothing to
+        repeat. The process that stops this one sets the time for it; else the next trainer starts from an older one."""
         done = state.next_iteration
-        self._link.doing = f"writing a checkpoint after {done} iterations, asked to stop"
+        self._link.doing = f"writing a checkpoint after {done} iterations, to stop there"
         try:
             self._store.wait()
             self.report_finished()

@@ -55,6 +55,7 @@ class TrainState:
     model_path: str
     first_mismatch: float | None = None  # of the job's first iteration, nats per token; see `engine_probe`
     reward_parts: list[str] = field(default_factory=list)  # that the job has curves of, as they were found
+    num_without_signal: int = 0  # of the last iterations in a row
 
     @classmethod
     def fresh(cls, job_id: str, model_path: str) -> "TrainState":
@@ -63,7 +64,7 @@ class TrainState:
     def forked(self, job_id: str) -> "TrainState":
         """Return the state of a job whose rollouts have yet to get this version and to be compared on it."""
         own = replace(self, job_id=job_id, published_version=self.policy_version)
-        return replace(own, first_mismatch=None, reward_parts=[])
+        return replace(own, first_mismatch=None, reward_parts=[], num_without_signal=0)
 
 
 @dataclass(frozen=True)
