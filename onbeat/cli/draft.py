@@ -71,12 +71,17 @@ def validate(
 
     A broker also checks the model, the reward and the rows of the data. Files beside the job file are uploaded to it.
     """
+    from pydantic import ValidationError
+
     from onbeat.client import DEFAULT_URL, BrokerUnreachable
     from onbeat.client.datasets import take_local_files
     from onbeat.config import JobConfig, read_job_file
 
-    JobConfig.from_file(job, overrides)
-    fields = read_job_file(job, overrides or [])
+    fields, wrong = read_job_file(job, overrides or []), None
+    try:
+        JobConfig.model_validate(fields)
+    except ValidationError as error:
+        wrong = error  # a broker also says what else is
     files = take_local_files(fields, job.parent)
 
     async def ask_broker(client: "AsyncClient") -> tuple[str, Sequence[str]]:
@@ -87,6 +92,8 @@ def validate(
     try:
         broker, notes = ask(url, api_key, data_dir, ask_broker)
     except BrokerUnreachable as error:
+        if wrong is not None:
+            raise wrong from error
         if error.url != DEFAULT_URL or error.status is not None:
             raise
         typer.echo(f"{job}: its keys and values are right. No broker was asked about model, data and reward")

@@ -34,6 +34,41 @@ async def refusals(broker: httpx.AsyncClient, **sections: Any) -> list[dict[str,
     return list(answer.json()["errors"]) if answer.status_code == 422 else []
 
 
+# ---- all at once -------------------------------------------------------------------------------------------------
+
+
+async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    await trainer_heartbeat(ledger, "crowded", "t1", "idle", None, trackers=["wandb"])
+    wrong = {
+        "pool": "crowded",
+        "seed": "x",
+        "rollout": {"num_samples_per_prompt": 0},
+        "schedule": {"num_iterations": None, "num_iteration": 3},
+        "model": {"path": "bundled:nothing", "dtype": "fp16"},
+        "data": {"path": "missing.jsonl"},
+        "reward": {"name": "exactly"},
+        "tracking": [{"type": "mlflow"}],
+    }
+    first = {
+        "seed",
+        "rollout.num_samples_per_prompt",
+        "schedule.num_iterations",
+        "schedule.num_iteration",
+        "model.dtype",
+    }
+    later = {"model.path", "data.path", "reward.name", "tracking.0.type"}
+    assert {error["field"] for error in await refusals(broker, **wrong)} == first | later
+    valid = {"rollout": {}, "schedule": {}, "model": {"path": "bundled:nothing"}, "seed": 1}
+    assert {error["field"] for error in await refusals(broker, **(wrong | valid))} == later
+
+
+async def test_misspelt_key_hides_what_it_may_have_meant(broker: httpx.AsyncClient) -> None:
+    errors = await refusals(broker, data={"answr_field": "level", "answer_field": "x"}, reward={"name": "exactly"})
+    assert {error["field"] for error in errors} == {"data.answr_field", "reward.name"}
+    options = {"name": "regex", "options": "x"}  # whether a pattern is missing is not known
+    assert [error["field"] for error in await refusals(broker, reward=options)] == ["reward.options"]
+
+
 # ---- rewards -----------------------------------------------------------------------------------------------------
 
 

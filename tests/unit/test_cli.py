@@ -359,8 +359,11 @@ def test_template_is_a_job_and_is_not_overwritten(
 def test_validate_asks_the_broker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert onbeat(monkeypatch, "validate", str(QUICKSTART)) == 0
     assert "note: 2 of 9 prompts are left out" in capsys.readouterr().out
-    assert onbeat(monkeypatch, "validate", str(QUICKSTART), "--set", "model.path=no-such-model") == 2
-    assert "model.path: unknown model" in capsys.readouterr().err
+    for wrong_here in ("", "rollout.n=3"):  # the broker also says what else is wrong
+        overrides = [text for text in (wrong_here, "model.path=no-such-model") if text]
+        options = [part for text in overrides for part in ("--set", text)]
+        assert onbeat(monkeypatch, "validate", str(QUICKSTART), *options) == 2
+        assert "model.path: unknown model" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("url")

@@ -6,30 +6,30 @@ from pathlib import Path
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
-from services.broker.admission.review import FieldError, JobRefused
+from services.broker.admission.review import FieldError
 
 
-async def review_fork(ledger: Ledger, config: JobConfig) -> None:
-    """Check that the checkpoint of the fork exists and fits. Raises JobRefused with the field and what to do."""
+async def review_fork(ledger: Ledger, config: JobConfig) -> list[FieldError]:
+    """Check that the checkpoint of the fork exists and fits: what is wrong, and what to do."""
     if config.fork is None:
-        return
+        return []
     parent, wanted = config.fork.job, config.fork.iteration
     try:
         fields = await ledger.jobs.fields(parent)
     except JobNotFound as error:
-        raise JobRefused([FieldError(field="fork.job", message=str(error))]) from error
+        return [FieldError(field="fork.job", message=str(error))]
     of_parent = json.loads(fields["config"])
     if of_parent["model"]["path"] != config.model.path or of_parent.get("lora") != config.model_dump()["lora"]:
         message = f"a fork trains the model of job {parent}, {of_parent['model']['path']}, with the same [lora]"
-        raise JobRefused([FieldError(field="model.path", message=message)])
+        return [FieldError(field="model.path", message=message)]
     newest = int(fields.get("checkpoint_iteration", "0"))
     kept = kept_checkpoints(fields.get("checkpoint", ""))
     if wanted in kept or (not kept and 0 < wanted <= newest):  # not kept: its trainer has another disk
-        return
+        return []
     known = f"there are those after {', '.join(map(str, kept))}" if kept else f"its newest is after {newest}"
     message = f"job {parent} has no checkpoint after {wanted} iterations; " + (known if newest else "it has none yet")
     remedy = "; take one of them, or let the next job keep more (checkpoint.every_iterations, checkpoint.keep)"
-    raise JobRefused([FieldError(field="fork.iteration", message=message + remedy)])
+    return [FieldError(field="fork.iteration", message=message + remedy)]
 
 
 def kept_checkpoints(newest: str) -> list[int]:

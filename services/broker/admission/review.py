@@ -67,8 +67,15 @@ class Admission:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
 
     async def review(self, config: JobConfig) -> list[str]:
-        """Return what the job's events should say about its data. Raises JobRefused with everything that is wrong; the
-        data is not opened while the numbers are impossible."""
+        """Return the notes of `examine`. Raises JobRefused with everything that is wrong."""
+        errors, notes = await self.examine(config)
+        if errors:
+            raise JobRefused(errors)
+        return notes
+
+    async def examine(self, config: JobConfig) -> tuple[list[FieldError], list[str]]:
+        """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
+        while the numbers are impossible."""
         errors = review_numbers(config) + review_free_values(config) + review_environment(config)
         for use in reward_uses(config):
             errors += review_reward(use) + await self._review_pattern(use)
@@ -84,9 +91,7 @@ class Admission:
                     complaints, of_reward = await review_on_data(use.field, use.reward, first)
                     errors += [FieldError(field=f, message=m) for f, m in complaints]
                     notes += of_reward
-        if errors:
-            raise JobRefused(errors)
-        return notes
+        return errors, notes
 
     async def _review_data(self, config: JobConfig, notes: list[str]) -> tuple[list[FieldError], PromptItem | None]:
         """Open all data, and add to the notes. Return the first thing that is wrong with each, and the first prompt."""

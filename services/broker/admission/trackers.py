@@ -4,19 +4,19 @@ from onbeat.config import JobConfig
 from onbeat.streams.inspection import trainers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S
-from services.broker.admission.review import FieldError, JobRefused
+from services.broker.admission.review import FieldError
 
 
-async def review_trackers(ledger: Ledger, config: JobConfig) -> None:
-    """Raise JobRefused for a tracker that no living trainer of the pool has. Without a trainer nothing is known."""
+async def review_trackers(ledger: Ledger, config: JobConfig) -> list[FieldError]:
+    """Find trackers that no living trainer of the pool has. Without a trainer nothing is known."""
     if not config.tracking:
-        return
+        return []
     oldest = await ledger.now() - SILENT_S
     alive = [trainer for trainer in await trainers(ledger, config.pool) if trainer.last_seen_at > oldest]
     known = [set(trainer.trackers) for trainer in alive if trainer.trackers is not None]
     if not known or len(known) < len(alive):
-        return
-    missing = [
+        return []
+    return [
         FieldError(
             field=f"tracking.{index}.type",
             message=f"{tracker.type} is not installed where the trainers of pool {config.pool} run; install it "
@@ -25,5 +25,3 @@ async def review_trackers(ledger: Ledger, config: JobConfig) -> None:
         for index, tracker in enumerate(config.tracking)
         if not any(tracker.type in installed for installed in known)
     ]
-    if missing:
-        raise JobRefused(missing)

@@ -25,12 +25,11 @@ from onbeat.types import (
     WeightsRecord,
     WorkerRecord,
 )
-from services.broker.admission.fork import review_fork
 from services.broker.admission.quota import ANYBODY
 from services.broker.admission.resume import resume_over
-from services.broker.admission.trackers import review_trackers
-from services.broker.api.context import Broker, Context
+from services.broker.api.context import Broker
 from services.broker.api.problems import documented
+from services.broker.api.review import review
 from services.broker.api.toml_body import MEDIA_TYPE as TOML
 from services.broker.api.toml_body import TomlRoute
 from services.broker.auditor import run_audit
@@ -134,14 +133,6 @@ async def create_job(
 async def validate_job(config: JobConfig, broker: Broker) -> Validation:
     """Check a job as `POST /v1/jobs` does, without creating it. The answer is 200 if it would be accepted."""
     return Validation(notes=await review(broker, config))
-
-
-async def review(broker: Context, config: JobConfig) -> list[str]:
-    """Return notes about the job's data. Raises JobRefused."""
-    notes = await broker.admission.review(config)
-    await review_fork(broker.ledger, config)
-    await review_trackers(broker.ledger, config)
-    return notes
 
 
 def submitter_of(request: Request) -> str:

@@ -16,7 +16,9 @@ from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import FieldError, JobRefused
+from services.broker.api.context import context_of
 from services.broker.api.fields import explain_errors
+from services.broker.api.review import examine_the_rest
 from services.broker.api.toml_body import MalformedToml, name_lines
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "onbeat.request_id"  # in the scope
 MAX_REDIS_TEXT = 200  # characters of what Redis says
 QUOTA_RETRY_S = 60
+JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate")
 
 
 class Problem(BaseModel):
@@ -100,6 +103,10 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
         reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
         return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
     errors = [FieldError(field=f, message=m) for f, m in explain_errors(error.errors(), error.body)]
+    if getattr(request.scope["route"], "path", None) in JOB_PATHS and isinstance(error.body, dict):
+        wrong = [each.field for each in errors]
+        misspelt = [f for f, each in zip(wrong, error.errors(), strict=False) if each["type"] == "extra_forbidden"]
+        errors += await examine_the_rest(context_of(request), error.body, wrong, misspelt)
     return problem(
         422,
         "Invalid request",
