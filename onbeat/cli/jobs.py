@@ -129,12 +129,14 @@ def get(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDi
 @app.command()
 def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
     """Follow a job until it ends. The exit code is 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
+    from onbeat.cli.plan import job_memory_warning
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.terminal.follow import follow
     from onbeat.terminal.summary import print_summary
     from onbeat.types import JobState
 
     console = make_console()
+    job = ask(url, api_key, data_dir, lambda client: client.jobs.get(job_id))
 
     async def show(client: "AsyncClient") -> JobState:
         progress = await follow(client, job_id, console)
@@ -143,7 +145,8 @@ def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 
     with terminations_as_interrupts():
         try:
-            state = ask(url, api_key, data_dir, show)
+            with job_memory_warning(job, url, data_dir, typer.echo):
+                state = ask(url, api_key, data_dir, show)
         except KeyboardInterrupt:
             typer.echo("not watching any more; the job goes on")
             typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")

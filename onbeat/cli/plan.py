@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,8 @@ from onbeat.cli.options import AsJson, Job, Overrides
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
+    from onbeat.local.stack import StackOptions
+    from onbeat.types import JobRecord
 
 app = typer.Typer(help="Estimate what a job will need before it runs.", no_args_is_help=True)
 DEADLINE_S = 300.0
@@ -138,19 +140,44 @@ def by_size(item: tuple[str, int]) -> int:
     return -item[1]
 
 
+def job_memory_warning(
+    job: "JobRecord", url: str | None, data_dir: Path | None, say: Callable[[str], None]
+) -> AbstractContextManager[None]:
+    """Warn as `memory_warning` does, of a job of the data folder's stack that has no iteration yet."""
+    from pydantic import ValidationError
+
+    from onbeat.config import JobConfig
+    from onbeat.local.stack import StackOptions
+    from onbeat.local.state import resolve_data_dir, running_stack
+
+    folder = resolve_data_dir(data_dir)
+    stack = running_stack(folder)
+    if stack is None or (url and url != stack.url) or job.next_iteration > job.first_iteration:
+        return nullcontext()
+    try:
+        return memory_warning(JobConfig.model_validate(job.config), StackOptions(folder), say)
+    except ValidationError:  # its objective may be installed at the broker only
+        return nullcontext()
+
+
 @contextmanager
-def memory_warning(config: "JobConfig", num_rollouts: int, engine: str, say: Callable[[str], None]) -> Iterator[None]:
+def memory_warning(config: "JobConfig", options: "StackOptions", say: Callable[[str], None]) -> Iterator[None]:
     """Compare what the job will take with what is free here, beside the block, and say one sentence if it is more.
 
-    A job that cannot be planned, an engine without a plan, and accelerators are passed over in silence.
+    What a running stack of the data folder holds is free for the job. A job that cannot be planned, an engine without
+    a plan, and accelerators are passed over in silence.
     """
     from onbeat.hardware.accelerators import available_devices
+    from onbeat.local.state import held_bytes, running_stack
     from onbeat.memory import read_memory
 
+    stack = running_stack(options.data_dir)
+    num_rollouts, engine = (stack or options).num_rollouts, (stack or options).engine
     if available_devices(os.environ)[1] or engine != "vllm" or not is_converted(config.model.path):
         yield
         return
-    available, is_over = read_memory().available_bytes, threading.Event()  # before anything is started
+    held, is_over = held_bytes(stack.pid) if stack else 0, threading.Event()
+    available = read_memory().available_bytes + held  # before anything is started
 
     def compare() -> None:
         try:

@@ -36,7 +36,7 @@ def run(
 
     options = make_options(data_dir, num_rollouts, engine, rollout_cores, trainer_cores)
     config = JobConfig.from_file(job, overrides)
-    with memory_warning(config, num_rollouts, engine, typer.echo):
+    with memory_warning(config, options, typer.echo):
         exit_code = run_job(config, job.parent, options, report, is_fresh)
     raise typer.Exit(exit_code)
 

@@ -86,7 +86,8 @@ class LocalStack:
         held_fds = [self._lock.children_fd, self._scratch.lock_fd]
         self._supervisor = Supervisor(options.data_dir / "logs", self._report, held_fds, self._scratch.path)
         self._supervisor.start([redis, *service_specs(options, redis_url, port)])
-        self._lock.write(StackState(os.getpid(), self._command, self.url, redis_url, time.time()))
+        place = (os.getpid(), self._command, self.url, redis_url, time.time())
+        self._lock.write(StackState(*place, options.num_rollouts, options.engine))
 
     def check(self) -> None:
         """Restart what died. Raises StackFailed when that does not help."""

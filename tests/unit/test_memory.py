@@ -1,5 +1,6 @@
 """Memory: what a machine has, what the doctor and `onbeat run` say when it is short."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 
 from onbeat.cli import plan
 from onbeat.config import JobConfig
+from onbeat.local.stack import StackOptions
+from onbeat.local.state import StackLock, StackState, held_bytes
 from onbeat.memory import read_host, read_memory
-from onbeat.types import HostMemory, TrainerRecord, WorkerRecord
+from onbeat.types import HostMemory, JobRecord, TrainerRecord, WorkerRecord
 from services.broker.doctor.memory import MAX_FINDINGS, explain_memory
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -48,27 +51,62 @@ def test_doctor_names_a_machine_without_memory_once() -> None:
     assert len(explain_memory(many, now=100.0)) == MAX_FINDINGS
 
 
-def test_run_warns_when_the_job_takes_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    needs = {"trainer": {"weights": 4_000_000_000}, "engine core": {"cache": 1_500_000_000}}
-    monkeypatch.setattr(plan, "plan_memory", lambda *_, **__: needs)
+NEEDS = {"trainer": {"weights": 4_000_000_000}, "engine core": {"cache": 1_500_000_000}}
+
+
+@pytest.fixture
+def planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "plan_memory", lambda *_, **__: NEEDS)
     monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
     monkeypatch.setattr("threading.Thread.is_alive", lambda _: False)
     monkeypatch.setattr("onbeat.hardware.accelerators.available_devices", lambda _: ("", []))
+
+
+@pytest.mark.usefixtures("planned_at_once")
+def test_run_warns_when_the_job_takes_more_than_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
     config = JobConfig.from_file(QUICKSTART, ["model.path=/a/model"])
     for free_gb, num_warnings in ((100, 0), (6, 1)):
         free = trainer("x", "box", free_gb).host
         monkeypatch.setattr("onbeat.memory.read_memory", lambda free=free: free)
-        with plan.memory_warning(config, 2, "vllm", said.append):
+        with plan.memory_warning(config, StackOptions(tmp_path, num_rollouts=2), said.append):
             pass
         assert len(said) == num_warnings
     assert "may take 7.3 GB (trainer 4.0, engine core 3.0), and 6.0 GB were free" in said[0]
-    assert plan.shortage_text(needs, 1, 100_000_000_000) == ""
+    assert plan.shortage_text(NEEDS, 1, 100_000_000_000) == ""
 
 
-def test_plan_ends_with_the_run_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("planned_at_once")
+def test_job_of_a_running_stack_is_compared_without_the_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = JobConfig.from_file(QUICKSTART, ["model.path=/a/model"]).model_dump(mode="json")
+    counts = {"num_iterations": 3, "next_iteration": 0, "policy_version": 0}
+    job = JobRecord(id="job-1", name="j", pool="default", state="PENDING", created_at=1.0, config=config, **counts)
+    monkeypatch.setattr("onbeat.memory.read_memory", lambda: trainer("x", "box", 6).host)
+    lock = StackLock(tmp_path)
+    lock.write(StackState(os.getpid(), "up", "http://here", "redis://r", 1.0, num_rollouts=2, engine="vllm"))
+    own = held_bytes(os.getpid())
+    assert own > 10_000_000
+    cases = (
+        (job, None, 2_000_000_000, 0),
+        (job, None, 1_000_000_000, 1),
+        (job, "http://here", 0, 1),
+        (job, "http://elsewhere", 0, 0),
+        (job.model_copy(update={"next_iteration": 1}), None, 0, 0),
+    )
+    for record, url, held, num_warnings in cases:
+        said: list[str] = []
+        monkeypatch.setattr("onbeat.local.state.held_bytes", lambda _, held=held: held)
+        with plan.job_memory_warning(record, url, tmp_path, said.append):
+            assert len(said) == num_warnings
+    lock.release()
+    with plan.job_memory_warning(job, None, tmp_path, pytest.fail):  # it is not this folder's
+        pass
+
+
+def test_plan_ends_with_the_run_that_it_is_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("onbeat.hardware.accelerators.available_devices", lambda _: ("", []))
-    with plan.memory_warning(JobConfig.from_file(QUICKSTART, ["model.path=/a/model"]), 1, "vllm", pytest.fail):
+    config = JobConfig.from_file(QUICKSTART, ["model.path=/a/model"])
+    with plan.memory_warning(config, StackOptions(tmp_path), pytest.fail):
         deadline = time.monotonic() + 30
         while not plan.CHILDREN and time.monotonic() < deadline:
             time.sleep(0.01)
