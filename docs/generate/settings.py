@@ -31,7 +31,8 @@ COMMANDS = {
 INTRODUCTION = """# Settings
 
 Where a service runs is said by environment variables; what is trained is said by the [job](job.md). A service ends at
-its start when a variable that it knows has a wrong value, and names it. `onbeat run` and `onbeat up` set what their
+its start when a variable that it knows has a wrong value, and names it; of one whose name it nearly knows its log says
+so. `onbeat run` and `onbeat up` set what their
 services need themselves."""
 
 

@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator
 
 import uvicorn
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
 from onbeat.logging import configure
+from onbeat.settings import read_settings, warn_of_misspelt
 from onbeat.streams.connection import describe_loss, public_address
 from onbeat.streams.ledger import Ledger
 from services.broker.app import create_app
@@ -28,21 +27,13 @@ DRAIN_S = 5  # for requests in flight after SIGTERM
 
 
 def main() -> int:
-    try:
-        settings = Settings()
-        configure(settings.log_format, settings.log_level)
-    except ValidationError as error:
-        sys.stderr.write(f"the broker's settings are wrong: {'; '.join(map(describe, error.errors()))}\n")
-        return 2
+    settings = read_settings(Settings, "broker")
+    configure(settings.log_format, settings.log_level)
+    warn_of_misspelt(settings, "broker")
     try:
         return asyncio.run(serve(settings))
     except KeyboardInterrupt:
         return 130
-
-
-def describe(problem: ErrorDetails) -> str:
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"ONBEAT_{str(problem['loc'][0]).upper()}: {message}" if problem["loc"] else message
 
 
 async def serve(settings: Settings) -> int:

@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from onbeat.config import JobConfig
 from onbeat.hardware.cores import parse_cores
 from onbeat.logging import configure
+from onbeat.settings import read_settings, warn_of_misspelt
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
@@ -27,8 +28,9 @@ EXIT_DEADLINE_S = 30.0
 
 
 def main() -> int:
-    settings = Settings()
+    settings = read_settings(Settings, "rollout")
     configure(settings.log_format)
+    warn_of_misspelt(settings, "rollout")
     if settings.cpu_cores:  # the engine's other processes inherit it: they must not disturb those on other cores
         os.sched_setaffinity(0, parse_cores(settings.cpu_cores))
     return asyncio.run(serve(settings))

@@ -21,6 +21,7 @@ from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.logging import configure
+from onbeat.settings import read_settings, warn_of_misspelt
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
@@ -47,8 +48,9 @@ class RanksMustRestart(Exception):
 
 
 def main() -> int:
-    settings = Settings()
+    settings = read_settings(Settings, "trainer")
     configure(settings.log_format)
+    warn_of_misspelt(settings, "trainer")
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
