@@ -1,10 +1,8 @@
 """The `onbeat` command. Modules import what they need inside the commands: `onbeat --help` stays instant."""
 
 import os
-import re
 import sys
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,8 +24,6 @@ from onbeat.cli import (
     top,
 )
 from onbeat.cli.options import CaFile
-
-FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+: ")
 
 app = typer.Typer(
     name="onbeat",
@@ -96,32 +92,13 @@ def main() -> None:
 
 
 def describe_value_error(error: ValueError) -> str:
-    """Return the error with one line per wrong field of a job, named as in the file."""
+    """Return the error with one line per field of a record that this version does not understand."""
     from pydantic import ValidationError
-
-    from onbeat.config import JobConfig
-    from onbeat.rewards import LIST, TABLE
 
     if not isinstance(error, ValidationError):
         return str(error)
-    tags = {*union_tags(JobConfig.model_json_schema()), TABLE, LIST}
-    lines = [f"{error.title} is not valid:"]
-    for problem in error.errors(include_url=False):
-        path = [str(part) for part in problem["loc"]]  # a union's tag is in it where the file has none
-        field, message = ".".join(part for part in path if part not in tags), problem["msg"]
-        explanation = message.removeprefix("Value error, ")
-        names_itself = explanation != message and FIELD.match(explanation)  # a check of a section or of the whole job
-        lines.append(f"  {explanation}" if names_itself else f"  {field or 'job'}: {explanation}")
-    return "\n".join(lines)
-
-
-def union_tags(schema: Any) -> Iterator[str]:
-    """Yield the values of `type` and `mode` anywhere in a JSON schema."""
-    children = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    if isinstance(schema, dict) and isinstance(schema.get("discriminator"), dict):
-        yield from schema["discriminator"]["mapping"]
-    for child in children:
-        yield from union_tags(child)
+    fields = [f"  {'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+    return "\n".join([f"{error.title} is not valid:", *fields])
 
 
 def fail(message: str, exit_code: int) -> None:

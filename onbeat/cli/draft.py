@@ -71,16 +71,14 @@ def validate(
 
     A broker also checks the model, the reward and the rows of the data. Files beside the job file are uploaded to it.
     """
-    from pydantic import ValidationError
-
     from onbeat.client import DEFAULT_URL, BrokerUnreachable
     from onbeat.client.datasets import take_local_files
     from onbeat.config import JobConfig, read_job_file
 
     fields, wrong = read_job_file(job, overrides or []), None
     try:
-        JobConfig.model_validate(fields)
-    except ValidationError as error:
+        JobConfig.from_file(job, overrides)
+    except ValueError as error:
         wrong = error  # a broker also says what else is
     files = take_local_files(fields, job.parent)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from onbeat.config.data import DataConfig
 from onbeat.config.evaluation import EvaluationConfig, HeldOutSet
@@ -244,8 +244,14 @@ class JobConfig(Section):
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: list[str] | None = None) -> "JobConfig":
-        """Read a TOML or JSON job. Raises ValueError (pydantic's included) naming the file and the remedy."""
-        return cls.model_validate(read_job_file(Path(path), overrides or []))
+        """Read a TOML or JSON job. Raises ValueError naming the file, each wrong field and the remedy."""
+        from onbeat.config.explain import describe_wrong_job
+
+        job = read_job_file(Path(path), overrides or [])
+        try:
+            return cls.model_validate(job)
+        except ValidationError as error:
+            raise ValueError(describe_wrong_job(error, job, path)) from error
 
 
 def is_nested_deeper(value: Any, depth: int) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from onbeat.config import JobConfig
+from onbeat.config.explain import explain_error
 from onbeat.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup, Turn
 from onbeat.streams.records import (
@@ -19,7 +20,6 @@ from onbeat.streams.records import (
     iteration_record,
     metric_series,
 )
-from services.broker.api.fields import explain_error
 from services.broker.evaluations import due_evaluation, score
 from services.broker.views.records import group_order, turns_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cli import describe_value_error, main
+from onbeat.cli import main
 from onbeat.config import JobConfig
 from tests.unit.fake_broker import FakeJobs, serve
 
@@ -154,7 +154,7 @@ def test_evaluations_are_listed_watched_and_summarised(
     ("override", "line"),
     [
         ("schedule.num_iterations=0", "  schedule.num_iterations: Input should be greater"),
-        ("evaluation.data.type=jsonl", "  evaluation.data.path: Field required"),
+        ("evaluation.data.type=jsonl", "  evaluation.data.path: is required"),
     ],
 )
 def test_wrong_field_is_named_as_in_the_file(
@@ -243,13 +243,24 @@ def test_check_of_a_section_names_its_field_once() -> None:
     with pytest.raises(ValueError, match="has no room") as caught:
         JobConfig.from_file(QUICKSTART, ["schedule.mode=bounded", "schedule.publish_above_kl=0.1"])
     expected = "  schedule.publish_above_kl: has no room with max_staleness = 1; set that to 2 or more"
-    assert describe_value_error(caught.value).splitlines()[1:] == [expected]
+    assert str(caught.value).splitlines() == [f"{QUICKSTART} is no valid job:", expected]
+
+
+def test_wrong_job_file_is_explained_as_by_a_broker() -> None:
+    overrides = ["rollout.num_samples_per_promt=3", "schedule.num_iterations=0", "objective.type=grop", "data.seed=1"]
+    with pytest.raises(ValueError, match="is no valid job") as caught:
+        JobConfig.from_file(QUICKSTART, overrides)
+    _, *lines = str(caught.value).splitlines()
+    assert lines[0] == "  data.seed: is no key of a job; there are: options, system_prompt, task, type"
+    assert lines[1] == "  rollout.num_samples_per_promt: is no key of a job; did you mean num_samples_per_prompt?"
+    assert lines[2].startswith("  objective.type: no objective 'grop' is installed here; there are: cispo,")
+    assert lines[3].startswith("  schedule.num_iterations: Input should be greater than or equal to 1, got 0 (")
 
 
 def test_group_of_one_is_refused_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="at least 2") as caught:
         JobConfig.from_file(QUICKSTART, ["rollout.num_samples_per_prompt=1"])
-    assert "set it to 2 or more" in describe_value_error(caught.value)
+    assert "set it to 2 or more" in str(caught.value)
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from onbeat import objectives
 from onbeat.config import JobConfig
+from onbeat.config.explain import explain_error
 from onbeat.objectives import INSTALLED, ForeignObjective
 from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
-from services.broker.api.fields import explain_error
 from services.trainer.batch import pack
 from services.trainer.session import run_job
 from services.trainer.world import ALONE

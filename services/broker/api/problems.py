@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
+from onbeat.config.explain import explain_errors
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import FieldError, JobRefused
 from services.broker.api.context import context_of
-from services.broker.api.fields import explain_errors
 from services.broker.api.review import examine_the_rest
 from services.broker.api.toml_body import MalformedToml, name_lines
 

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from onbeat.config import JobConfig
+from onbeat.config.job import JobConfig
 from onbeat.objectives import INSTALLED
 from onbeat.rewards import LIST, TABLE
 
@@ -17,6 +17,13 @@ PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
 MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and room
+
+
+def describe_wrong_job(error: ValidationError, job: Any, name: object) -> str:
+    """Return one line for each wrong field of a job file, below one with its name."""
+    errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+    lines = [f"  {'job' if field == 'body' else field}: {message}" for field, message in explain_errors(errors, job)]
+    return "\n".join([f"{name} is no valid job:", *lines])
 
 
 def explain_errors(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
@@ -85,8 +92,9 @@ def explain_value(error: Any, path: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         if path[-1] in known:
             return f"belongs to another {tag_name(path[:-1])} of {path[-2]}; leave it out, or change that"
-        close = difflib.get_close_matches(path[-1], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
+        own = named_by(path[:-1], error["loc"])
+        close = difflib.get_close_matches(path[-1], own, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(own))}"
         return f"is no key of a job; {hint}"
     field = named_by(path[:-1], error["loc"]).get(path[-1])
     meaning = f" ({field.description})" if field and field.description else ""
