@@ -46,7 +46,8 @@ def try_reward(
 ) -> None:
     """Print prompts as the model gets them, responses, and the reward of each with its parts.
 
-    The responses are the data's own answer, and none at all: the first should score high, the second low.
+    The responses are the data's own answer, and none at all: the first should score high, the second low. The exit code
+    is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
 
@@ -74,6 +75,8 @@ def try_reward(
         for part, found in scores:
             label = name if part is None else f"{name}, {part}"
             show_score(label, text, found.get(number, {"message": "the scoring process has ended"}))
+    if any("reward" not in found.get(number, {}) for number in range(len(responses)) for _, found in scores):
+        raise typer.Exit(1)
 
 
 def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:

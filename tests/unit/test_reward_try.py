@@ -37,10 +37,13 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job.toml"
 
 
-def try_reward(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def try_reward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0
+) -> str:
     monkeypatch.setattr(sys, "argv", ["onbeat", "reward", "try", *arguments])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main()
+    assert ended.value.code == code
     printed = capsys.readouterr()
     return printed.out + printed.err
 
@@ -60,10 +63,10 @@ def test_reward_that_fails_says_why(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["--set", "reward.options.pattrn=x", "--set", f"model.path={job.parent}/none", "--rows", "1"]
-    shown = try_reward(monkeypatch, capsys, str(job), *wrong)
+    shown = try_reward(monkeypatch, capsys, str(job), *wrong, code=1)
     assert "the prompts are shown without the model's template" in shown
     assert "failed: TypeError: got an unexpected keyword argument 'pattrn'" in shown
-    shown = try_reward(monkeypatch, capsys, str(job), "--set", "data.answer_field=result")
+    shown = try_reward(monkeypatch, capsys, str(job), "--set", "data.answer_field=result", code=2)
     assert "data.answer_field" in shown
     assert "has no 'result'" in shown
 
