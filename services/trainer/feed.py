@@ -61,7 +61,8 @@ class GroupFeed:
             self._quiet_since = time.monotonic()
 
     def _begin(self, iteration: int, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        self._link.doing = f"training a micro-batch of {len(groups)} groups of iteration {iteration}"
+        many = "s" * (len(groups) != 1)
+        self._link.doing = f"training a micro-batch of {len(groups)} group{many} of iteration {iteration}"
         return groups
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
