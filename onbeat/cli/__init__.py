@@ -86,7 +86,7 @@ def main() -> None:
     except ApiError as error:
         fail(str(error), 2 if error.status == 422 else 1)
     except OnbeatError as error:
-        fail(str(error), 1)
+        fail("\n".join([str(error), *getattr(error, "__notes__", ())]), 1)
     except ValueError as error:
         fail(describe_value_error(error), 2)
 

@@ -1,6 +1,6 @@
 """`onbeat doctor [JOB]`: what is wrong, who waits for whom, since when, and what happens next."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,7 +33,7 @@ def doctor(
     try:
         found = ask(url, api_key, data_dir, ask_for)
     except BrokerUnreachable as error:
-        found = explain_unreachable(error.url, str(error.__cause__))
+        found = explain_unreachable(error.url, str(error.__cause__), getattr(error, "__notes__", ()))
     if as_json:
         print_json(found)
     else:
@@ -41,7 +41,7 @@ def doctor(
     raise typer.Exit(0 if found.is_healthy else 1)
 
 
-def explain_unreachable(url: str, reason: str) -> "Diagnosis":
+def explain_unreachable(url: str, reason: str, notes: Sequence[str]) -> "Diagnosis":
     from onbeat.types import Diagnosis, Finding
 
     sentence = (
@@ -49,7 +49,8 @@ def explain_unreachable(url: str, reason: str) -> "Diagnosis":
         "`docker compose ps`, `kubectl get pods`), and what does its log say? Is this its address (--url, ONBEAT_URL)? "
         "Jobs that are training go on without it until their next iteration"
     )
-    return Diagnosis(is_healthy=False, findings=[Finding(sentence=sentence, who="broker", is_problem=True)])
+    findings = [Finding(sentence=each, who="broker", is_problem=True) for each in (sentence, *notes)]
+    return Diagnosis(is_healthy=False, findings=findings)
 
 
 def describe(found: "Diagnosis") -> str:

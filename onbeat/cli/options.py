@@ -83,11 +83,22 @@ def ask(
 ) -> Answer:
     """Put a question to the broker that `connect` finds, and return its answer."""
 
+    from onbeat.client import BrokerUnreachable
+
     async def call() -> Answer:
         async with connect(url, api_key, data_dir) as client:
             return await question(client)
 
-    return asyncio.run(call())
+    try:
+        return asyncio.run(call())
+    except BrokerUnreachable as error:
+        if not url:
+            from onbeat.local.daemon import why_ended
+            from onbeat.local.state import resolve_data_dir
+
+            if reason := why_ended(resolve_data_dir(data_dir)):
+                error.add_note(reason)
+        raise
 
 
 def make_console() -> "Console":

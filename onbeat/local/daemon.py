@@ -73,6 +73,18 @@ def stop_in_background(data_dir: Path) -> bool:
     raise OnbeatError(f"the stack in {data_dir} (process {state.pid}) does not stop")
 
 
+def why_ended(data_dir: Path) -> str:
+    """Return why the last stack of `onbeat up` ended by itself; '' if it runs, was stopped, or never ran."""
+    path = data_dir / "logs" / "stack.log"
+    if has_processes(data_dir) or not path.is_file():
+        return ""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if " ERROR " in line]
+    if not lines:
+        return ""
+    reason = lines[-1].partition(" ERROR ")[2].partition("; last lines of")[0]
+    return f"the stack of {data_dir} has ended: {reason}; {path} has more"
+
+
 def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
     deadline = time.monotonic() + deadline_s
     while not condition():

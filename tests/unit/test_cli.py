@@ -280,6 +280,30 @@ def test_set_that_makes_no_sense_is_refused(override: str) -> None:
         JobConfig.from_file(QUICKSTART, [override])
 
 
+def test_stack_that_has_ended_by_itself_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("ONBEAT_URL", raising=False)
+    monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "stack.log"
+    for text, is_told in (
+        ("2026-11-23 15:00:00,000 INFO the stack is up at http://127.0.0.1:8800\n", False),
+        (
+            "2026-11-23 15:00:00,000 ERROR rollout-0 exited with code 1, after 4 restarts; last lines of x:\n  no\n",
+            True,
+        ),
+    ):
+        log.write_text(text)
+        for command in (["jobs", "list"], ["doctor"]):
+            assert onbeat(monkeypatch, *command, "--data-dir", str(tmp_path)) == 1
+            printed = "".join(capsys.readouterr())
+            reason = (
+                f"the stack of {tmp_path} has ended: rollout-0 exited with code 1, after 4 restarts; {log} has more"
+            )
+            assert (reason in printed) == is_told, printed
+
+
 def test_down_without_a_stack_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
