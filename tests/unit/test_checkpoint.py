@@ -115,6 +115,19 @@ def test_the_newest_are_kept_and_a_failure_costs_none(tmp_path, monkeypatch):
     assert restore(store)[0].next_iteration == 3
 
 
+def test_all_is_on_disk_before_a_checkpoint_appears(tmp_path, monkeypatch):
+    synced, appear = set(), checkpoint.appear
+
+    def check_and_appear(partial, target):
+        assert synced == {partial, *partial.rglob("*")}
+        appear(partial, target)
+
+    monkeypatch.setattr(checkpoint, "sync_path", synced.add)
+    monkeypatch.setattr(checkpoint, "appear", check_and_appear)
+    store_with(tmp_path, 3)
+    assert tmp_path in synced  # that it appears is on disk, too
+
+
 def test_a_save_over_a_complete_one_leaves_it(tmp_path):
     """A trainer that lost its job may be late with the same bits, while its successor reads."""
     store_with(tmp_path, 3)
