@@ -5,13 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
+from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.response_stats import MAX_PARTS
 from onbeat.streams.codec import GroupFailure, RolloutGroup
+from services.trainer.batch import pack
 from services.trainer.job.link import Stopped
+from services.trainer.loop import TrainLoop
+from services.trainer.model.model import response_logprobs
+from services.trainer.policy import Policy
+from services.trainer.stats import IterationStats
 from tests.unit.trainer_fixtures import (
     RecordedLink,
     job_config,
@@ -98,12 +105,6 @@ def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
 
 def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     """Against an independent computation: mean over all tokens of -A * logprob, by autograd on one packed row."""
-    from services.trainer.batch import pack
-    from services.trainer.loop import TrainLoop
-    from services.trainer.model.model import response_logprobs
-    from services.trainer.policy import Policy
-    from services.trainer.stats import IterationStats
-
     config, groups = job_config(optimizer={"max_grad_norm": 1e9}), recorded_iterations(1)  # a clip would hide the scale
     reference = tiny_model(tiny_config(), torch.float32)
     batch = pack(groups, torch.device("cpu"))
@@ -123,6 +124,42 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
     policy.optimizer.clip()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(policy.optimizer.masters[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+BAND = {"type": "band", "low": 0.05, "high": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("objective", "divisor"),
+    [({}, "tokens"), ({"importance": BAND}, "kept tokens"), ({"normalization": "sequence_mean"}, "responses")],
+    ids=["tokens", "kept tokens", "responses"],
+)
+def test_sum_is_divided_once_by_what_the_objective_says(objective, divisor, tmp_path):
+    """AdamW hides a factor of the gradient, its norm does not."""
+    config, groups = job_config(objective=objective, schedule={"num_iterations": 1}), recorded_iterations(1)
+    model = tiny_model(tiny_config(), torch.float32)
+    batch = pack(groups, torch.device("cpu"))
+    logprobs, _ = response_logprobs(model, batch, 1.0)
+    loss = config.objective.loss(batch, Logprobs(logprobs, logprobs.detach(), None))
+    loss.loss_sum.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    num_kept = len(logprobs) - loss.num_rejected_tokens
+    counts = {"tokens": len(logprobs), "kept tokens": num_kept, "responses": len(batch.response_lengths)}
+    assert (num_kept < len(logprobs)) == (divisor == "kept tokens")
+    metrics = train(config, groups, tmp_path)[1].commits[0][2]
+    assert metrics["train/grad_norm"] == pytest.approx(norm / counts[divisor], rel=1e-4)
+
+
+def test_clip_keeps_the_direction_of_the_whole_gradient():
+    optimizer = Policy.create(tiny_model(tiny_config(), torch.float32), job_config()).optimizer
+    gradients = optimizer.gradients()
+    for gradient in gradients.values():
+        gradient.normal_()
+    before = {name: gradient.clone() for name, gradient in gradients.items()}
+    norm, limit = optimizer.clip(), optimizer.config.max_grad_norm
+    assert norm > limit
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, before[name] * (limit / norm))
 
 
 def test_groups_without_signal_are_skipped_but_still_counted(tmp_path):
@@ -163,9 +200,6 @@ def test_parts_of_the_reward_keep_their_curves_after_a_resume(tmp_path):
 
 
 def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
-    from services.trainer.batch import pack
-    from services.trainer.model.model import response_logprobs
-
     config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
     batch = pack(groups, torch.device("cpu"))
     exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
@@ -294,8 +328,6 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     config = job_config(optimizer={"learning_rate": 1e-5}, schedule={"num_iterations": 3})
     model = tiny_model(tiny_config(), torch.bfloat16)
     _, link = train(config, recorded_iterations(3), tmp_path, model=model)
-    from safetensors.torch import load_file
-
     state = load_file(link.checkpoints[-1][2] + "/optimizer/rank-00000-of-00001.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     master, parameter = state[f"master.{name}"], dict(model.named_parameters())[name]
@@ -304,8 +336,15 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     assert torch.equal(master.bfloat16(), parameter)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_published_weights_are_those_after_the_step(dtype, tmp_path):
+    """They are encoded while later parameters are still being stepped."""
+    model, link = train(job_config(), recorded_iterations(3), tmp_path, model=tiny_model(tiny_config(), dtype))
+    published = load_file(link.checkpoints[-1][2] + "/model.safetensors")
+    assert all(torch.equal(published[name], parameter) for name, parameter in model.named_parameters())
+
+
 def test_group_used_twice_is_noticed_before_the_commit():
-    from services.trainer.stats import IterationStats
     from tests.integration.broker_fixtures import make_group, tasks_for
 
     first, second = (make_group(task, version=0) for task in tasks_for(0))
