@@ -120,11 +120,13 @@ def test_two_versions_in_one_iteration_are_refused(tmp_path):
 def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
     config = job_config(schedule=bounded(), checkpoint={"every_iterations": 2})
     groups = stale_iterations(4, staleness=2)
-    expected, _ = train(config, groups, tmp_path / "whole", arrivals=4)
+    expected, whole = train(config, groups, tmp_path / "whole", arrivals=4)
     half = job_config(schedule=bounded(num_iterations=2), checkpoint={"every_iterations": 2})
     train(half, groups[:8], tmp_path / "half", arrivals=4)
     resumed, link = train(config, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
     assert [iteration for iteration, *_ in link.commits] == [2, 3]
+    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in each.commits[-2:]] for each in (whole, link)]
+    assert cosines[0] == cosines[1], "GAC's last gradient is in the checkpoint"
     assert link.held[:3] == [0, 1, 2], "rollouts may still be generating with the first two"
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), resumed.parameters(), strict=True))
 
