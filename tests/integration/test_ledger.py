@@ -426,6 +426,16 @@ async def test_lease_of_a_dead_worker_is_taken_over(ledger: Ledger) -> None:
     assert [claim.attempt for claim in taken] == [2, 2]
 
 
+async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger) -> None:
+    """Redis looks at ten held entries for each one that is asked for, and says where to go on."""
+    job_id, _ = await open_job(ledger, num_groups=30)
+    assert len(await ledger.rollout.claim(job_id, "alive", 29, lease_s=30)) == 29
+    (last,) = await ledger.rollout.claim(job_id, "leaving", 1, lease_s=30)
+    await ledger.rollout.release(job_id, "leaving", [last.entry_id])
+    (found,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=30)
+    assert found.entry_id == last.entry_id
+
+
 async def test_renewed_lease_is_kept_and_a_lost_one_is_not_renewed(ledger: Ledger) -> None:
     job_id, _ = await open_job(ledger)
     first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=0.1)
