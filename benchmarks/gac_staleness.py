@@ -122,6 +122,9 @@ class StaleRollouts:
             row = torch.cat([row, token], dim=1)
         return row[:, 1:], torch.cat(picked, dim=1)
 
+    def withdraw(self) -> None:
+        pass
+
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         self._snapshots[snapshot.policy_version] = snapshot
         self._snapshots.pop(snapshot.policy_version - self._staleness - 2, None)

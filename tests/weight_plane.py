@@ -21,7 +21,7 @@ from services.rollout.puller import WeightsPuller
 from services.trainer.weights import relay_tree as sources
 from services.trainer.weights.relay_tree import Sources
 from services.trainer.weights.server import WeightServer
-from services.trainer.weights.store import Snapshot, WeightStore, take_snapshot
+from services.trainer.weights.store import Snapshot, SnapshotWriter, WeightStore, take_snapshot
 
 JOB = "job"
 KIB, MIB = 1 << 10, 1 << 20
@@ -115,7 +115,17 @@ class Trainer:
 
     async def publish(self, version: int, tensors: Tensors) -> Snapshot:
         self.tensors[version] = tensors
-        snapshot = take_snapshot(version, tensors.items(), base=self._published)
+        return await self._serve(take_snapshot(version, tensors.items(), base=self._published))
+
+    async def publish_in_place(self, version: int, live: Tensors) -> Snapshot:
+        """Serve these tensors themselves, until `withdraw` of the store."""
+        self.tensors[version] = {name: tensor.clone() for name, tensor in live.items()}
+        writer = SnapshotWriter(version, self._published, is_in_place=True)
+        for name, tensor in live.items():
+            writer.put(name, tensor)
+        return await self._serve(writer.finish())
+
+    async def _serve(self, snapshot: Snapshot) -> Snapshot:
         self.store.add(snapshot)
         self._published = snapshot
         await self.server.announce()

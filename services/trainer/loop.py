@@ -209,7 +209,7 @@ class TrainLoop:
             optimizer.drop_gradients()
         else:
             is_last = self._num_updates_done == self._config.training.num_updates_per_iteration - 1
-            stats.values["train/learning_rate"] = optimizer.step(self._publisher.begin() if is_last else None)
+            stats.values["train/learning_rate"] = optimizer.step(*self._publisher.begin() if is_last else ())
 
     def _clip(self) -> float:
         """Clip the gradient. Raises JobFailed, naming groups, when it is not finite: it never reaches the weights."""

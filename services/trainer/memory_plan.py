@@ -7,6 +7,8 @@ The peak is in one of two moments:
 
     pass      gradients, activations, and the versions that rollouts may still ask for
     publish   after the step: no gradients or activations, and one more version
+
+A version that is served in place takes no memory of its own.
 """
 
 import json
@@ -38,7 +40,7 @@ from services.trainer.model.model import (
 )
 from services.trainer.passes.choice import choose_passes
 from services.trainer.passes.trial import TRIAL_ERRORS, architecture_name
-from services.trainer.policy import has_old_policies
+from services.trainer.policy import has_old_policies, is_served_in_place
 from services.trainer.settings import Settings
 from services.trainer.weights.store import num_served
 
@@ -96,11 +98,12 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
         **({"gathered layers": gathered} if gathered else {}),
     }
     version = whole * item // shared
-    num_held = num_served(config)
+    is_in_place = placement.is_on_host and shared == 1 and is_served_in_place(config)
+    num_held, num_made = (0, 0) if is_in_place else (num_served(config), 1)
     # Those of float32 take no memory: they are parts of the version that they lead to.
     deltas = 0 if item == MASTER_BYTES else int(version * (DELTAS_OF_LORA if config.lora else DELTAS))
     served = {"published versions": num_held * version, "deltas": deltas}
-    published = served | {"published versions": (num_held + 1) * version}
+    published = served | {"published versions": (num_held + num_made) * version}
     program = {"program": PROGRAM_BYTES}
     if placement.is_on_host:
         moments = [held | in_pass | served | program, held | published | program]

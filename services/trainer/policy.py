@@ -34,7 +34,7 @@ from services.trainer.model.sharding import gather_full, load_shards, shard
 from services.trainer.model.stored_model import open_model
 from services.trainer.model.tensor_files import StoredWeights
 from services.trainer.passes.choice import choose_passes
-from services.trainer.weights.store import Snapshot, split_evenly
+from services.trainer.weights.store import Snapshot, num_served, split_evenly
 from services.trainer.world import ALONE, World
 
 
@@ -165,6 +165,12 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
 def has_old_policies(config: JobConfig) -> bool:
     """Return whether the generating weights may differ from those in training: stale, or moved by an earlier update."""
     return config.max_staleness > 0 or config.training.num_updates_per_iteration > 1
+
+
+def is_served_in_place(config: JobConfig) -> bool:
+    """Return whether rollouts may pull the parameters themselves, where these are whole and in host memory: no version
+    is needed longer than until the step that makes the next one."""
+    return config.lora is None and num_served(config) == 1 and not has_old_policies(config)
 
 
 def old_version(config: JobConfig, behaviour_version: int, current_version: int, num_updates_done: int) -> int | None:

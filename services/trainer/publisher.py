@@ -13,8 +13,8 @@ from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.saver import CheckpointSaver
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.link import Commit, Link
-from services.trainer.model.optimizer import Written
-from services.trainer.policy import Policy, has_old_policies
+from services.trainer.model.optimizer import Named
+from services.trainer.policy import Policy, has_old_policies, is_served_in_place
 from services.trainer.spans import Span
 from services.trainer.stats import IterationStats
 from services.trainer.weights.store import Snapshot, SnapshotWriter
@@ -50,6 +50,12 @@ class Publisher:
     def _is_serving(self) -> bool:
         return self._policy.is_sharded or self._world.is_main
 
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether a snapshot is the parameters themselves, valid until their next step."""
+        is_host = next(self._policy.model.parameters()).device.type == "cpu"
+        return is_host and not self._policy.is_sharded and is_served_in_place(self._config)
+
     def start(self) -> None:
         """Serve what rollouts may ask for when training starts: the newest version, and those of open iterations."""
         current = self._snapshot()
@@ -64,13 +70,15 @@ class Publisher:
         """Wait until no checkpoint reads the state that the next step changes."""
         self._saver.wait_for_reader()
 
-    def begin(self) -> Written | None:
-        """Start the next version's snapshot before the iteration's last step. Returns a callback for names of updated
-        parameters, so that copying and encoding overlap with the step; None if the published weights are not the
-        parameters themselves (LoRA)."""
+    def begin(self) -> tuple[Named | None, Named | None]:
+        """Start the next version's snapshot before the iteration's last step. Returns callbacks for names of parameters
+        that have changed and of those that are about to, so that copying and encoding overlap with the step; None where
+        that needs no work, e.g. if the published weights are not the parameters themselves (LoRA)."""
         if self._config.lora is not None:
-            return None
+            return None, None
         writer = self._writer = self._create_writer(self.state.policy_version + 1)
+        if self._is_in_place:
+            self._link.withdraw()
 
         def written(names: list[str]) -> None:
             self._written.update(names)
@@ -79,7 +87,11 @@ class Publisher:
                 if name in self._shard:
                     writer.put(name, tensor)
 
-        return written
+        def changing(names: list[str]) -> None:
+            for name in names:
+                writer.keep(name, self._policy.published_parameter(name))
+
+        return written, changing if self._is_in_place else None
 
     def commit(self, iteration: int, stats: IterationStats) -> None:
         """Publish the iteration's version, unless it has hardly moved (`bounded` only), and commit the iteration."""
@@ -157,7 +169,7 @@ class Publisher:
 
     def _create_writer(self, version: int) -> SnapshotWriter:
         """Create a writer, which encodes the delta if versions are served here."""
-        return SnapshotWriter(version, self._published)
+        return SnapshotWriter(version, self._published, self._is_in_place)
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Serve the version on all ranks that hold a part of it; then rank 0 announces it to rollouts."""

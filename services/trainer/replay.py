@@ -78,6 +78,9 @@ class RecordedLink:
     def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
         pass
 
+    def withdraw(self) -> None:
+        pass
+
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         pass
 

@@ -692,6 +692,44 @@ async def test_remade_versions_of_a_restarted_trainer_are_not_mixed(plane, small
     assert (await rollout.pull(0)).stats.faults == []
 
 
+async def test_pull_during_a_step_in_place_ends_with_right_bits(plane, client, small_messages):
+    """The version that it began with is gone, and some of its tensors are final; the next one is whole."""
+    live = weights(0)
+    await plane.trainer.publish_in_place(1, live)
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(1)
+    await until(lambda: bool(pull.final))
+    await plane.trainer.store.withdraw()
+    for tensor in live.values():
+        tensor += 1
+    with pytest.raises(WeightsError, match="no version is published now"):
+        await client.describe()
+    await until(lambda: len(pull.stats.faults) > 1)
+    assert "the next version is made in its place" in pull.stats.faults[0]
+    assert "version 1 in full is not held here; versions held: []" in pull.stats.faults[1]
+    await plane.trainer.publish_in_place(2, live)
+    await pull.cancel()
+    await rollout.pull(2)
+
+
+async def test_bytes_that_a_step_tears_are_never_called_a_version(plane, small_messages):
+    """As above, but the server would go on to send: the checksum of each tensor refuses them."""
+    live = weights(0)
+    await plane.trainer.publish_in_place(1, live)
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(1, deadline_s=0.5)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    for tensor in live.values():
+        tensor += 1
+    with pytest.raises(WeightsError, match="does not match its checksum"):
+        await rollout.see_through(pull)
+    await plane.trainer.store.withdraw()
+    await plane.trainer.publish_in_place(2, live)
+    await rollout.pull(2)
+
+
 async def test_cancelled_pull_leaves_no_version_and_the_next_succeeds(plane, small_messages):
     await plane.trainer.publish(0, weights(0))
     rollout = await plane.join("r0")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from onbeat.errors import JobFailed
@@ -76,6 +77,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate):
     assert (state, loaded["num_steps"]) == (STATE, 2)
     assert loaded.keys() == {*tensors(), "num_steps"}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(1.0).items())
+
+
+def test_the_next_step_waits_until_exported_weights_are_read(tmp_path, monkeypatch):
+    """They may be the parameters themselves."""
+    store, live = CheckpointStore(tmp_path, keep=2), torch.ones(2, 3)
+    may_write, save_file = threading.Event(), checkpoint.save_file
+
+    def wait_and_save(*arguments, **options):
+        assert may_write.wait(10)
+        save_file(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", wait_and_save)
+    store.save(STATE, [("w", live)], tensors(), {})
+    stepping = threading.Thread(target=lambda: (store.wait_until_read(), live.fill_(99.0)))
+    stepping.start()
+    stepping.join(0.1)
+    assert stepping.is_alive()
+    may_write.set()
+    stepping.join(10)
+    store.wait()
+    assert torch.equal(load_file(tmp_path / "iteration-000003" / "model.safetensors")["w"], torch.ones(2, 3))
 
 
 def test_one_save_at_a_time_and_none_is_forgotten(tmp_path, gate):

@@ -69,10 +69,10 @@ def test_checkpointing_and_lora_are_planned_as_less() -> None:
 @pytest.mark.parametrize(
     ("sections", "dtype", "placement", "expected"),
     [
-        # weights 4, moments 8, gradients 4, one version 4 bytes for each of a million parameters
-        ({}, "float32", Placement(), {"weights": 4, "optimizer": 8, "gradients": 4, "published versions": 4}),
+        # weights 4, moments 8, gradients 4 bytes for each of a million parameters; a version is the weights themselves
+        ({}, "float32", Placement(), {"weights": 4, "optimizer": 8, "gradients": 4, "published versions": 0}),
         ({}, "float32", Placement(), {"deltas": 0}),
-        ({}, "bfloat16", Placement(), {"weights": 2, "optimizer": 12, "gradients": 4, "published versions": 2}),
+        ({}, "bfloat16", Placement(), {"weights": 2, "optimizer": 12, "gradients": 4, "published versions": 0}),
         ({}, "bfloat16", Placement(), {"deltas": 1}),
         ({}, "bfloat16", Placement(num_ranks=2), {"weights": 2, "optimizer": 4, "gradients": 2}),
         ({"objective": {"kl": {"coef": 0.1}}}, "float32", Placement(), {"reference model": 4}),

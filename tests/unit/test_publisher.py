@@ -1,5 +1,6 @@
 """Several ranks publish versions, each rank in a thread of this process: who holds what, and that all agree."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,14 +9,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from services.trainer import publisher
 from services.trainer.checkpoints.store import TrainState
-from services.trainer.policy import Policy
+from services.trainer.policy import Policy, is_served_in_place
 from services.trainer.publisher import Publisher
 from services.trainer.replay import NoCheckpoints
 from services.trainer.stats import IterationStats
 from services.trainer.weights.store import WeightStore
 from services.trainer.world import World
-from tests.unit.trainer_fixtures import RecordedLink, job_config, tiny_config, tiny_model
+from tests.unit.trainer_fixtures import RecordedLink, job_config, recorded_iterations, tiny_config, tiny_model, train
 
 NUM_RANKS = 3
 HOLD_S = 0.2
@@ -127,3 +129,56 @@ def test_all_ranks_agree_to_publish_where_the_last_bit_decides(is_sharded, tmp_p
     publishers, links = publish_twice(tmp_path, is_sharded, divergences, **schedule)
     assert {publisher.state.published_version for publisher in publishers} == {0}
     assert [link.held for link in links if link.held] == [[0]] * (NUM_RANKS if is_sharded else 1)
+
+
+class ServingLink(RecordedLink):
+    """Holds versions as a trainer that is alone does. `seen`: what rollouts could have got of each, at once."""
+
+    def __init__(self, config, groups):
+        super().__init__(config, groups)
+        self.store, self.seen, self.events = WeightStore(num_kept=1), [], []
+
+    def hold(self, snapshot, delta_bytes):
+        self.store.add(snapshot, delta_bytes)
+        self.events.append(snapshot.policy_version)
+        payloads = [payload for payload in (snapshot.full, snapshot.delta) if payload is not None]
+        content = [b"".join(payload.slices(0, payload.plan.size_bytes)) for payload in payloads]
+        self.seen.append((snapshot.manifest, [payload.plan for payload in payloads], content))
+
+    def withdraw(self):
+        asyncio.run(self.store.withdraw())
+        self.events.append("withdrawn")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monkeypatch):
+    config, groups = job_config(), recorded_iterations()
+    links = [ServingLink(config, groups) for _ in range(2)]
+    models = [tiny_model(tiny_config(), dtype) for _ in links]
+    train(config, groups, tmp_path / "in place", model=models[0], link=links[0])
+    monkeypatch.setattr(publisher, "is_served_in_place", lambda config: False)
+    train(config, groups, tmp_path / "copied", model=models[1], link=links[1])
+    assert links[0].seen == links[1].seen
+    assert links[0].events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
+    assert links[1].events == [0, 1, 2, 3]
+    held = [dict(link.store.get(3).tensors()) for link in links]
+    for model, tensors, is_view in zip(models, held, (True, False), strict=True):
+        is_same = {parameter.data_ptr() == tensors[name].data_ptr() for name, parameter in model.named_parameters()}
+        assert is_same == {is_view}
+    files = [(tmp_path / which / "checkpoints" / "iteration-000003") for which in ("in place", "copied")]
+    assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"schedule": {"mode": "bounded"}},
+        {"training": {"num_updates_per_iteration": 2}},
+        {"evaluation": {"data": {"type": "reasoning_gym", "task": "chain_sum"}}},
+        {"lora": {"rank": 4}},
+    ],
+    ids=["stale", "several updates", "evaluated", "adapters"],
+)
+def test_versions_that_are_needed_during_a_step_are_copies(sections):
+    assert is_served_in_place(job_config())
+    assert not is_served_in_place(job_config(**sections))

@@ -302,6 +302,27 @@ def test_a_snapshot_does_not_change_when_training_goes_on():
         assert entry.checksum == xxh3_128_digest(before[entry.name])
 
 
+def test_a_snapshot_in_place_has_the_digests_and_delta_of_a_copy():
+    live = weights()
+    copied, shared = (SnapshotWriter(1, is_in_place=is_in_place) for is_in_place in (False, True))
+    for writer in (copied, shared):
+        for name, tensor in live.items():
+            writer.put(name, tensor)
+    bases = copied.finish(), shared.finish()
+    copied, shared = SnapshotWriter(2, bases[0]), SnapshotWriter(2, bases[1], is_in_place=True)
+    for name, tensor in live.items():
+        shared.keep(name, tensor)
+        tensor.view(-1)[:1] += 1  # of the largest, one item in 4000
+        copied.put(name, tensor)
+        shared.put(name, tensor)
+    copy, view = copied.finish(), shared.finish()
+    assert view.manifest == copy.manifest
+    assert view.delta.plan == copy.delta.plan
+    assert view.delta.slices(0, view.delta.plan.size_bytes) == copy.delta.slices(0, copy.delta.plan.size_bytes)
+    for name, tensor in view.tensors():
+        assert tensor.data_ptr() == live[name].data_ptr() or tensor.numel() == 0
+
+
 def test_a_snapshot_gives_its_tensors_back():
     live = weights()
     live["transposed"] = live["v"].T
@@ -424,6 +445,28 @@ async def test_changes_of_other_shards_count_if_this_is_unchanged():
     assert store.steps(1, 4) == ()
     is_kept = [await store.payload(PayloadKey(version, version - 1)) is not None for version in range(1, 5)]
     assert is_kept == [False, False, True, True]
+
+
+async def test_what_is_withdrawn_ends_its_streams_and_keeps_own_bytes():
+    """A delta of changed items alone has bytes of its own; that of a tensor without a base is a view of the version."""
+    store = WeightStore(num_kept=1)
+    second = published(store, 3, 0.01)
+    whole, own = await store.payload(PayloadKey(2)), await store.payload(PayloadKey(2, 1))
+    third = take_snapshot(3, [(name, tensor + 1) for name, tensor in weights(num_items=4000).items()], base=second)
+    assert {entry.encoding for entry in third.delta.plan.entries} >= {delta.Encoding.RAW}
+    store.add(third, delta_bytes=1)
+    raw = await store.payload(PayloadKey(3, 2))
+    newest = await store.payload(PayloadKey(3))
+    await store.withdraw()
+    assert (store.versions(), store.newest(), store.steps(1, 3)) == ([], None, ())
+    for payload in (raw, newest):
+        with pytest.raises(PayloadGivenUp, match="the next version is made in its place"):
+            payload.check()
+    assert await store.payload(PayloadKey(3)) is None
+    assert await store.payload(PayloadKey(3, 2)) is None
+    assert await store.payload(PayloadKey(2, 1)) is own
+    for payload in (whole, own):
+        payload.check()
 
 
 async def test_a_delta_is_only_found_under_its_own_base():

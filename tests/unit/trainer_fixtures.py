@@ -140,6 +140,9 @@ class RecordedLink:
     def hold(self, snapshot, delta_bytes):
         self.held.append(snapshot.policy_version)
 
+    def withdraw(self):
+        pass
+
     def publish(self, snapshot, published):
         self.published.append(snapshot.policy_version)
 

@@ -117,9 +117,9 @@ class CheckpointStore:
         """Wait for the save before, then return at once; writing goes on in the background.
 
         `tensors` may change after `wait_until_read`: a copy of them would be most of the trainer's memory.
-        `weights` (in the dtype they are published in) and `policies` (by version) are host tensors that will not
-        change, such as a Snapshot's. They are rank 0's, unless `holders` says which rank has each tensor: then each
-        rank gives its own. Raises as `wait`.
+        So may `weights`, in the dtype they are published in, on the host. `policies` (by version) are host tensors that
+        will not change, such as those of an older version. Both are rank 0's, unless `holders` says which rank has each
+        tensor: then each rank gives its own. Raises as `wait`.
         """
         self.wait()
         shards = HostShards.of(tensors, self._world.is_main)
@@ -313,12 +313,12 @@ def write_content(partial: Path, content: Content, world: World, on_read: Callab
 
     if content.shards.tensors:
         content.shards.write(new(f"optimizer/rank-{rank:05d}-of-{size:05d}.safetensors"))
-    on_read()
-    for name, file in content.files.items():
-        new(name).write_bytes(file)
     weights_file = "model.safetensors" if content.holders is None else shard_name(rank, size)
     if content.weights:
         save_file(content.weights, new(weights_file), metadata={"format": "pt"})
+    on_read()
+    for name, file in content.files.items():
+        new(name).write_bytes(file)
     if content.holders is not None and rank == 0:
         index = {name: shard_name(holder, size) for name, holder in content.holders.items()}
         new("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2))

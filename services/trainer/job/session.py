@@ -79,6 +79,10 @@ class JobSession:
         """Let rollouts pull this version, without announcing it. `delta_bytes`: of all shards; None: in full only."""
         self._store.add(snapshot, delta_bytes)
 
+    def withdraw(self) -> None:
+        """Serve no version until the next one is held: rollouts need none, and their bytes are about to change."""
+        self.lease.run(self._store.withdraw())
+
     def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
         """Announce this version, which is held: rollouts pull it from now on."""
         self.doing = f"publishing policy version {snapshot.policy_version}"

@@ -27,7 +27,7 @@ MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_NUMEL = 8 << 20  # elements stepped together; the next bucket is stepped while this one is published
 
-Written = Callable[[list[str]], None]  # called with names of parameters that have their new values
+Named = Callable[[list[str]], None]  # called with names of parameters
 
 
 class MasterAdamW:
@@ -111,16 +111,18 @@ class MasterAdamW:
         return norm.item()
 
     @torch.no_grad()
-    def step(self, on_written: Written | None = None) -> float:
+    def step(self, on_written: Named | None = None, on_changing: Named | None = None) -> float:
         """Take one AdamW step; parameters become the rounded masters. Returns the learning rate used.
 
         `on_written` is called with the names of each bucket of updated parameters before the next bucket is stepped, in
-        the same order on every rank.
+        the same order on every rank; `on_changing` before they are updated.
         """
         self.num_steps += 1
         end = next((end for end in self._decay_ends if self.num_steps <= end), self._decay_ends[-1])
         learning_rate = scheduled_learning_rate(self.config, self.num_steps, end, self._num_warmup_steps)
         for names, adamw in self._buckets:
+            if on_changing is not None:
+                on_changing(names)
             adamw.param_groups[0]["lr"] = learning_rate
             adamw.step()
             adamw.zero_grad(set_to_none=True)

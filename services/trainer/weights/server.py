@@ -97,7 +97,7 @@ class WeightServer(PayloadServer):
     async def _newest(self, context) -> Snapshot:
         newest = self._store.newest()
         if newest is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "no version is published yet; try again")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no version is published now; try again")
             raise AssertionError("abort raises")
         return newest
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -27,7 +28,10 @@ TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An immutable copy of one shard's tensors: `buffers` hold them one by one, as `manifest` describes them."""
+    """One shard's tensors: `buffers` hold them one by one, as `manifest` describes them.
+
+    It is an immutable copy, or a view of the parameters: then it is valid until their next step begins.
+    """
 
     manifest: Manifest
     buffers: tuple[memoryview, ...]
@@ -58,6 +62,7 @@ class Snapshot:
         tensors = self.manifest.tensors
         return {tensors[index].name: shard for shard, run in enumerate(self.manifest.shards) for index in run}
 
+    @cached_property
     def full(self) -> Payload:
         key = PayloadKey(self.policy_version, None, self.shard)
         return Payload(key, full_plan(self.manifest, self.shard), self.buffers)
@@ -77,24 +82,31 @@ class SnapshotWriter:
     """A writer that takes a snapshot tensor by tensor, while the optimizer updates the next ones.
 
     `put` copies and returns; a thread makes the digest, the checksum, and the delta from `base` if there is one.
+    `is_in_place`: `base` and the snapshot are views of the parameters. Then `put` copies nothing, and `keep` copies
+    what a step is about to change.
     """
 
-    def __init__(self, version: int, base: Snapshot | None = None) -> None:
-        self._version, self._base = version, base
+    def __init__(self, version: int, base: Snapshot | None = None, is_in_place: bool = False) -> None:
+        self._version, self._base, self._is_in_place = version, base, is_in_place
         self._started_at = time.monotonic()
         self._buffers: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}  # dtype, shape, bytes
         self._encoded: dict[str, Future[Encoded]] = {}
-        self._held = {}
+        self._held: dict[str, tuple[TensorEntry, memoryview | None]] = {}  # the base's, with its bytes if they are here
         if base is not None:
             entries = zip(base.entries, base.buffers, strict=True)
-            self._held = {entry.name: (entry, buffer) for entry, buffer in entries}
+            self._held = {entry.name: (entry, None if is_in_place else buffer) for entry, buffer in entries}
         self._encode_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode-weights")
 
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy the base's bytes of a parameter that is about to change, for its delta."""
+        if name in self._held:
+            self._held[name] = (self._held[name][0], host_bytes(tensor))
+
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor into the version; later changes to it have no effect."""
+        """Copy the tensor into the version, unless it is made in place; later changes to it have no effect then."""
         assert name not in self._encoded, f"{name} is put twice"
-        buffer = host_bytes(tensor)
+        buffer = host_bytes(tensor, is_copied=not self._is_in_place)
         self._buffers[name] = (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), buffer)
         self._encoded[name] = self._thread.submit(self._encode, name, buffer, tensor.element_size())
 
@@ -127,8 +139,8 @@ class SnapshotWriter:
         started = time.monotonic()
         digest, checksum = blake3(buffer).digest(), xxh3_128_digest(buffer)
         encoding, change = delta.Encoding.RAW, buffer
-        entry, base = self._held.get(name, (None, None))
-        if entry is not None and base is not None and len(base) == len(buffer):
+        entry, base = self._held.pop(name, (None, None))
+        if entry is not None and entry.size_bytes == len(buffer):
             if entry.digest == digest:
                 encoding, change = delta.Encoding.UNCHANGED, buffer[:0]
             else:
@@ -227,6 +239,19 @@ class WeightStore:
                 del self._deltas[version]
             limit = full_bytes // 2
 
+    async def withdraw(self) -> None:
+        """Give up all versions, whose bytes are about to change, and the deltas that contain some of these bytes. The
+        streams of their pullers end. Call this on the loop of those streams."""
+        with self._lock:
+            payloads = [snapshot.full for snapshot in self._snapshots.values()]
+            self._snapshots.clear()
+            for version, (_, change) in list(self._deltas.items()):
+                if any(entry.encoding is delta.Encoding.RAW for entry in change.plan.entries):
+                    payloads.append(change)
+                    del self._deltas[version]
+        for payload in payloads:
+            payload.give_up("the next version is made in its place")
+
     def get(self, version: int) -> Snapshot | None:
         with self._lock:
             return self._snapshots.get(version)
@@ -256,12 +281,12 @@ class WeightStore:
         with self._lock:
             if key.base_version is None:
                 snapshot = self._snapshots.get(key.policy_version)
-                return None if snapshot is None or snapshot.shard != key.shard else snapshot.full()
+                return None if snapshot is None or snapshot.shard != key.shard else snapshot.full
             _, change = self._deltas.get(key.policy_version, (None, None))
             return change if change is not None and change.key == key else None
 
 
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a private copy of the tensor's bytes, row-major, little-endian."""
-    copy = tensor.detach().to("cpu", copy=True).contiguous()
-    return memoryview(copy.reshape(-1).view(torch.uint8).numpy()).toreadonly()
+def host_bytes(tensor: torch.Tensor, is_copied: bool = True) -> memoryview:
+    """Return the tensor's bytes, row-major, little-endian; they are its own only if not `is_copied`."""
+    whole = tensor.detach().to("cpu", copy=is_copied).contiguous()
+    return memoryview(whole.reshape(-1).view(torch.uint8).numpy()).toreadonly()
