@@ -263,11 +263,12 @@ async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str
     await open_iteration(ledger, job_id, 0, num_groups=2)
     await drain(ledger, job_id)
     await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
-    found = text_of(await explain_job(ledger, job_id))
-    assert (
-        "iteration 0 (policy version 0): 2 of 2 groups accepted, the last one N s ago; trainer-a has to train" in found
-    )
-    assert "trainer-a holds " in found
+    findings = await explain_job(ledger, job_id)
+    (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
+    start = "iteration 0 (policy version 0): 2 of 2 groups accepted, the last one N s ago; trainer-a has to train"
+    assert sentence_of(unit).startswith(start)
+    assert unit.waits_for == "trainer-a"
+    assert "trainer-a holds " in text_of(findings)
     await commit(ledger, job_id, epoch, 0)
     assert "iteration 1 is not open yet" in text_of(await explain_job(ledger, job_id))
 
