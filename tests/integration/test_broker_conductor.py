@@ -26,6 +26,7 @@ from onbeat.streams.inspection import newest_events
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import EvaluationState, Event, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
+from services.broker import watcher
 from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
@@ -44,6 +45,8 @@ from tests.integration.broker_fixtures import (
     write_prompts,
 )
 
+SEVERAL_LOOKS_S = 0.4
+
 
 @pytest_asyncio.fixture
 async def process(tmp_path: Path) -> AsyncIterator[DatasetProcess]:
@@ -51,6 +54,13 @@ async def process(tmp_path: Path) -> AsyncIterator[DatasetProcess]:
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
     yield process
     await process.close()
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are looked at often, so that nothing has happened after SEVERAL_LOOKS_S where nothing should."""
+    monkeypatch.setattr(watcher, "WAIT_S", 0.1)
+    monkeypatch.setattr(watcher, "PENDING_WAIT_S", 0.1)
 
 
 @pytest_asyncio.fixture
@@ -200,7 +210,7 @@ async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger) -> No
     assert time.monotonic() - started < 0.5
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger: Ledger) -> None:
     schedule = {"mode": "bounded", "max_staleness": 1, "iteration_deadline_s": 1.0}
     job_id = await create_job(ledger, pool="mute", schedule=schedule)
@@ -321,7 +331,7 @@ async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger: L
     assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "2"
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tmp_path: Path) -> None:
     write_held_out(tmp_path)
     schedule = {"num_iterations": 1, "iteration_deadline_s": 1.0}
@@ -341,7 +351,7 @@ async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tm
 # ---- ending ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Ledger) -> None:
     job_id = await create_job(ledger, pool="stuck", schedule={"iteration_deadline_s": 0.6})
     lazy = WorkerRecord(id="w1", job_id=None, state="generating", last_seen_at=time.time() - 60, lease_s=90)
@@ -358,7 +368,7 @@ async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Le
     assert claim.task.group_id == "0-0"
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_job_whose_trainer_publishes_nothing_fails_and_names_it(ledger: Ledger) -> None:
     job_id = await create_job(ledger, pool="empty", schedule={"iteration_deadline_s": 0.3})
     await ledger.trainer.claim_job(job_id, "trainer-mute", 30)
@@ -367,13 +377,13 @@ async def test_job_whose_trainer_publishes_nothing_fails_and_names_it(ledger: Le
     assert "none in pool empty was seen in the last 10 s; start a rollout: `onbeat up`" in fields["error"]
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_paused_and_pending_jobs_may_wait(ledger: Ledger) -> None:
     pending = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
     paused = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
     await ledger.jobs.move(paused, JobState.RUNNING)
     await ledger.jobs.move(paused, JobState.PAUSED)
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(pending) is JobState.PENDING
     assert await ledger.jobs.state(paused) is JobState.PAUSED
 
@@ -383,13 +393,13 @@ async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
     await ledger.redis.hset(keys.trainers(pool), record.id, record.model_dump_json())
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger: Ledger) -> None:
     pool = f"pool-{uuid.uuid4().hex[:8]}"
     await trainer_seen(ledger, pool, ago_s=0)
     job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
     await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
-    await asyncio.sleep(1.5)  # several looks at it
+    await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.PENDING  # it waits for its turn, which may take long
     await trainer_seen(ledger, pool, ago_s=600)
     fields = await reaches(ledger, job_id, JobState.FAILED)
@@ -398,7 +408,7 @@ async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger: L
     assert "start one: `onbeat up`, or `python -m services.trainer` with ONBEAT_POOL=" + pool in fields["error"]
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Ledger) -> None:
     job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
     for owner in ("trainer-a", "trainer-b"):  # one loss, and a commit
@@ -410,7 +420,7 @@ async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Led
     await commit(ledger, job_id, epoch, 0)
     assert await ledger.trainer.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
     await wait_open(ledger, job_id, 1)
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     assert await ledger.trainer.claim_job(job_id, "trainer-d", 30.0)
     fields = await reaches(ledger, job_id, JobState.FAILED)
@@ -430,7 +440,7 @@ def test_handover_hides_no_earlier_loss() -> None:
     assert num_lost_trainers(events[::-1]) == 1
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 async def test_trainers_that_hand_their_job_over_are_not_lost(ledger: Ledger) -> None:
     job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
     for owner in ("trainer-a", "trainer-b", "trainer-c", "trainer-d"):
@@ -439,7 +449,7 @@ async def test_trainers_that_hand_their_job_over_are_not_lost(ledger: Ledger) ->
         await ledger.trainer.give_back(job_id, epoch, is_handover=True)
     assert await ledger.trainer.claim_job(job_id, "trainer-e", 0.0)
     assert await ledger.trainer.claim_job(job_id, "trainer-f", 0.0)  # one loss
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     assert num_lost_trainers(await newest_events(ledger, job_id)) == 1
     epoch = await ledger.trainer.claim_job(job_id, "trainer-g", 30.0)  # the second one
@@ -545,7 +555,7 @@ async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(
     assert await ledger.event_log.read(job_id, after=(await ledger.event_log.read(job_id))[-1].id) == []
 
 
-@pytest.mark.usefixtures("conductors")
+@pytest.mark.usefixtures("conductors", "eager")
 @pytest.mark.parametrize("name", ["prompts", "rollouts"])
 async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger: Ledger, name: str) -> None:
     job_id, other = await create_job(ledger), await create_job(ledger)
@@ -555,7 +565,7 @@ async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger: Ledger, na
     await ledger.redis.delete(getattr(JobKeys(job_id), name))
     fields = await reaches(ledger, job_id, JobState.FAILED)
     assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
     assert await ledger.jobs.state(other) is JobState.RUNNING
 
 
