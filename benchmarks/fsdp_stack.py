@@ -1,0 +1,124 @@
+"""The memory of a job on a random model of a billion parameters, with two FSDP2 ranks and real rollouts.
+
+    python benchmarks/fsdp_stack.py bfloat16    LoRA, into benchmarks/results/fsdp_stack.json
+    python benchmarks/fsdp_stack.py float32     only shown
+
+It is the local stack with vLLM, whose trainer is started by torchrun. Three iterations of tiny responses. A random
+model gets no reward, so the job has a KL term: without one its groups would be left out. With LoRA it needs no second
+model for it.
+
+In bfloat16 the ranks hold 2 bytes a parameter, and 4 in versions while one is made; rollout and engine hold 2 each:
+10 GB for a billion parameters, and 20 in float32, besides programs, caches and activations.
+"""
+
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_memory import BILLION, LORA, peaks, write_model
+from harness import save, temporary_folder
+from memory import Sampler, by_service
+
+from onbeat.local.supervisor import ServiceSpec
+from onbeat.memory import read_memory
+from onbeat.types import JobState
+from tests.e2e.stack import RunningStack, running, tiny_job
+
+NUM_RANKS, NUM_ITERATIONS = 2, 3
+DEADLINE_S = 1500.0
+POLL_S = 0.5
+LEAST_BYTES = 1_000_000_000  # below this the job is given up: others need the machine
+SECTIONS = {
+    "rollout": {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 8},
+    "objective": {"kl": {"coef": 0.05}},
+    "training": {"max_tokens_per_micro_batch": 128},
+    "schedule": {"num_iterations": NUM_ITERATIONS},
+}
+
+
+class Watch(threading.Thread):
+    """A thread that notes the least memory that this machine has available, and sets `is_scarce` below LEAST_BYTES."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.least_bytes = self.first_bytes = read_memory().available_bytes
+        self.is_scarce = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            self.least_bytes = min(self.least_bytes, read_memory().available_bytes)
+            if self.least_bytes < LEAST_BYTES:
+                self.is_scarce.set()
+            time.sleep(POLL_S / 5)
+
+
+def with_ranks(specs: list[ServiceSpec]) -> list[ServiceSpec]:
+    """Let torchrun start the trainer, as two FSDP2 ranks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    (trainer,) = [spec for spec in specs if spec.name == "trainer"]
+    env = {**trainer.env, "ONBEAT_PARALLELISM": "fsdp"}
+    ranks = replace(trainer, command=[*launch, "-m", "services.trainer"], env=env)
+    return [ranks if spec is trainer else spec for spec in specs]
+
+
+def wait(stack: RunningStack, job_id: str, watch: Watch) -> list[float]:
+    """Return the peak of each rank, in GB, at the end of the job."""
+    (trainer,) = [service.pid for service in stack.services if service.spec.name == "trainer"]
+    assert trainer is not None
+    found: list[float] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not (job := stack.job(job_id)).state.is_final:
+        assert time.monotonic() < deadline, f"the job takes longer than {DEADLINE_S:.0f} s"
+        assert not watch.is_scarce.is_set(), f"less than {LEAST_BYTES / 1e9:.0f} GB are left"
+        found = peaks(trainer) or found
+        time.sleep(POLL_S)
+    assert job.state is JobState.SUCCEEDED, job.error
+    return peaks(trainer) or found
+
+
+def run(dtype: str, folder: Path) -> dict[str, Any]:
+    num_parameters = write_model(folder / "model", BILLION)
+    model = {"dtype": dtype, "max_context_tokens": 64}
+    job = tiny_job(folder, model=model, **SECTIONS, **LORA)
+    cores = {"rollout_cores": None, "trainer_cores": None}  # both have all
+    watch, sampler, started = Watch(), Sampler(os.getpid()), time.monotonic()
+    watch.start()
+    sampler.start()
+    try:
+        with running(folder, engine="vllm", lease_s=30.0, change=with_ranks, **cores) as stack:
+            job_id = stack.client.jobs.create(job).id
+            ranks = wait(stack, job_id, watch)
+            iterations = stack.client.jobs.iterations(job_id)
+    finally:
+        sampler.stop()
+    sizes = [by_service(sample) for sample in sampler.samples]
+    services = sorted({name for sample in sizes for name in sample})
+    return {
+        "parameters": num_parameters,
+        "dtype": dtype,
+        "iterations": len(iterations),
+        "ranks_gb": ranks,
+        "peak_by_service_mb": {name: max(sample.get(name, 0) for sample in sizes) for name in services},
+        "available_gb": {"before": round(watch.first_bytes / 1e9, 1), "least": round(watch.least_bytes / 1e9, 1)},
+        "iteration_s": [round(each.wall_s or 0.0, 1) for each in iterations],
+        "wall_s": round(time.monotonic() - started),
+    }
+
+
+def main() -> None:
+    if sys.argv[1:] not in (["bfloat16"], ["float32"]):
+        raise SystemExit("usage: python benchmarks/fsdp_stack.py bfloat16|float32")
+    with temporary_folder() as folder:
+        result = run(sys.argv[1], folder)
+    if sys.argv[1] == "bfloat16":
+        save("fsdp_stack", result)
+    else:
+        print(result)
+
+
+if __name__ == "__main__":
+    main()
