@@ -107,6 +107,11 @@ def by_service(sample: Counter[tuple[str, str]]) -> dict[str, int]:
     return {service: round(size) for service, size in sizes.most_common()}
 
 
+def peak_of(sizes: list[dict[str, int]], *services: str) -> int:
+    """Return the most that these services take together at one moment."""
+    return max(sum(each.get(name, 0) for name in services) for each in sizes)
+
+
 def run(*overrides: str) -> dict[str, Any]:
     """Return what a job of the quick start takes with these overrides, in MB."""
     onbeat = [sys.executable, "-m", "onbeat.cli"]
@@ -133,12 +138,14 @@ def run(*overrides: str) -> dict[str, Any]:
             after = measure(root)
             subprocess.run([*onbeat, "down", *data_dir], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     peak = max(sampler.samples, key=lambda sample: sample.total())
-    services = sorted({service for sample in sampler.samples for service, _ in sample})
+    sizes = [by_service(sample) for sample in sampler.samples]
+    services = sorted({service for each in sizes for service in each})
     iterations = json.loads(report.stdout)["iterations"][WARMUP:]
     return {
         "peak": round(peak.total()),
         "at_peak": by_service(peak),
-        "peak_by_service": {name: max(by_service(each).get(name, 0) for each in sampler.samples) for name in services},
+        "peak_by_service": {name: peak_of(sizes, name) for name in services},
+        "peak_of_rollout_with_engine": peak_of(sizes, "rollout", "engine core"),
         "trainer_at_its_peak": {
             kind: round(max(sample["trainer", kind] for sample in sampler.samples)) for kind in KINDS
         },
