@@ -1,7 +1,10 @@
 """`python -m services.rollout.memory_plan REQUEST.json` estimates the memory of a job's rollout before it runs.
 
-A rollout is two processes: the service, which holds the weights that it has pulled, and vLLM's engine core. Figures
-other than the model's bytes were measured on a CPU.
+A rollout is two processes: the service, which holds the weights that it has pulled, and vLLM's engine core, whose peak
+is while it loads a new version. Bytes of programs, tokenizers and gaps were measured on a CPU, in two models.
+
+vLLM on a CPU multiplies with a packed copy of each weight, which oneDNN makes. It then drops the weight of a linear
+layer. It keeps that of the embedding, whose rows it reads, and packs it twice: also as the head, tied or not.
 """
 
 import json
@@ -9,10 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from onbeat.hardware.processor import read_processor
 from services.rollout.engines.vllm_platform import GIB, kv_cache_bytes, num_cached_seqs
 
-SERVICE_BYTES = 780_000_000  # the service without weights: it has imported vLLM
-ENGINE_BYTES = {"float32": 1_380_000_000, "bfloat16": 1_080_000_000}  # the engine core without weights and cache
+SERVICE_BYTES = 625_000_000  # the service without weights and tokenizers: it has imported vLLM
+TOKEN_BYTES = 3_200  # for each token of the vocabulary, in the tokenizers of the service and of its engine's client
+ENGINE_BYTES = 500_000_000  # the engine core without weights and cache: it has imported vLLM, too
+PACKED_EMBEDDINGS = 2  # the embedding's copy, which nothing reads, and the head's
+LOADED_EMBEDDINGS = 2  # while a version is loaded, the largest weight and its packed copy exist beside the former ones
+GAPS = 0.5  # of the layers: what they leave when they are packed one by one, and where the next copy does not fit
 NUM_LOGITS = 3  # copies of the logits of a step, float32: raw, tempered, probabilities
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -36,10 +44,25 @@ def plan_rollout(
     num_cached = num_cached_seqs(max_num_seqs, has_episodes)
     cache = kv_cache_bytes(int(cache_gib * GIB), model, dtype, max_model_len, num_cached)
     logits = NUM_LOGITS * max_num_seqs * model["vocab_size"] * 4
-    return {
-        "rollout": {"program": SERVICE_BYTES, "pulled weights": weights},
-        "engine core": {"program": ENGINE_BYTES[dtype], "weights": weights, "cache": cache, "logits": logits},
+    embedding = model["vocab_size"] * model.get("hidden_size", 0) * ITEM_BYTES[dtype]  # GPT-2's has another name
+    service = {
+        "program": SERVICE_BYTES,
+        "tokenizers": TOKEN_BYTES * model["vocab_size"],
+        "pulled weights": weights,
     }
+    engine = {"program": ENGINE_BYTES, "weights": weights, "cache": cache, "logits": logits, "loading": embedding}
+    if is_packed(dtype):
+        engine |= {
+            "packed embeddings": PACKED_EMBEDDINGS * embedding,
+            "loading": LOADED_EMBEDDINGS * embedding,
+            "gaps": int(GAPS * (weights - embedding)),
+        }
+    return {"rollout": service, "engine core": engine}
+
+
+def is_packed(dtype: str) -> bool:
+    """Return whether oneDNN packs weights of this dtype on this processor: where it has instructions to multiply it."""
+    return dtype == "float32" or read_processor().bfloat16 == "native"
 
 
 def main() -> None:

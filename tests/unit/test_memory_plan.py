@@ -8,6 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from onbeat.cli import app
+from onbeat.hardware.processor import Hardware
+from services.rollout import memory_plan as rollout_plan
 from services.trainer import memory_plan
 from services.trainer.batch import pack
 from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
@@ -103,6 +105,23 @@ def test_a_gpu_holds_no_published_versions() -> None:
     plan = plan_trainer(config_of(), Sizes(MB, MB, 0, MB, 2), Placement(is_on_host=False))
     assert "published versions" in plan["host"]
     assert "published versions" not in plan["device"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bfloat16", "expected"),
+    [
+        ("float32", "emulated", {"weights": 4, "packed embeddings": 2, "loading": 2, "gaps": 1.5}),
+        ("bfloat16", "native", {"weights": 2, "packed embeddings": 1, "loading": 1, "gaps": 0.75}),
+        ("bfloat16", "emulated", {"weights": 2, "loading": 0.5}),
+    ],
+)
+def test_an_engine_is_planned_with_the_weights_it_packs(dtype, bfloat16, expected, monkeypatch) -> None:
+    """A model of a million parameters, a quarter of them in its embedding, on processors with and without bfloat16."""
+    monkeypatch.setattr(rollout_plan, "read_processor", lambda: Hardware("x", "y", bfloat16))
+    model = {"vocab_size": 1000, "hidden_size": 250}
+    engine = rollout_plan.plan_rollout(model, MB, dtype, 64, 8, False, 0.0)["engine core"]
+    other = {"program", "cache", "logits"}
+    assert {name: size / MB for name, size in engine.items() if name not in other} == expected
 
 
 def plan_of(model: Path, folder: Path, *options: str):
