@@ -50,3 +50,10 @@ def test_settings_of_other_services_look_not_misspelt():
     others = set().union(*names, re.findall(r"ONBEAT_[A-Z_]+", COMPOSE.read_text()))
     for known in names:
         assert not [other for other in others - known if difflib.get_close_matches(other, known, cutoff=CLOSE)]
+
+
+def test_variables_of_compose_are_documented():
+    named = set(re.findall(r"\$\{(ONBEAT_[A-Z_]+)", COMPOSE.read_text()))
+    page = (COMPOSE.parent / "docs" / "deploy.md").read_text()
+    assert len(named) > 10
+    assert not {name for name in named if f"`{name}`" not in page}
