@@ -86,8 +86,17 @@ class LocalStack:
         held_fds = [self._lock.children_fd, self._scratch.lock_fd]
         self._supervisor = Supervisor(options.data_dir / "logs", self._report, held_fds, self._scratch.path)
         self._supervisor.start([redis, *service_specs(options, redis_url, port)])
-        place = (os.getpid(), self._command, self.url, redis_url, time.time())
-        self._lock.write(StackState(*place, options.num_rollouts, options.engine))
+        self._lock.write(
+            StackState(
+                pid=os.getpid(),
+                command=self._command,
+                url=self.url,
+                redis_url=redis_url,
+                started_at=time.time(),
+                num_rollouts=options.num_rollouts,
+                engine=options.engine,
+            )
+        )
 
     def check(self) -> None:
         """Restart what died. Raises StackFailed when that does not help."""
