@@ -7,6 +7,7 @@ Its Python and the environment's configuration come from the package that the op
 """
 
 import json
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -58,12 +59,15 @@ def write_tasks(python: str, environment: Mapping[str, Any], path: str, num_task
     with start(python, environment, str(num_tasks)) as process:
         assert process.stdout is not None
         deadline = Timer(TASKS_DEADLINE_S, process.kill)
+        deadline.daemon = True
         deadline.start()
         rows = process.stdout.read()
-        is_done = process.wait() == 0
+        exit_code = process.wait()
         deadline.cancel()
-    if not is_done:
-        raise RuntimeError(rows or f"verifiers cannot load the tasks within {TASKS_DEADLINE_S:.0f} s; see above")
+    if exit_code == -signal.SIGKILL:
+        raise RuntimeError(f"verifiers cannot load the tasks within {TASKS_DEADLINE_S:.0f} s")
+    if exit_code != 0:
+        raise RuntimeError(rows or "verifiers cannot load the tasks; see above")
     Path(path).write_text(rows)
 
 

@@ -78,7 +78,11 @@ def why_ended(data_dir: Path) -> str:
     path = data_dir / "logs" / "stack.log"
     if has_processes(data_dir) or not path.is_file():
         return ""
-    lines = [line for line in path.read_text(errors="replace").splitlines() if " ERROR " in line]
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:  # another user's
+        return ""
+    lines = [line for line in lines if " ERROR " in line and not line.startswith(" ")]  # indented: a service's own log
     if not lines:
         return ""
     reason = lines[-1].partition(" ERROR ")[2].partition("; last lines of")[0]

@@ -98,8 +98,9 @@ class TrainLoop:
     def _check_signal(self, stats: IterationStats) -> None:
         """Raise JobFailed, once a checkpoint is written, after too many iterations in a row without signal. A job that
         is resumed may do as many again."""
-        limit, state = self._config.schedule.stop_without_signal, self._publisher.state
-        if limit is None or state.num_without_signal == 0 or state.num_without_signal % limit:
+        schedule, state = self._config.schedule, self._publisher.state
+        limit, is_last = schedule.stop_without_signal, state.next_iteration == schedule.num_iterations
+        if limit is None or is_last or state.num_without_signal == 0 or state.num_without_signal % limit:
             return
         self._publisher.leave()
         mean = stats.sums["reward"] / stats.sums["num_responses"]

@@ -181,6 +181,8 @@ class Publisher:
         everywhere = [json.loads(message) for message in shards.all_gather_bytes(own)]
         if delta_bytes is not None:
             delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
+        if self._is_in_place:  # the version before is still served if no step was taken
+            self._link.withdraw()
         self._link.hold(snapshot, delta_bytes)
         shards.all_gather_bytes(b"held")
         if self._world.is_main:

@@ -290,7 +290,8 @@ def test_stack_that_has_ended_by_itself_says_why(
     for text, is_told in (
         ("2026-11-23 15:00:00,000 INFO the stack is up at http://127.0.0.1:8800\n", False),
         (
-            "2026-11-23 15:00:00,000 ERROR rollout-0 exited with code 1, after 4 restarts; last lines of x:\n  no\n",
+            "2026-11-23 15:00:00,000 ERROR rollout-0 exited with code 1, after 4 restarts; last lines of x:\n"
+            "  2026-11-23 14:59:59,000 ERROR a service's own line\n",
             True,
         ),
     ):

@@ -11,6 +11,8 @@ import torch
 
 from services.trainer import publisher
 from services.trainer.checkpoints.store import TrainState
+from services.trainer.gac import GacAction, GacDecision
+from services.trainer.gradient_control import GradientControl
 from services.trainer.policy import Policy, is_served_in_place
 from services.trainer.publisher import Publisher
 from services.trainer.replay import NoCheckpoints
@@ -146,8 +148,9 @@ class ServingLink(RecordedLink):
         self.seen.append((snapshot.manifest, [payload.plan for payload in payloads], content))
 
     def withdraw(self):
+        if self.store.versions():
+            self.events.append("withdrawn")
         asyncio.run(self.store.withdraw())
-        self.events.append("withdrawn")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,6 +170,14 @@ def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monke
         assert is_same == {is_view}
     files = [(tmp_path / which / "checkpoints" / "iteration-000003") for which in ("in place", "copied")]
     assert len({(folder / "model.safetensors").read_bytes() for folder in files}) == 1
+
+
+def test_version_without_a_step_ends_the_pulls_of_the_one_before(tmp_path, monkeypatch):
+    config, groups = job_config(gac={"mode": "control"}), recorded_iterations()
+    monkeypatch.setattr(GradientControl, "apply", lambda self, gradients: GacDecision(GacAction.SKIP, None))
+    link = ServingLink(config, groups)
+    train(config, groups, tmp_path, link=link)
+    assert link.events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,8 @@ def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
     with pytest.raises(JobFailed, match="stopped after 6 iterations"):  # a resumed job may do two more
         train(config, groups[16:], tmp_path, link=link, resume_from=4)
     assert [upto for _, upto, _ in link.checkpoints] == [6]
+    is_done = job_config(schedule=schedule | {"num_iterations": 2})
+    assert len(train(is_done, groups[:4] + mixed_iteration(1, everything), tmp_path / "done")[1].commits) == 2
     goes_on = job_config(schedule={"num_iterations": 2})
     groups = mixed_iteration(0, everything) + mixed_iteration(1, everything)
     assert len(train(goes_on, groups, tmp_path / "goes on")[1].commits) == 2

@@ -58,7 +58,7 @@ def job_without(body: Any, fields: Sequence[str]) -> JobConfig | None:
     """Return the job with defaults instead of these fields; None if there is no such job."""
     for field in fields:
         body = without(body, field.split("."))
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or not all(isinstance(body.get(name) or {}, dict) for name in ANY_NUMBERS):
         return None
     filled = {name: numbers | (body.get(name) or {}) for name, numbers in ANY_NUMBERS.items()}
     try:
