@@ -104,7 +104,7 @@ class SnapshotWriter:
             self._held[name] = (self._held[name][0], host_bytes(tensor))
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor into the version, unless it is made in place; later changes to it have no effect then."""
+        """Take the tensor into the version: as a copy, which later changes do not reach, or in place."""
         assert name not in self._encoded, f"{name} is put twice"
         buffer = host_bytes(tensor, is_copied=not self._is_in_place)
         self._buffers[name] = (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), buffer)
@@ -287,6 +287,7 @@ class WeightStore:
 
 
 def host_bytes(tensor: torch.Tensor, is_copied: bool = True) -> memoryview:
-    """Return the tensor's bytes, row-major, little-endian; they are its own only if not `is_copied`."""
+    """Return the tensor's bytes, row-major, little-endian: a private copy, or not `is_copied`, the tensor's memory where
+    it is on the host and contiguous."""
     whole = tensor.detach().to("cpu", copy=is_copied).contiguous()
     return memoryview(whole.reshape(-1).view(torch.uint8).numpy()).toreadonly()
