@@ -124,6 +124,15 @@ async def test_template_that_hides_results_of_tools_gets_ours():
     assert "<tool_response>\n3\n</tool_response>" in seen[1][0]
 
 
+def test_template_with_calls_of_another_form_gets_ours():
+    other = QWEN_LIKE.replace("<tool_call>", "<function>").replace("</tool_call>", "</function>")
+    assert other != QWEN_LIKE
+    text = ChatTemplate(tokenizer_of(other)).render([QUESTION], [TOOL], is_prompt=True)
+    assert "You may call functions" in text
+    assert "<tool_call>" in text
+    assert "<function>" not in text
+
+
 def test_template_that_knows_tools_shows_them_in_its_own_form():
     text = ChatTemplate(tokenizer_of(QWEN_LIKE)).render([QUESTION], [TOOL], is_prompt=True)
     assert f"# Tools{json.dumps(TOOL)}<|im_end|>" in text

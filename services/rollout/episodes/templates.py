@@ -1,8 +1,9 @@
 """A model's chat template as text: messages and tools in, the text of the prompt out.
 
-Templates that know no tools, or leave out their calls or results, get them from us, in the form that Hermes and Qwen
-were trained on: the tools are described in the system message (in the first user message where the template takes no
-system), calls are part of an answer's text, and the results of tools are given by the role `user`.
+Calls are read in the form of Hermes and Qwen alone (`toolcalls`). Templates that know no tools, leave out their calls
+or results, or write calls in another form, get all of it from us in that form: the tools are described in the system
+message (in the first user message where the template takes no system), calls are part of an answer's text, and the
+results of tools are given by the role `user`.
 """
 
 import json
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from onbeat.environments import Message
+from services.rollout.episodes import toolcalls
 
 SENTINEL = "a-text-that-stands-for-an-answer"
 PROBE: Message = {"role": "user", "content": SENTINEL}
@@ -87,12 +89,14 @@ class ChatTemplate:
 
     @cached_property
     def _knows_tools(self) -> bool:
-        """Whether the template shows tools, calls and results: some leave one of them out without a word."""
+        """True if the template shows tools, results, and calls in the form that is read: some leave one of them out
+        without a word."""
         try:
             text = self._apply(PROBE_CALL, [PROBE_TOOL], is_prompt=True)
         except TemplateRefusal:
             return False
-        return all(each in text for each in (TOOL_PURPOSE, ARGUMENT, RESULT))
+        _, calls = toolcalls.parse(text)
+        return toolcalls.ToolCall(TOOL_NAME, {"query": ARGUMENT}) in calls and TOOL_PURPOSE in text and RESULT in text
 
     @cached_property
     def _takes_system(self) -> bool:

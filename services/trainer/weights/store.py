@@ -287,7 +287,7 @@ class WeightStore:
 
 
 def host_bytes(tensor: torch.Tensor, is_copied: bool = True) -> memoryview:
-    """Return the tensor's bytes, row-major, little-endian: a private copy, or not `is_copied`, the tensor's memory where
-    it is on the host and contiguous."""
+    """Return the tensor's bytes, row-major, little-endian: a private copy, or, if not `is_copied`, the tensor's own
+    memory where it is on the host and contiguous."""
     whole = tensor.detach().to("cpu", copy=is_copied).contiguous()
     return memoryview(whole.reshape(-1).view(torch.uint8).numpy()).toreadonly()
