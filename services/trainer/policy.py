@@ -16,7 +16,7 @@ import torch
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Logprobs
 from services.trainer.batch import MicroBatch
-from services.trainer.gradient_control import GradientControl
+from services.trainer.gradient.control import GradientControl
 from services.trainer.model.lora import add_adapters, published_sizes, published_tensors
 from services.trainer.model.model import (
     DTYPES,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.config import GacConfig
-from services.trainer.gac import GacAction, decide
-from services.trainer.gradient_control import GradientControl
+from services.trainer.gradient.control import GradientControl
+from services.trainer.gradient.gac import GacAction, decide
 
 
 def pair(cosine, norm_g=3.0, norm_h=2.0):

@@ -9,8 +9,9 @@ import torch
 from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
 from onbeat.objectives.base import Logprobs
+from services.trainer.accumulate import GradientSum
 from services.trainer.batch import cost, group_rewards, pack, rows
-from services.trainer.loop import TrainLoop
+from services.trainer.iteration import OpenIteration
 from services.trainer.model.model import freeze_copy, response_logprobs, tri_model_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
@@ -257,14 +258,12 @@ def test_shard_without_signal_passes_as_many_rows_as_its_peers(uniform):
     config, groups = strict("grpo"), mixed_iteration(0, uniform)
     model = tiny_model(tiny_config(), torch.float32)
     policy = replace(Policy.create(model, config), is_sharded=True)
-    loop = TrainLoop.__new__(TrainLoop)
-    loop._config, loop._policy, loop._device, loop._world = config, policy, CPU, Peers()
-    loop._current_version, loop._behaviour_version, loop._num_updates_done, loop._rows = 0, 0, 0, []
+    opened = OpenIteration(config, 0, 0, behaviour_version=0)
+    gradient = GradientSum(opened, policy, Peers(), IterationStats(0))
     model.get_decoder().register_forward_hook(lambda *args: passes.append(1))
-    loop.accumulate(groups, IterationStats(0))
+    gradient.add(groups)
     assert len(passes) == 3
-    assert [part.group.group_id for row in loop._rows for part in row] == [
-        f"0-{i}" for i in range(4) if i not in uniform
-    ]
+    trained = [part.group.group_id for row in gradient.rows for part in row]
+    assert trained == [f"0-{i}" for i in range(4) if i not in uniform]
     has_gradient = any(gradient.any() for gradient in policy.optimizer.gradients().values())
     assert has_gradient == (len(uniform) < 4)

@@ -13,12 +13,14 @@ from onbeat.objectives.base import Logprobs
 from onbeat.objectives.grpo import GrpoObjective
 from onbeat.response_stats import MAX_PARTS
 from onbeat.streams.codec import GroupFailure, RolloutGroup
+from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
+from services.trainer.iteration import OpenIteration
 from services.trainer.job.link import Stopped
-from services.trainer.loop import TrainLoop
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
+from services.trainer.world import ALONE
 from tests.unit.trainer_fixtures import (
     RecordedLink,
     job_config,
@@ -114,12 +116,10 @@ def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
 
     model = tiny_model(tiny_config(), torch.float32)
     policy = Policy.create(model, config)
-    loop = TrainLoop.__new__(TrainLoop)
-    loop._config, loop._policy, loop._device = config, policy, torch.device("cpu")
-    loop._current_version, loop._behaviour_version, loop._num_updates_done, loop._rows = 0, 0, 0, []
     stats = IterationStats(0)
+    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, ALONE, stats)
     for group in groups:
-        loop.accumulate([group], stats)
+        gradient.add([group])
     policy.optimizer.rescale(stats.tally.num_tokens)
     policy.optimizer.clip()
     for name, parameter in reference.named_parameters():

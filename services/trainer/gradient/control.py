@@ -4,7 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from onbeat.config import GacConfig
-from services.trainer.gac import GacAction, GacDecision, decide
+from services.trainer.gradient.gac import GacAction, GacDecision, decide
 from services.trainer.world import World
 
 Gradients = dict[str, torch.Tensor]

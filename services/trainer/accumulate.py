@@ -1,0 +1,124 @@
+"""The gradient of one update, added up micro-batch by micro-batch and left unnormalised until the barrier.
+
+    micro-batch of groups -> verify -> leave out those without signal -> rows
+    row                   -> pack -> forward (policy, old, reference) -> loss sum -> backward
+
+Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part in idle ones.
+"""
+
+from dataclasses import astuple
+
+import torch
+
+from onbeat.errors import JobFailed
+from onbeat.objectives.base import Loss
+from onbeat.streams.codec import RolloutGroup
+from services.trainer.batch import MicroBatch, Part, group_rewards, idle_batch, pack, rows
+from services.trainer.iteration import OpenIteration
+from services.trainer.policy import Policy
+from services.trainer.stats import IterationStats, Tally
+from services.trainer.world import World
+
+
+class GradientSum:
+    """The gradient of an update so far, in the gradients of the policy's parameters."""
+
+    def __init__(
+        self, opened: OpenIteration, policy: Policy, world: World, stats: IterationStats, scale: float = 1.0
+    ) -> None:
+        """Drop the gradient of the update before. `scale`: the objective's, of the whole iteration."""
+        self.rows: list[list[Part]] = []
+        self._opened, self._policy, self._world = opened, policy, world
+        self._stats, self._scale = stats, scale
+        self._config = opened.config
+        self._device = next(policy.model.parameters()).device
+        self._witness: RolloutGroup | None = None  # the first group with responses
+        policy.optimizer.drop_gradients()
+        stats.start_update()
+
+    def add(self, groups: list[RolloutGroup]) -> None:
+        """Add the gradient of a micro-batch. Raises JobFailed for a group that may not be trained."""
+        trained = []
+        vocab_size = self._policy.model.config.get_text_config().vocab_size
+        for group in groups:
+            self._opened.verify(group, vocab_size)
+            is_trained = self._config.objective.has_signal(group_rewards(group))
+            self._stats.add_group(group, is_trained)
+            if is_trained:
+                trained.append(group)
+            elif group.responses and self._config.objective.has_advantages:
+                self._stats.advantages[group.group_id] = [0.0] * len(group.responses)
+            if self._witness is None and group.responses:
+                self._witness = group
+        self._add_rows(rows(trained, self._config))
+
+    def complete(self) -> None:
+        """Pass one row, of zero gradient, if no group of any rank had signal: it shows the mismatch."""
+        if self._lockstep(len(self.rows)) == 0:
+            with self._stats.busy("train/micro_batches_s"):
+                self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1])
+
+    def reduce(self) -> None:
+        """Sum over all replicas: the first half of the barrier. A sharded model has summed its gradients on the way."""
+        if not self._policy.is_sharded:
+            self._world.sum_tensors(list(self._policy.optimizer.gradients().values()))
+        self._stats.tally = Tally(*map(int, self._world.sum_scalars(astuple(self._stats.tally))))
+
+    def groups_to_blame(self) -> str:
+        """Return the groups of this replica whose own gradient is not finite, each tried again by itself."""
+        if self._policy.is_sharded:
+            return "that only one replica can tell apart; run it alone, or with ONBEAT_PARALLELISM=ddp"
+        guilty = []
+        for part in [part for row in self.rows for part in row]:
+            stats = IterationStats(self._opened.current_version)
+            GradientSum(self._opened, self._policy, self._world, stats)._add_row([part])
+            if not all(gradient.isfinite().all() for gradient in self._policy.optimizer.gradients().values()):
+                guilty.append(part.group.group_id)
+        return ", ".join(guilty) or "of another replica, or in their sum alone"
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def _add_rows(self, packed: list[list[Part]]) -> None:
+        num_passes = self._lockstep(len(packed))
+        self._stats.add_micro_batch(num_passes)
+        for row in packed:
+            self.rows.append(row)
+            self._add_row(row)
+        for _ in range(num_passes - len(packed)):
+            self._pass_idle_row()
+
+    def _lockstep(self, count: int) -> int:
+        """Return the largest count of the ranks that pass rows together; a whole replica goes alone."""
+        return self._world.largest(count) if self._policy.is_sharded else count
+
+    def _add_row(self, row: list[Part]) -> None:
+        batch = pack(row, self._device)
+        loss_sum = self._loss(batch).loss_sum
+        if not torch.isfinite(loss_sum):
+            raise JobFailed(f"the loss is not finite ({loss_sum.item()}) in groups {', '.join(batch.group_ids)}")
+        loss_sum.backward()
+
+    def _pass_idle_row(self) -> None:
+        """Take part in the collectives of the ranks that have one more row; adds nothing."""
+        batch = idle_batch(self._device)
+        self._probed_logprobs(batch)
+        logprobs, _ = self._policy.logprobs(batch, 1.0, self._opened.old_version)
+        (logprobs.trainer * 0.0).sum().backward()
+
+    def _loss(self, batch: MicroBatch) -> Loss:
+        """Compute all policies on the same packed row, then the objective."""
+        probed = self._probed_logprobs(batch)
+        temperature = self._config.rollout.temperature
+        logprobs, entropy = self._policy.logprobs(batch, temperature, self._opened.old_version)
+        loss = self._config.objective.loss(batch, logprobs, self._scale)
+        behaviour_logprobs = logprobs.old if self._opened.has_behaviour_logprobs else probed
+        self._stats.add_loss(batch, logprobs.trainer, behaviour_logprobs, loss, entropy)
+        return loss
+
+    def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return the trainer's logprobs [N] at the weights that generated, where only the comparison needs them."""
+        version = self._opened.behaviour_version
+        if self._opened.has_behaviour_logprobs or not self._opened.is_probed:
+            return None
+        assert version is not None, "no pass before the first groups are here"
+        return self._policy.logprobs_at(version, batch, self._config.rollout.temperature)
