@@ -213,9 +213,8 @@ def test_trainer_dies_while_episodes_are_played(chaos, tmp_path):
 
 def test_broker_cancelling_not_cancelled(chaos):
     """The user cancels, all trainers are away, and the broker dies when it is about to end the job."""
-    chaos.orders.give("RolloutSide.claim.before", "stop")  # nothing is generated meanwhile
-    job_id = chaos.submit("cancelling")
-    os.kill(chaos.wait_for_taken("RolloutSide.claim.before"), signal.SIGCONT)
+    job_id = chaos.submit("cancelling", schedule={"num_iterations": 100})  # it does not end meanwhile
+    wait_until(lambda: chaos.stack.job(job_id).state is JobState.RUNNING, f"{job_id} runs")
     for trainer in ("trainer", "trainer-1"):
         wait_until(lambda name=trainer: chaos.stack.signal(name, signal.SIGSTOP), f"{trainer} is there to be stopped")
     chaos.orders.give("Jobs.move.before", "kill", nth=2)  # the first one is the user's
