@@ -16,11 +16,10 @@ from onbeat.terminal.job_view import heartbeat_time, is_silent
 from onbeat.terminal.live import LATE_S, live_view, look_until, press_of_q
 from onbeat.terminal.report import num_tokens
 from onbeat.terminal.tables import Column, table_lines
-from onbeat.types import IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
+from onbeat.types import MAX_LISTED_JOBS, IterationRecord, IterationState, JobRecord, JobState, PoolStatus, WorkerRecord
 
 DEFAULT_POOL = "default"
 NUM_NEWEST = 200  # jobs of any state in the first request
-MAX_PER_STATE = 1000  # the most that a broker lists
 MAX_MEASURED_JOBS = 20  # jobs whose newest iteration is requested
 
 
@@ -66,12 +65,12 @@ async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Sn
 
 
 async def find_active(client: AsyncClient) -> list[JobRecord]:
-    """Return jobs that are not over, at most MAX_PER_STATE of each state."""
+    """Return jobs that are not over, at most MAX_LISTED_JOBS of each state."""
     newest = await client.jobs.list(limit=NUM_NEWEST)
     lists = [newest]
     if len(newest) == NUM_NEWEST:  # there are more
         states = [state for state in JobState if not state.is_final]
-        lists += await asyncio.gather(*(client.jobs.list(state, MAX_PER_STATE) for state in states))
+        lists += await asyncio.gather(*(client.jobs.list(state, MAX_LISTED_JOBS) for state in states))
     known = {job.id: job for found in lists for job in found}  # as last seen: a job may be in two lists
     return [job for job in known.values() if not job.state.is_final]
 

@@ -37,6 +37,18 @@ async def next_list(page: Page) -> None:
 # ---- the list of jobs --------------------------------------------------------------------------------------------
 
 
+async def test_search_finds_a_job_by_its_name(visit: Visitor, broker: Broker, ledger: Ledger) -> None:
+    for name in ("wanted", "other"):
+        await create_job(ledger, name=name)
+    page = await visit(broker.url)
+    await expect(page.get_by_role("link", name="other")).to_be_visible()
+    async with page.expect_request_finished(lambda request: "limit=" in request.url):
+        await page.get_by_role("searchbox").fill("want")
+    await expect(page.get_by_role("link", name="other")).to_have_count(0)
+    await expect(page.get_by_role("link", name="wanted")).to_be_visible()
+    await next_list(page)  # which the broker has not refused
+
+
 async def test_list_requested_before_a_move_is_not_shown_after_it(
     visit: Visitor, broker: Broker, ledger: Ledger
 ) -> None:

@@ -10,11 +10,13 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+
+from onbeat.types import MAX_LISTED_JOBS
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.05"))
 API_KEY = "secret"
@@ -201,7 +203,7 @@ def make_app(fake: FakeJobs) -> FastAPI:
         return {"choices": [{"message": {"content": f"{len(said)}: {said[-1]['content']}\x1b[2J"}}]}
 
     @app.get("/v1/jobs")
-    async def list_jobs(state: str | None = None, limit: int = 200) -> Any:
+    async def list_jobs(state: str | None = None, limit: Annotated[int, Query(le=MAX_LISTED_JOBS)] = 200) -> Any:
         records = [fake.record(job_id) for job_id in reversed(fake.jobs)]
         return {"jobs": [record for record in records if state in (None, record["state"])][:limit]}
 

@@ -55,7 +55,7 @@ def test_make_asks_before_anything_is_installed(
     assert subprocess.run(command, capture_output=True, cwd="/").returncode == 0
     monkeypatch.setattr(shutil, "disk_usage", usage(1 * GB))
     assert main([str(tmp_path), "5", "packages"]) == 1
-    assert capsys.readouterr().err == f"{tmp_path} has 1.0 GB free, packages need 5.0 GB; make room first\n"
+    assert capsys.readouterr().err == f"{tmp_path} has 1.0 GB free, packages need 5.0 GB; free disk space first\n"
 
 
 def item(area: str, *fixtures: str) -> SimpleNamespace:
@@ -69,12 +69,12 @@ def test_each_choice_of_tests_asks_for_what_it_needs(tmp_path: Path, monkeypatch
     room.check_room([item("unit"), item("fuzz")])
     room.check_room([])
     with pytest.raises(
-        pytest.UsageError, match=r" has 1\.5 GB free, temporary files of these tests need 8\.0 GB: make"
+        pytest.UsageError, match=r" has 1\.5 GB free, temporary files of these tests need 8\.0 GB: free disk"
     ):
         room.check_room([item("unit"), item("e2e")])
     monkeypatch.setattr(shutil, "disk_usage", usage(9 * GB))
     room.check_room([item("e2e"), item("containers")])  # of manifests
-    message = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: make room"
+    message = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: free disk space"
     with pytest.raises(pytest.UsageError, match=message):
         room.check_room([item("containers", "images")])
     (engine / "overlay2").mkdir(parents=True)  # images are there

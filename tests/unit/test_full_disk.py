@@ -107,7 +107,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
 
 def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_disk):
     full_disk[3] = 99
-    with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; make room"):
+    with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; free disk"):
         train(job_config(), recorded_iterations(), tmp_path)
     assert full_disk[3] == 99 - saver.NUM_TRIES
 
@@ -154,7 +154,7 @@ def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeyp
     assert warning(3 * size) == ""
     message = warning(3 * size - GB)
     assert f"{store.folder} has 5.0 GB free" in message
-    assert "checkpoints (at most 3 of 2.0 GB at a time) need 6.0 GB; make room" in message
+    assert "checkpoints (at most 3 of 2.0 GB at a time) need 6.0 GB; free disk space" in message
     assert warning(2 * size, num_iterations=2) == "", "there are only two"
     (store.folder / "iteration-000001").mkdir(parents=True)
     (store.folder / "iteration-000001" / "state.json").write_text("{}")

@@ -16,6 +16,7 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from onbeat.types import (
+    MAX_LISTED_JOBS,
     AuditReport,
     EvaluationRecord,
     Event,
@@ -41,7 +42,6 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), 
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
 JOBS_AT_ONCE = 100  # jobs of a list, read in one round trip
-MAX_JOBS = 500  # of a list; other requests wait while a list is read and written
 
 # FastAPI describes the JSON body by itself.
 AS_TOML = {"requestBody": {"content": {TOML: {"schema": {"$ref": "#/components/schemas/JobConfig"}}}}}
@@ -163,7 +163,7 @@ async def find_repeated(ledger: Ledger, job_id: str, wanted: object) -> JobRecor
 
 @router.get("/jobs", response_model=JobList)
 async def list_jobs(
-    broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=MAX_JOBS)] = 200
+    broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=MAX_LISTED_JOBS)] = 200
 ) -> Response:
     """List jobs, newest first; jobs of a final state come in the order in which they ended, latest first."""
     jobs: list[JobRecord] = []

@@ -7,7 +7,7 @@ import { addressOf, announce, Component, createRef, html, isOver, JobControls, L
 const REFRESH_MS = 3000;
 const TYPING_MS = 250; // until the broker is asked for what is typed
 const PAGE = 50;
-const ALL = 1000; // the most that the broker lists; a search looks at all of them
+const ALL = 500; // the most that the broker lists; a search looks at the newest ones
 const STATES = ["PENDING", "RUNNING", "PAUSED", "CANCELLING", "SUCCEEDED", "FAILED", "CANCELLED"];
 const COLUMNS = ["Job", "State", "Reward", "Progress", "Time"];
 const NUM_POINTS = 40; // of a small curve
