@@ -89,11 +89,11 @@ $(REHEARSAL)/.setup: requirements/gpu-check.lock
 	UV_NO_CACHE=1 $(REHEARSAL)/bin/python requirements/install.py requirements/gpu-check.lock
 	touch $@
 
-# Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
 # The protocol's real scripts, explored in every order: larger bounds than in the tests.
 model: setup
 	$(BIN)/python -m tests.model
 
+# Minutes of seeded faults (processes killed and paused, bad networks); the default tests have a few seconds of it.
 chaos: setup
 	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/chaos.py
 

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     folder, needed_gb, what = arguments
     problem = shortage(Path(folder).absolute(), float(needed_gb) * GB, what)
     if problem:
-        sys.stderr.write(f"{problem}; make room first\n")
+        sys.stderr.write(f"{problem}; free disk space first\n")
     return 1 if problem else 0
 
 

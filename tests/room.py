@@ -29,7 +29,8 @@ def check_room(items: Iterable[pytest.Item]) -> None:
         needed_gb = VOLUMES_GB + (0 if (folder / "overlay2").is_dir() else IMAGES_GB)
         problems.append(shortage(folder, needed_gb * GB, "images and volumes of the container tests"))
     if any(problems):
-        raise pytest.UsageError(f"{'; '.join(filter(None, problems))}: make room, set TMPDIR, or choose fewer tests")
+        remedy = "free disk space, set TMPDIR, or choose fewer tests"
+        raise pytest.UsageError(f"{'; '.join(filter(None, problems))}: {remedy}")
 
 
 def engine_folder() -> Path | None:

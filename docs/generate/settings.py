@@ -32,8 +32,8 @@ INTRODUCTION = """# Settings
 
 Where a service runs is said by environment variables; what is trained is said by the [job](job.md). A service ends at
 its start when a variable that it knows has a wrong value, and names it; of one whose name it nearly knows its log says
-so. `onbeat run` and `onbeat up` set what their
-services need themselves."""
+so. `onbeat run` and `onbeat up` set what their services need themselves. Those of the command and of the Python client,
+`ONBEAT_URL`, `ONBEAT_API_KEY` and `ONBEAT_CA_FILE`, are explained with [the client](../sdk.md#a-client)."""
 
 
 def page() -> str:

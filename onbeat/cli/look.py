@@ -56,7 +56,7 @@ def metrics(
     job_id: JobId,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="A curve, such as reward/mean. Default: all, in short."),
+        typer.Argument(metavar="NAME", help="A curve, such as iteration/reward_mean. Default: all, in short."),
     ] = None,
     as_json: AsJson = False,
     url: Url = None,

@@ -21,7 +21,7 @@ NO_REWARD = "the class gives no reward: write get_reward, or name an installed o
 class ToolsOptions:
     """The options of a job that are for the adapter, not for the user's class."""
 
-    # native: as the model's chat template has them. text: `name(1, "x")` in an answer.
+    # native: `<tool_call>` with JSON, as Hermes and Qwen write it. text: `name(1, "x")` in an answer.
     tool_calls: Literal["native", "text"] = "native"
     reward: str | None = None  # an installed reward of the last answer; needed unless the class has get_reward
     reward_options: dict[str, Any] = field(default_factory=dict)

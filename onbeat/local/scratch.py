@@ -23,5 +23,5 @@ def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
         return PrivateFolder(PREFIX, parent)
     except OSError as error:
         raise OnbeatError(
-            f"no temporary folder can be made in {parent}: {error}; make room there, or set TMPDIR to another folder"
+            f"no temporary folder can be made in {parent}: {error}; free disk space there or set TMPDIR"
         ) from error

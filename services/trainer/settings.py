@@ -17,7 +17,10 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ONBEAT_")
 
     pool: str = Field("default", description="pool whose jobs this trainer takes")
-    trainer_id: str = Field(default_factory=lambda: f"trainer-{socket.gethostname()}-{os.getpid()}")
+    trainer_id: str = Field(
+        default_factory=lambda: f"trainer-{socket.gethostname()}-{os.getpid()}",
+        description="a name that no other running trainer has",
+    )
     data_dir: Path = Field(Path(".onbeat"), description="checkpoints go to data_dir/jobs/JOB/checkpoints")
     cache_dir: Path = Field(Path.home() / ".cache" / "onbeat", description="folder for converted models")
     device: str = Field("auto", description="device to train on: auto, cpu, cuda or npu")

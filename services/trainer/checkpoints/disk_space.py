@@ -31,4 +31,4 @@ def little_room(checkpoints: CheckpointStore, policy: Policy, config: JobConfig)
     )
     what = f"this job's checkpoints (at most {num_folders} of {size / GB:.1f} GB at a time)"
     problem = shortage(checkpoints.folder, max(0, num_folders * size - there), what)
-    return f"{problem}; make room, or checkpoints cannot be written" if problem else ""
+    return f"{problem}; free disk space, or checkpoints cannot be written" if problem else ""

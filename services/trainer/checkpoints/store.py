@@ -40,7 +40,7 @@ Sizes = dict[str, int]  # bytes of each file, by its name in the checkpoint's fo
 
 
 class NotWritten(JobFailed):
-    """A checkpoint found no room, or no right to be written. Nothing of it is left; those before it are whole."""
+    """A checkpoint could not be written: no disk space, or no right to. Nothing of it is left; older ones are whole."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class CheckpointStore:
             raise self._late(timeout_s) from None
         except (OSError, SafetensorError) as error:
             self._in_flight = None
-            raise NotWritten(f"checkpoint {path} cannot be written: {error}; make room or change its rights") from error
+            raise NotWritten(f"{path} cannot be written: {error}; free disk space or change its rights") from error
         self._in_flight = None
         self._finished.append((next_iteration, path))
 
