@@ -10,11 +10,11 @@ import pytest
 from onbeat.client import Client
 from onbeat.config import read_job_file
 from onbeat.types import IterationState, JobState
-from tests.containers.conftest import ROOT, Images, wait_until, wait_until_served
+from tests.containers.conftest import ROOT, Images, paused, wait_until, wait_until_served
 from tests.containers.kustomize import KUBERNETES, build
 from tests.containers.pods import Pods
 
-NUM_ITERATIONS, NUM_GROUPS = 16, 6
+NUM_ITERATIONS, NUM_GROUPS = 10, 6
 JOB_S = 900.0
 SMALL_JOB = [
     f"schedule.num_iterations={NUM_ITERATIONS}",
@@ -37,14 +37,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pods(images: Images, cluster: Path) -> Iterator[Pods]:
-    """Redis, broker, trainer and two rollouts, each ready; the trainer has the last core, the rollouts the first."""
+    """Redis, broker, trainer and two rollouts, each ready; the second rollout shares the trainer's core."""
     cores = sorted(os.sched_getaffinity(0))
     with Pods(build(cluster), images, cluster.parent / "files") as pods:
         pods.start("redis")
         pods.start("broker")
         pods.start("trainer", ONBEAT_LEASE_S=LEASE_S, ONBEAT_CPU_CORES=str(cores[-1]))
-        for name in ROLLOUTS:
-            pods.start("rollout", name, ONBEAT_LEASE_S=LEASE_S, ONBEAT_CPU_CORES=str(cores[0]))
+        for name, core in zip(ROLLOUTS, (cores[0], cores[-1]), strict=True):
+            pods.start("rollout", name, ONBEAT_LEASE_S=LEASE_S, ONBEAT_CPU_CORES=str(core))
         yield pods
 
 
@@ -64,7 +64,9 @@ def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> Non
     def is_generating(name: str) -> bool:
         return any(worker.id.startswith(f"rollout-{name}-") and worker.num_in_flight for worker in client.workers())
 
-    wait_until_served(client, job_id, len(ROLLOUTS))
+    wait_until(lambda: client.jobs.get(job_id).state is JobState.RUNNING, "the trainer has the job")
+    with paused(client, job_id):  # it must not be over before both generate
+        wait_until_served(client, job_id, len(ROLLOUTS))
     wait_until(lambda: all(map(is_generating, ROLLOUTS)), "both rollouts generate")
     pods.kill(ROLLOUTS[0])
     interrupted = max(iteration.iteration for iteration in client.jobs.iterations(job_id))
