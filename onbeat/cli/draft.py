@@ -49,9 +49,7 @@ num_iterations = 25
 """
 
 
-def init(
-    path: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.toml"),
-) -> None:
+def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.toml")) -> None:
     """Write a job file to start from."""
     name = "".join(character if character.isalnum() and character.isascii() else "-" for character in path.stem)
     try:

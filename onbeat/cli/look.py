@@ -104,8 +104,7 @@ def events(
 
 def logs(
     service: Annotated[
-        str | None,
-        typer.Argument(metavar="[SERVICE]", help="A service, such as trainer or rollout-0. Default: all."),
+        str | None, typer.Argument(metavar="[SERVICE]", help="A service, such as trainer or rollout-0. Default: all.")
     ] = None,
     num_lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
     data_dir: DataDir = None,

@@ -9,16 +9,7 @@ from datetime import datetime
 from html import escape
 from typing import SupportsIndex, TypeVar, overload
 
-from onbeat.types import (
-    EvaluationRecord,
-    Event,
-    Finding,
-    IterationRecord,
-    JobRecord,
-    Record,
-    Sample,
-    WorkerRecord,
-)
+from onbeat.types import EvaluationRecord, Event, Finding, IterationRecord, JobRecord, Record, Sample, WorkerRecord
 
 MAX_ROWS = 200
 MAX_CHARACTERS = 1000  # characters of a text in a cell

@@ -33,9 +33,7 @@ class JobConfig(Section):
         description="name for people; need not be unique",
     )
     pool: str = Field(
-        "default",
-        pattern=r"^[a-z0-9][a-z0-9-]{0,62}$",
-        description="pool whose trainers and rollouts serve the job",
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="pool whose trainers and rollouts serve the job"
     )
     seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
     solved_at: Float = Field(

@@ -64,10 +64,7 @@ class ToolsEnvironment:
 
 
 async def converse(
-    conversation: list[Message],
-    tools: Mapping[str, Tool],
-    policy: Session,
-    style: Literal["native", "text"] = "native",
+    conversation: list[Message], tools: Mapping[str, Tool], policy: Session, style: Literal["native", "text"] = "native"
 ) -> None:
     """Extend a conversation by answers and what tools say to them. A tool may end it, too: it raises EpisodeOver."""
     schemas = [tool.schema() for tool in tools.values()] if style == "native" else None

@@ -96,8 +96,5 @@ if TYPE_CHECKING:
     AnyObjective = Objective
 else:
     AnyObjective = Annotated[
-        reduce(or_, BUILT_IN.values()),
-        Field(discriminator="type"),
-        WrapValidator(read_objective),
-        SerializeAsAny(),
+        reduce(or_, BUILT_IN.values()), Field(discriminator="type"), WrapValidator(read_objective), SerializeAsAny()
     ]

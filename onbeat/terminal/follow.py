@@ -22,11 +22,7 @@ NOTICE_KINDS = frozenset(
 
 
 async def follow(
-    client: AsyncClient,
-    job_id: str,
-    console: Console,
-    tick: Callable[[], None] = lambda: None,
-    grace_s: float = 0.0,
+    client: AsyncClient, job_id: str, console: Console, tick: Callable[[], None] = lambda: None, grace_s: float = 0.0
 ) -> JobProgress:
     """Show the job until it is final. `tick` is called about twice a second and may raise. Services that were just
     started may be away for `grace_s`.

@@ -111,10 +111,7 @@ class WeightsClient:
     async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:
         """Return the address to pull from; `failed` lists the addresses that did not deliver."""
         request = weights_pb2.LocateRequest(
-            job_id=self.job_id,
-            key=key_message(key),
-            puller=weights_pb2.Peer(**vars(puller)),
-            failed_addresses=failed,
+            job_id=self.job_id, key=key_message(key), puller=weights_pb2.Peer(**vars(puller)), failed_addresses=failed
         )
         with self._as_weights_error(f"locate {key}"):
             return checked(await self._stub.Locate(request, timeout=CALL_DEADLINE_S)).address

@@ -45,11 +45,7 @@ def plan_rollout(
     cache = kv_cache_bytes(int(cache_gib * GIB), model, dtype, max_model_len, num_cached)
     logits = NUM_LOGITS * max_num_seqs * model["vocab_size"] * 4
     embedding = model["vocab_size"] * model.get("hidden_size", 0) * ITEM_BYTES[dtype]  # GPT-2's has another name
-    service = {
-        "program": SERVICE_BYTES,
-        "tokenizers": TOKEN_BYTES * model["vocab_size"],
-        "pulled weights": weights,
-    }
+    service = {"program": SERVICE_BYTES, "tokenizers": TOKEN_BYTES * model["vocab_size"], "pulled weights": weights}
     engine = {"program": ENGINE_BYTES, "weights": weights, "cache": cache, "logits": logits, "loading": embedding}
     if is_packed(dtype):
         engine |= {

@@ -22,11 +22,7 @@ Advantages = dict[str, list[float | None]]  # group id -> [G] as trained; None: 
 
 MAX_SHOWN = 20_000  # responses of an iteration up to which advantages are published
 
-SPAN_KINDS = {
-    "train/micro_batches_s": "micro_batch",
-    "train/step_s": "optimizer",
-    "train/snapshot_s": "publish",
-}
+SPAN_KINDS = {"train/micro_batches_s": "micro_batch", "train/step_s": "optimizer", "train/snapshot_s": "publish"}
 
 
 @dataclass

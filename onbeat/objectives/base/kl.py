@@ -23,8 +23,7 @@ class KlConfig(Section):
         "the loss is 0",
     )
     placement: Literal["loss", "reward"] = Field(
-        "loss",
-        description="place of the divergence: in the token loss, or subtracted from rewards before advantages",
+        "loss", description="place of the divergence: in the token loss, or subtracted from rewards before advantages"
     )
 
     @model_validator(mode="after")

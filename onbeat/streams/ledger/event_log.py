@@ -6,9 +6,7 @@ from typing import Any
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger.scripts import Part
 from onbeat.streams.stream_ids import time_of
-from onbeat.types import (
-    Event,
-)
+from onbeat.types import Event
 
 UNREADABLE_EVENT = "event.unreadable"
 

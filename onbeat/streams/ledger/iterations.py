@@ -4,21 +4,12 @@ import json
 from collections.abc import Sequence
 from typing import cast
 
-from onbeat.errors import (
-    GroupsTrimmed,
-)
-from onbeat.streams.codec import (
-    PromptTask,
-    RolloutGroup,
-    decode_group,
-    pin_task,
-)
+from onbeat.errors import GroupsTrimmed
+from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.scripts import Part
 from onbeat.streams.stream_ids import order
-from onbeat.types import (
-    IterationState,
-)
+from onbeat.types import IterationState
 
 
 class Iterations(Part):

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import cast
 
-from onbeat.errors import (
-    StreamLost,
-)
+from onbeat.errors import StreamLost
 from onbeat.streams.codec import (
     PromptTask,
     RolloutGroup,
@@ -20,9 +18,7 @@ from onbeat.streams.codec import (
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
 from onbeat.streams.ledger.scripts import Part, Scripts, drop_foreign, group_states, place_of
-from onbeat.types import (
-    Verdict,
-)
+from onbeat.types import Verdict
 
 
 @dataclass(frozen=True)

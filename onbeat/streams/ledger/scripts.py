@@ -6,10 +6,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from onbeat.streams.codec import (
-    PromptTask,
-    RolloutGroup,
-)
+from onbeat.streams.codec import PromptTask, RolloutGroup
 from onbeat.streams.keys import JobKeys
 
 

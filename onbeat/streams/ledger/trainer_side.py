@@ -5,21 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from redis.exceptions import ResponseError
 
-from onbeat.errors import (
-    LeaseLost,
-    StreamLost,
-)
-from onbeat.streams.codec import (
-    RolloutGroup,
-    decode_group,
-)
+from onbeat.errors import LeaseLost, StreamLost
+from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
 from onbeat.streams.ledger.scripts import Part, Scripts, drop_foreign, group_states, place_of
 from onbeat.streams.ledger.versions import diverged
-from onbeat.types import (
-    JobState,
-)
+from onbeat.types import JobState
 
 
 class TrainerSide(Part):

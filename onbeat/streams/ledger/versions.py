@@ -2,17 +2,10 @@
 
 import json
 
-from onbeat.errors import (
-    JobFailed,
-    LeaseLost,
-)
+from onbeat.errors import JobFailed, LeaseLost
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger.scripts import Part
-from onbeat.types import (
-    PublishedWeights,
-    WeightsRecord,
-    WeightUpdate,
-)
+from onbeat.types import PublishedWeights, WeightsRecord, WeightUpdate
 
 
 class Versions(Part):

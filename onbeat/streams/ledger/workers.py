@@ -3,9 +3,7 @@
 from onbeat.streams import keys
 from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
 from onbeat.streams.ledger.scripts import Part
-from onbeat.types import (
-    WorkerRecord,
-)
+from onbeat.types import WorkerRecord
 
 
 class Workers(Part):

@@ -136,9 +136,7 @@ async def list_models(broker: Broker) -> ModelList:
 
 
 @chat.post(
-    "/chat/completions",
-    response_model=Completion,
-    responses=OK | both_kinds(400, 404, 429, 500, 503, 504) | BEFORE,
+    "/chat/completions", response_model=Completion, responses=OK | both_kinds(400, 404, 429, 500, 503, 504) | BEFORE
 )
 async def create_completion(body: CompletionRequest, request: Request, broker: Broker) -> Response:
     """Ask the policy as it is now. All answers of a request are of one policy version."""

@@ -21,13 +21,7 @@ from onbeat.environments import Message
 from onbeat.types import EpisodeWait
 from services.rollout.engines.interface import GeneratedResponse, Sampling
 from services.rollout.episodes import toolcalls
-from services.rollout.episodes.bodies import (
-    ChatBody,
-    ChatMessage,
-    GenerateBody,
-    check_options,
-    to_template,
-)
+from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody, check_options, to_template
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
 
