@@ -120,7 +120,8 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
     for process, parts in plan.items():
         each = f", each of {num_ranks} ranks" if num_ranks > 1 and process.startswith("trainer") else ""
         lines.append(f"{sum(parts.values()) / GB:7.2f} GB  {process}{each}")
-        lines += [f"           {size / GB:7.2f} GB  {part}" for part, size in sorted(parts.items(), key=by_size)]
+        largest_first = sorted(parts.items(), key=lambda item: -item[1])
+        lines += [f"           {size / GB:7.2f} GB  {part}" for part, size in largest_first]
     if is_on_gpu:
         return [*lines, "and for the engine the share of its GPU that ONBEAT_GPU_MEMORY_UTILIZATION says (0.85)"]
     total = OTHERS_BYTES + sum(
@@ -134,10 +135,6 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
             "training.has_gradient_checkpointing, or add a [lora] section"
         )
     return lines
-
-
-def by_size(item: tuple[str, int]) -> int:
-    return -item[1]
 
 
 def job_memory_warning(

@@ -88,9 +88,8 @@ def tags_at(path: list[str]) -> set[str]:
 
 
 def explain_value(error: Any, path: list[str]) -> str:
-    known = fields_at(path[:-1])
     if error["type"] == "extra_forbidden":
-        if path[-1] in known:
+        if any(path[-1] in section.model_fields for section in sections_at(path[:-1])):
             return f"belongs to another {tag_name(path[:-1])} of {path[-2]}; leave it out, or change that"
         own = named_by(path[:-1], error["loc"])
         close = difflib.get_close_matches(path[-1], own, n=1)
@@ -120,10 +119,6 @@ def named_by(path: list[str], location: Sequence[Any]) -> dict[str, FieldInfo]:
     name, sections = tag_name(path), sections_at(path)
     chosen = [each for each in sections if name and {*get_args(each.model_fields[name].annotation)} & {*location}]
     return {field: info for section in chosen or sections for field, info in section.model_fields.items()}
-
-
-def fields_at(path: Iterable[str]) -> dict[str, FieldInfo]:
-    return {name: field for section in sections_at(path) for name, field in section.model_fields.items()}
 
 
 def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:

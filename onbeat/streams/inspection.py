@@ -156,12 +156,6 @@ async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
     return StreamLengths(num_prompts, max(0, num_unclaimed), num_groups)
 
 
-async def num_pending_before(ledger: Ledger, job_id: str, pool: str) -> int:
-    """Return how many pending jobs of the pool are older than this one."""
-    (place,) = await ledger.lists.places(pool, [job_id])
-    return place or 0
-
-
 # ---- trainers ----------------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,7 @@ def create_app(
             await admission_data.close()
             await admission_patterns.close()
 
+    limits = ChatLimits(settings.chat_queue, settings.chat_take_s, settings.chat_answer_s, settings.chat_max_tokens)
     refusals = problems.documented(401, 403, 429)
     app = FastAPI(
         title="Onbeat broker", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, responses=refusals
@@ -88,7 +89,7 @@ def create_app(
         streams=streams,
         timelines=Timelines(ledger),
         alike=Alike(ledger),
-        chats=ChatDesk(ledger, chat_limits(settings), is_stopping),
+        chats=ChatDesk(ledger, limits, is_stopping),
         uploads=Uploads(settings.data_dir, settings.max_dataset_bytes),
     )
     add_middleware(app, settings, meters)
@@ -159,10 +160,6 @@ def create_tracer(settings: Settings, ledger: Ledger, meters: Meters) -> "Tracer
     from services.broker.tracing.exporter import Tracer  # only then: it needs packages of OpenTelemetry
 
     return Tracer(ledger, settings, meters.traces)
-
-
-def chat_limits(settings: Settings) -> ChatLimits:
-    return ChatLimits(settings.chat_queue, settings.chat_take_s, settings.chat_answer_s, settings.chat_max_tokens)
 
 
 def report_end(task: asyncio.Task[None], on_end: Callable[[], None]) -> None:

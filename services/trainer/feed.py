@@ -50,7 +50,8 @@ class GroupFeed:
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
                 self._wait(iteration, len(left) - len(ready))
-                left -= self._taken_by_others(iteration)
+                if self._num_replicas > 1:  # the others take groups, too
+                    left -= self._link.groups.taken(iteration)
                 continue
             group_ids = [group.group_id for group in self._take_budget(ready)]
             granted = self._link.groups.record_micro_batch(iteration, group_ids)
@@ -76,9 +77,6 @@ class GroupFeed:
         self._known = {group_id: of for group_id, of in self._known.items() if of >= iteration}
         self._waiting = [group for group in self._waiting if group.iteration >= iteration]
         self._quiet_since = time.monotonic()
-
-    def _taken_by_others(self, iteration: int) -> set[str]:
-        return self._link.groups.taken(iteration) if self._num_replicas > 1 else set()
 
     def _pick(self, group_ids: list[str]) -> list[RolloutGroup]:
         """Take those waiting groups, in that order; take none and return [] while one is still missing."""

@@ -42,11 +42,11 @@ class RowReader(Protocol):
 
 class FileDataset:
     def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: RowReader) -> None:
-        self._data, self._seed, self._path, self._reader = data, seed, path, reader
+        self._data, self._path, self._reader = data, path, reader
         self._identity = file_identity(path)
         self._rows: Sequence[int] = range(reader.num_rows)  # that are drawn from
         self.note = ""
-        self._epoch_order = functools.lru_cache(maxsize=2)(self._compute_order)
+        self._epoch_order = functools.lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, len(self._rows)))
 
     @classmethod
     def open(cls, data: FileData | HubData, spec: DatasetSpec, data_dir: Path) -> "FileDataset":
@@ -83,9 +83,6 @@ class FileDataset:
             return self.to_item(self._rows[place])
         except OSError as error:
             raise DatasetError("data.path", f"{self._data.path} cannot be read: {error.strerror or error}") from error
-
-    def _compute_order(self, epoch: int) -> "array[int]":
-        return epoch_order(self._seed, epoch, len(self._rows))
 
     def to_item(self, index: int) -> PromptItem:
         data, row = self._data, self._reader.row(index)

@@ -87,6 +87,7 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         waiting = await inspection.waiting_entries(ledger, job_id, number, is_evaluation=True)
         unit_fields = await ledger.evaluations.fields(job_id, number)
         evaluations.append(Unit(f"evaluation {number}", unit_fields, waiting))
+    (num_before,) = await ledger.lists.places(config.pool, [job_id])
     return Situation(
         job_id=job_id,
         now=await ledger.now(),
@@ -98,5 +99,5 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         workers={worker.id: worker for worker in await ledger.workers.records(config.pool)},
         trainers={trainer.id: trainer for trainer in await inspection.trainers(ledger, config.pool)},
         events=await inspection.newest_events(ledger, job_id),
-        num_before=await inspection.num_pending_before(ledger, job_id, config.pool),
+        num_before=num_before or 0,
     )

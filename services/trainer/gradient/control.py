@@ -26,8 +26,10 @@ class GradientControl:
         if self._config.mode == "off":
             return GacDecision(GacAction.NONE, None)
         decision = self._decide(gradients)
-        raw = {name: gradient.clone() for name, gradient in gradients.items()} if self._is_raw(decision) else None
-        if self._config.mode == "control" and decision.action is GacAction.PROJECT:
+        is_projected = self._config.mode == "control" and decision.action is GacAction.PROJECT
+        keeps_raw = is_projected and self._config.history == "raw"
+        raw = {name: gradient.clone() for name, gradient in gradients.items()} if keeps_raw else None
+        if is_projected:
             for name, gradient in gradients.items():
                 gradient.sub_(self._history[name], alpha=decision.gamma)
         self._remember(raw or gradients)
@@ -39,10 +41,6 @@ class GradientControl:
         dot, square_g, square_h = inner_products(gradients, self._history, self._world)
         config = self._config
         return decide(dot, square_g**0.5, square_h**0.5, config.c_low, config.c_high, config.is_full_removal)
-
-    def _is_raw(self, decision: GacDecision) -> bool:
-        acts = self._config.mode == "control" and decision.action is GacAction.PROJECT
-        return acts and self._config.history == "raw"
 
     def _remember(self, gradients: Gradients) -> None:
         for name, gradient in gradients.items():

@@ -42,10 +42,6 @@ class Passes:
     def is_packed(self) -> bool:
         return self.attention == PACKED_ATTENTION
 
-    @property
-    def is_one(self) -> bool:
-        return self.is_packed or self.is_padded
-
 
 def load_config(source: str) -> Any:
     """Load the model's configuration. Raises ValueError naming the model."""

@@ -42,7 +42,8 @@ def shard(model: Any, world: World, compute_dtype: torch.dtype, stored: StoredWe
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no list of layers to shard by; use ONBEAT_PARALLELISM=ddp")
     mesh = init_device_mesh(world.device.type, (world.size,))
-    precision = MixedPrecisionPolicy(compute_dtype, sum_dtype(compute_dtype), cast_forward_inputs=False)
+    sum_dtype = torch.promote_types(compute_dtype, torch.float32)  # of gradients: float64 for a float64 model
+    precision = MixedPrecisionPolicy(compute_dtype, sum_dtype, cast_forward_inputs=False)
     names = {module: name for name, module in model.named_modules()}
     for module in [*layers, model]:
         fill(module, names[module], stored)
@@ -65,11 +66,6 @@ def fill(module: nn.Module, prefix: str, stored: StoredWeights | None) -> None:
             parameter.data = stored.read(base_name(name)).to(parameter.device, parameter.dtype)
         if parameter.requires_grad:
             parameter.data = spread_masters(name, parameter.data)
-
-
-def sum_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that gradients are summed in: float32 (float64 for a float64 model)."""
-    return torch.promote_types(compute_dtype, torch.float32)
 
 
 def call(function: Callable[..., T], model: Any, *args: Any, **kwargs: Any) -> T:

@@ -106,7 +106,7 @@ def try_architecture(
     for attention, is_padded in CANDIDATES if may_pack else CANDIDATES[1:]:
         passes = Passes(attention, is_padded, has_plain_head)
         if not (reason := try_passes(passes, reference, batches)):
-            if is_sharded and not passes.is_one:
+            if is_sharded and not (passes.is_packed or passes.is_padded):
                 raise ValueError(
                     f"{name} needs a pass for each length of sequences, which sharded ranks cannot make together; use "
                     "ONBEAT_PARALLELISM=ddp"
