@@ -24,7 +24,7 @@ from services.rollout import meters
 from services.rollout.engines.interface import Engine, VersionMismatch
 from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes.runner import EnvironmentFailed
-from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
+from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
 from services.rollout.puller import WeightsPuller
 from services.rollout.rewards.outcome import RewardUnavailable, ServiceMissing
@@ -108,7 +108,7 @@ class ClaimLoop:
         self._last_seen = "0"
         self._pause = Pause(puller)
         self._num_engine_errors = 0
-        self.flights = FlightTable()
+        self.flights: dict[str, Flight] = {}  # by the id of their stream entry
         self.num_workers = 1  # workers that share this job, this one included
 
     async def serve(self) -> None:
@@ -128,15 +128,15 @@ class ClaimLoop:
     async def drain(self) -> None:
         """Finish what is generating within the drain time; hand back at once what has not begun."""
         drain_s = self._job.settings.drain_s
-        if len(self.flights):
+        if self.flights:
             logger.info("draining %d groups, for at most %.0f s", len(self.flights), drain_s)
-        for flight in self.flights:
+        for flight in self.flights.values():
             if flight.stage is Stage.WAITING:
                 flight.task.cancel()
         hurry = asyncio.create_task(self._ends.hurry.wait())
         deadline = time.monotonic() + drain_s
-        while len(self.flights) and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
-            waited = {*self.flights.tasks(), hurry}
+        while self.flights and not hurry.done() and (left_s := deadline - time.monotonic()) > 0:
+            waited = {*self._tasks(), hurry}
             await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             await self._settle()
         hurry.cancel()
@@ -146,10 +146,10 @@ class ClaimLoop:
         job = self._job
         while True:
             await asyncio.sleep(job.settings.lease_s / 3)
-            entry_ids = self.flights.entry_ids()
+            entry_ids = list(self.flights)
             mine = await job.ledger.rollout.renew(job.job_id, job.settings.worker_id, entry_ids)
             lost = set(entry_ids) - set(mine)
-            for flight in self.flights:
+            for flight in self.flights.values():
                 if flight.claim.entry_id in lost and flight.stage is not Stage.SUBMITTING:
                     logger.warning("%s is another worker's now, or done", flight.claim.task.group_id)
                     flight.is_lost = True
@@ -157,10 +157,10 @@ class ClaimLoop:
 
     async def abandon(self) -> None:
         """Cancel everything and hand the leases back, as far as Redis can be reached."""
-        flights = list(self.flights)
+        flights = list(self.flights.values())
+        self.flights.clear()
         for flight in flights:
             flight.task.cancel()
-            self.flights.remove(flight)
         if flights:
             await asyncio.wait({flight.task for flight in flights})
         try:
@@ -182,7 +182,8 @@ class ClaimLoop:
         if self._pause.is_on():
             return 0
         loads, num_playable = loads_of(self._job.config), self._producer.num_playable()
-        return num_claimable(self.flights, self._engine.capacity(), *loads, self.num_workers, num_playable)
+        flights, capacity = self.flights.values(), self._engine.capacity()
+        return num_claimable(flights, capacity, *loads, self.num_workers, num_playable)
 
     def _launch(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
@@ -190,12 +191,15 @@ class ClaimLoop:
                 continue
             flight = Flight(claim)
             flight.task = asyncio.create_task(self._run(flight), name=f"group {claim.task.group_id}")
-            self.flights.add(flight)
+            self.flights[claim.entry_id] = flight
         meters.IN_FLIGHT.set(len(self.flights))
+
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return {flight.task for flight in self.flights.values()}
 
     async def _wait_for_change(self, ending: asyncio.Task[bool]) -> None:
         """Wait until a group is done, prompts arrive (if there is capacity), the end comes, or POLL_S has passed."""
-        changes: set[asyncio.Task] = {*self.flights.tasks(), ending}
+        changes: set[asyncio.Task] = {*self._tasks(), ending}
         if self._arrival is not None and self._arrival.done():
             self._last_seen = self._arrival.result()
             self._arrival = None
@@ -220,14 +224,14 @@ class ClaimLoop:
 
     async def _settle(self) -> None:
         """Take finished flights off the table; hand back the leases of those that did not succeed."""
-        for flight in self.flights.done():
+        for flight in [flight for flight in self.flights.values() if flight.task.done()]:
             if flight.task.cancelled():
-                self.flights.remove(flight)
+                del self.flights[flight.claim.entry_id]
                 await self._hand_back([flight])
             elif (error := flight.task.exception()) is not None:
                 await self._settle_error(flight, error)
             else:
-                self.flights.remove(flight)
+                del self.flights[flight.claim.entry_id]
                 self._num_engine_errors = 0
         meters.IN_FLIGHT.set(len(self.flights))
 
@@ -236,7 +240,7 @@ class ClaimLoop:
         job, task, reason = self._job, flight.claim.task, f"{type(error).__name__}: {error}"
         if isinstance(error, RedisError):
             raise error
-        self.flights.remove(flight)
+        del self.flights[flight.claim.entry_id]
         self._pause.begin(error, task.policy_version)
         self._producer.remember_error(task, reason)
         meters.RELEASED.inc()

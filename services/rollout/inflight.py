@@ -1,7 +1,7 @@
 """The groups that this rollout has claimed and not yet submitted, and the leases that keep them its own."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -62,42 +62,6 @@ class Flight:
         return self.claim.task.num_samples - num_waiting
 
 
-class FlightTable:
-    """The flights, by the id of their stream entry."""
-
-    def __init__(self) -> None:
-        self._flights: dict[str, Flight] = {}
-
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    def __contains__(self, entry_id: str) -> bool:
-        return entry_id in self._flights
-
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(list(self._flights.values()))
-
-    def add(self, flight: Flight) -> None:
-        assert flight.claim.entry_id not in self._flights
-        self._flights[flight.claim.entry_id] = flight
-
-    def remove(self, flight: Flight) -> None:
-        del self._flights[flight.claim.entry_id]
-
-    def before_scoring(self) -> list[Flight]:
-        """Return the groups that use the engine or are about to, in the order of their claims."""
-        return [flight for flight in self if flight.stage in (Stage.WAITING, Stage.GENERATING)]
-
-    def tasks(self) -> set[asyncio.Task[None]]:
-        return {flight.task for flight in self}
-
-    def done(self) -> list[Flight]:
-        return [flight for flight in self if flight.task.done()]
-
-    def entry_ids(self) -> list[str]:
-        return list(self._flights)
-
-
 @dataclass(frozen=True)
 class Load:
     """The size of an iteration, or of an evaluation."""
@@ -107,7 +71,7 @@ class Load:
 
 
 def num_claimable(
-    flights: FlightTable,
+    flights: Collection[Flight],
     capacity: int,
     training: Load,
     evaluation: Load | None,
@@ -124,12 +88,12 @@ def num_claimable(
     being scored hold no place in the engine, but no more than twice its capacity may pile up.
 
     Episodes that wait for their environment hold no place either. Their groups are bounded by `num_playable`: so many
-    can be played at a time; None where responses are no episodes.
+    can be played at a time; None where responses are no episodes. The flights come in the order of their claims.
     """
     loads = {False: training, True: evaluation or training}
     largest = max(load.num_samples for load in loads.values())
     shares = {kind: -(-load.num_prompts // num_workers) for kind, load in loads.items()}
-    generating = flights.before_scoring()
+    generating = [flight for flight in flights if flight.stage in (Stage.WAITING, Stage.GENERATING)]
     num_free = (capacity + largest - num_places(generating)) // largest
     num_tolerable = (2 * (capacity // largest + 1) * largest - num_places(flights)) // largest
     share_left = min(shares.values())

@@ -83,13 +83,13 @@ class Session:
         """The step of the start, in words; once that is over, an environment that takes long, or ''."""
         if self.state == "starting":
             return self._attachment.doing
-        flights = self._parts.loop.flights if self._parts is not None else ()
+        flights = self._parts.loop.flights.values() if self._parts is not None else ()
         return next((doing for flight in flights if (doing := flight.doing)), "")
 
     @property
     def waiting_episode(self) -> EpisodeWait | None:
         """The episode that waits longest for its environment."""
-        flights = self._parts.loop.flights if self._parts is not None else ()
+        flights = self._parts.loop.flights.values() if self._parts is not None else ()
         waits = [wait for flight in flights if (wait := flight.wait)]
         return max(waits, key=lambda wait: wait.waited_s, default=None)
 
@@ -153,7 +153,7 @@ async def load_when_idle(parts: Parts, puller: WeightsPuller) -> None:
     """Load a new version when it is announced, if no group is in flight, not when the first prompt asks for it."""
     while True:
         version = await puller.wait_for_news()
-        if version is not None and not len(parts.loop.flights):
+        if version is not None and not parts.loop.flights:
             try:
                 await parts.gate.advance(version)
             except WeightsError as error:

@@ -14,7 +14,7 @@ from services.rollout import __main__ as rollout
 from services.rollout.attach import staging_folder, write_model_files
 from services.rollout.engines import registry
 from services.rollout.engines.registry import create_engine, prepare_engine
-from services.rollout.inflight import Flight, FlightTable, Load, Stage, num_claimable
+from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.meters import MAX_ITERATIONS, BusyMeter, EngineTimes, TokenRate
 from services.rollout.settings import Settings
 
@@ -124,15 +124,15 @@ def test_engine_times_leave_out_the_shortest_gaps():
     assert times.joined(1) == [(10.0, 18.0)]
 
 
-def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_evaluation: bool = False) -> FlightTable:
-    table = FlightTable()
-    add_flights(table, *stages, num_samples=num_samples, iteration=iteration, is_evaluation=is_evaluation)
-    return table
+def flights_of(*stages: Stage, num_samples: int = 8, iteration: int = 0, is_evaluation: bool = False) -> list[Flight]:
+    flights: list[Flight] = []
+    add_flights(flights, *stages, num_samples=num_samples, iteration=iteration, is_evaluation=is_evaluation)
+    return flights
 
 
-def add_flights(table: FlightTable, *stages: Stage, **task) -> None:
+def add_flights(flights: list[Flight], *stages: Stage, **task) -> None:
     for stage in stages:
-        table.add(Flight(Claim(str(len(table)), 1, PromptTask(**task)), stage))
+        flights.append(Flight(Claim(str(len(flights)), 1, PromptTask(**task)), stage))
 
 
 WAITING, GENERATING, SCORING = Stage.WAITING, Stage.GENERATING, Stage.SCORING
@@ -182,7 +182,7 @@ def test_places_of_waiting_episodes_are_for_other_groups():
     assert num_claimable(flights, 16, TRAINING, None, 2, num_playable=32) == 1  # its share is 4
 
 
-def claims_until_full(flights: FlightTable, capacity: int, evaluation: Load, num_workers: int, **task) -> int:
+def claims_until_full(flights: list[Flight], capacity: int, evaluation: Load, num_workers: int, **task) -> int:
     """Groups of this kind that a worker claims one claim after the other."""
     before = len(flights)
     while count := num_claimable(flights, capacity, TRAINING, evaluation, num_workers):
