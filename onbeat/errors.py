@@ -16,7 +16,7 @@ class IllegalTransition(OnbeatError):
 
     def __init__(self, job_id: str, current: str, wanted: str) -> None:
         super().__init__(f"job {job_id} is {current} and cannot become {wanted}")
-        self.job_id, self.current, self.wanted = job_id, current, wanted
+        self.job_id, self.current = job_id, current
 
 
 class JobNotFinal(IllegalTransition):

@@ -4,9 +4,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal
-
-LogFormat = Literal["text", "json"]
+from typing import Any
 
 TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 CHATTY = ("httpx", "httpcore", "asyncio", "urllib3")

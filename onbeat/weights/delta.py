@@ -31,7 +31,6 @@ Buffer: TypeAlias = Any  # bytes, memoryview, mmap, an array: contiguous, at any
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Items: TypeAlias = npt.NDArray[Any]  # unsigned integers of the dtype's width
 
-HEADER_BYTES = 0  # an encoding is at most this much larger than the raw bytes: RAW has no header
 SPARSE_HEADER = struct.Struct("<QQ")
 STREAM_HEADER = struct.Struct("<Q")
 HOP = 255  # the gap byte that is followed by another one

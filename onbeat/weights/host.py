@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.errors import WeightsError
-from onbeat.weights.delta import HEADER_BYTES, Encoding
+from onbeat.weights.delta import Encoding
 from onbeat.weights.server import Payload
 from onbeat.weights.wire import Manifest, PayloadKey, Plan, PlanEntry
 
@@ -156,7 +156,7 @@ def check_plan(key: PayloadKey, plan: Plan, layout: Manifest) -> None:
     indices = [entry.tensor_index for entry in plan.entries]
     if any(index not in tensors for index in indices) or any(a >= b for a, b in pairwise(indices)):
         raise WeightsError(f"{key}: the plan names tensors out of order or of another shard")
-    if any(entry.size_bytes > layout.tensors[entry.tensor_index].size_bytes + HEADER_BYTES for entry in plan.entries):
+    if any(entry.size_bytes > layout.tensors[entry.tensor_index].size_bytes for entry in plan.entries):
         raise WeightsError(f"{key}: the plan has an encoded tensor that is larger than the tensor")
 
 

@@ -152,7 +152,7 @@ def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, cont
 
 
 def idle_pid(scorer: Scorer) -> int:
-    return scorer._pool._idle[0].pid
+    return scorer._pool._idle[0]._child.pid
 
 
 async def test_scores_come_back_in_order_with_their_parts(scorer):
@@ -431,7 +431,7 @@ from services.rollout.rewards.outcome import RewardRequest
 from services.rollout.rewards.process import RewardProcess
 async def main():
     process = await RewardProcess.start(Limits(600.0, 512))
-    print(process.pid, flush=True)
+    print(process._child.pid, flush=True)
     await process.score(RewardRequest("behave", {}, {}, ["spin"], 600, 512, 1), [0], {})
 asyncio.run(main())
 """

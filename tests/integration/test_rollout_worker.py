@@ -12,6 +12,7 @@ import pytest
 
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import Message, Reward
+from onbeat.streams.inspection import iteration_hashes
 from onbeat.streams.keys import JobKeys
 from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.broker.conductor import Conductor
@@ -100,8 +101,8 @@ async def test_group_carries_what_trainer_and_people_need(rig):
     assert await rig.ledger.iterations.lengths(rig.job_id, [7, 8]) == [3, None]
     assert 0.2 <= chat.timings.generate_s < 1.0
     assert chat.timings.score_s > 0
-    busy = await rig.ledger.iterations.busy_seconds(rig.job_id, 0)
-    assert 0.2 <= busy["w0"] < 0.4  # both groups at once
+    (hashes,) = await iteration_hashes(rig.ledger, rig.job_id, [0])
+    assert 0.2 <= hashes.busy_s["w0"] < 0.4  # both groups at once
 
 
 async def test_new_version_is_served_before_the_first_prompt_needs_it(rig):

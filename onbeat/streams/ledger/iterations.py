@@ -86,11 +86,6 @@ class Iterations(Part):
         stored = await self.redis.hgetall(JobKeys(job_id).advantages(iteration))
         return {group_id.decode(): json.loads(own) for group_id, own in stored.items()}
 
-    async def busy_seconds(self, job_id: str, iteration: int) -> dict[str, float]:
-        """Return worker id -> seconds with at least one response in flight in that iteration."""
-        busy = await self.redis.hgetall(JobKeys(job_id).busy(iteration))
-        return {worker.decode(): float(seconds) for worker, seconds in busy.items()}
-
     async def lengths(self, job_id: str, rows: Sequence[int]) -> list[int | None]:
         """Return the mean tokens per response for each row of the data, when it was last generated; None if unknown."""
         found = await self.redis.hmget(JobKeys(job_id).lengths, rows) if rows else []

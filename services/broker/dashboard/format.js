@@ -41,14 +41,6 @@ function two(s, large, largeUnit, small, smallUnit) {
   return `${Math.floor(s / large)} ${largeUnit}${rest ? ` ${rest} ${smallUnit}` : ""}`;
 }
 
-/** Powers of 1000: 1234567 -> 1.23 MB. */
-export function bytes(x) {
-  if (!isNumber(x)) return MISSING;
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  const power = Math.min(Math.floor(Math.log10(Math.max(x, 1)) / 3), units.length - 1);
-  return `${number(x / 1000 ** power)} ${units[power]}`;
-}
-
 /** Unix seconds as the time of day here; with the date when it is not today. */
 export function clock(unix) {
   if (!isNumber(unix)) return MISSING;

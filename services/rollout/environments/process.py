@@ -96,10 +96,6 @@ class EnvironmentProcess:
         return cls(child, program)
 
     @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
     def is_reusable(self) -> bool:
         return self._child.is_alive and self._is_loaded and not self._is_spoilt
 

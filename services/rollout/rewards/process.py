@@ -64,10 +64,6 @@ class RewardProcess:
         return cls(child, limits)
 
     @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
     def is_alive(self) -> bool:
         return self._child.is_alive
 
