@@ -30,7 +30,7 @@ from services.broker.chats import ChatDesk, ChatLimits
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
 from services.broker.metrics import Meters
-from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly, RequestTimer
+from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly
 from services.broker.retention import Retention
 from services.broker.settings import Settings
 from services.broker.uploads import Uploads
@@ -111,8 +111,7 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
     app.add_middleware(Gate, keys=keys, limit=limit, is_local=not settings.allow_anonymous)
     if settings.is_read_only:
         app.add_middleware(ReadOnly)
-    app.add_middleware(Envelope)
-    app.add_middleware(RequestTimer, meters=meters)
+    app.add_middleware(Envelope, meters=meters)
 
 
 class Background:

@@ -1,6 +1,6 @@
 """The middleware around every request: timing, access log, authorization and limits.
 
-RequestTimer -> Envelope -> Gate -> BodyLimit -> the route: a refusal costs no more than its headers.
+Envelope -> Gate -> BodyLimit -> the route: a refusal costs no more than its headers.
 """
 
 import asyncio
@@ -149,17 +149,19 @@ def address_of(scope: Scope) -> str:
 
 
 class Envelope:
-    """A request id, security headers for browsers, and an access log line for requests that write or are refused.
+    """A request id, security headers for browsers, a duration for the metrics, and an access log line for requests that
+    write or are refused.
 
     The line has no body, no query and nothing that a client could choose freely.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, meters: Meters) -> None:
+        self._app, self._meters = app, meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        started = time.perf_counter()
         sent_id = Headers(scope=scope).get("x-request-id", "")
         scope[REQUEST_ID] = sent_id if CLEAN_REQUEST_ID.fullmatch(sent_id) else secrets.token_hex(8)
         status, location = 500, ""
@@ -178,16 +180,18 @@ class Envelope:
         try:
             await self._app(scope, receive, send_marked)
         finally:
+            route = getattr(scope.get("route"), "path", "unknown")  # the template: few label values
+            self._meters.observe_request(scope["method"], route, status, time.perf_counter() - started)
             if scope["method"] not in READING or status in (401, 403):
-                note_access(scope, status, location)
+                note_access(scope, route, status, location)
 
 
-def note_access(scope: Scope, status: int, location: str) -> None:
+def note_access(scope: Scope, route: str, status: int, location: str) -> None:
     key: ApiKey | None = scope.get(CALLER)
     job_id = scope.get("path_params", {}).get("job_id") or location.removeprefix("/v1/jobs/")
     fields = {
         "method": known_method(scope["method"]),
-        "route": getattr(scope.get("route"), "path", "unknown"),
+        "route": route,
         "status": status,
         "job_id": job_id if CLEAN_JOB_ID.fullmatch(job_id) else "-",
         "key_id": key.id if key else "-",
@@ -245,25 +249,3 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive_limited, send)
-
-
-class RequestTimer:
-    def __init__(self, app: ASGIApp, meters: Meters) -> None:
-        self._app, self._meters = app, meters
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        status, started = 500, time.perf_counter()
-
-        async def send_watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_watched)
-        finally:
-            route = getattr(scope.get("route"), "path", "unknown")  # the template: few label values
-            self._meters.observe_request(scope["method"], route, status, time.perf_counter() - started)
