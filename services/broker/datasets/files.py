@@ -13,7 +13,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from onbeat.config import FileData, HubData, RowData
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
@@ -28,20 +28,8 @@ NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
 Row = dict[str, Any]
 
 
-class RowReader(Protocol):
-    num_rows: int
-
-    def row(self, index: int) -> Row:
-        """Read a row. Raises DatasetError naming the line or row."""
-        ...
-
-    def place(self, index: int) -> str:
-        """Return the row's place for error messages: `line 7`."""
-        ...
-
-
 class FileDataset:
-    def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: RowReader) -> None:
+    def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: "JsonlReader | ParquetReader") -> None:
         self._data, self._path, self._reader = data, path, reader
         self._identity = file_identity(path)
         self._rows: Sequence[int] = range(reader.num_rows)  # that are drawn from
@@ -54,7 +42,7 @@ class FileDataset:
         check_options(data)
         path = fetch_split(data, data_dir) if isinstance(data, HubData) else resolve_path(data.path, data_dir)
         try:
-            reader: RowReader = JsonlReader(path) if data.type == "jsonl" else ParquetReader(path)
+            reader: JsonlReader | ParquetReader = JsonlReader(path) if data.type == "jsonl" else ParquetReader(path)
             if reader.num_rows == 0:
                 raise DatasetError("data.path", f"{data.path} has no rows; write at least one prompt into it")
             dataset = cls(data, spec.seed, path, reader)
@@ -250,9 +238,11 @@ class JsonlReader:
         self.num_rows = len(self._starts)
 
     def place(self, index: int) -> str:
+        """Return the row's place for error messages."""
         return f"line {self._line_numbers[index]}"
 
     def row(self, index: int) -> Row:
+        """Read a row. Raises DatasetError naming the line."""
         self._file.seek(self._starts[index])
         try:
             row = json.loads(self._file.readline())
