@@ -23,33 +23,6 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
-class WeightGauges:
-    """The gauges of each job's newest policy version that a rollout has served."""
-
-    def __init__(self) -> None:
-        self._open_s = GaugeMetricFamily(
-            "onbeat_weight_open_seconds",
-            "From the optimizer step's begin to the engine open on its version, at the slowest rollout.",
-            labels=["job_id"],
-        )
-        self._full_bytes = GaugeMetricFamily("onbeat_weight_full_bytes", "Size of the version.", labels=["job_id"])
-        self._received_bytes = GaugeMetricFamily(
-            "onbeat_weight_received_bytes", "What its rollouts received, together.", labels=["job_id"]
-        )
-        self.families: list[Metric] = [self._open_s, self._full_bytes, self._received_bytes]
-
-    def add(self, job_id: str, record: WeightsRecord | None) -> None:
-        if record is None:
-            return
-        updates = record.rollouts.values()
-        open_s = [update.open_s for update in updates if update.open_s is not None]
-        if open_s:
-            self._open_s.add_metric([job_id], max(open_s))
-        if record.full_bytes is not None:
-            self._full_bytes.add_metric([job_id], record.full_bytes)
-        self._received_bytes.add_metric([job_id], sum(update.received_bytes for update in updates))
-
-
 class JobGauges:
     """The gauges of jobs, filled from the ledger once for one rendering."""
 
@@ -63,12 +36,25 @@ class JobGauges:
         self.unreadable = GaugeMetricFamily(
             "onbeat_unreadable_records", "Jobs and heartbeats that cannot be read and are left out.", labels=["kind"]
         )
-        self.weights = WeightGauges()
+        # These are of the newest policy version that a rollout has served.
+        self.open_s = GaugeMetricFamily(
+            "onbeat_weight_open_seconds",
+            "From the optimizer step's begin to the engine open on its version, at the slowest rollout.",
+            labels=["job_id"],
+        )
+        self.full_bytes = GaugeMetricFamily("onbeat_weight_full_bytes", "Size of the version.", labels=["job_id"])
+        self.received_bytes = GaugeMetricFamily(
+            "onbeat_weight_received_bytes", "What its rollouts received, together.", labels=["job_id"]
+        )
 
-    @property
-    def families(self) -> list[Metric]:
-        of_jobs: list[Metric] = [self.jobs, self.iterations, self.versions, self.groups, self.unreadable]
-        return [*of_jobs, *self.weights.families]
+    def add_weights(self, job_id: str, record: WeightsRecord) -> None:
+        updates = record.rollouts.values()
+        open_s = [update.open_s for update in updates if update.open_s is not None]
+        if open_s:
+            self.open_s.add_metric([job_id], max(open_s))
+        if record.full_bytes is not None:
+            self.full_bytes.add_metric([job_id], record.full_bytes)
+        self.received_bytes.add_metric([job_id], sum(update.received_bytes for update in updates))
 
 
 @dataclass
@@ -151,7 +137,7 @@ class Meters:
             gauges.jobs.add_metric([state.value], counts[state])
         for kind, number in num_unreadable.items():
             gauges.unreadable.add_metric([kind], number)
-        return gauges.families
+        return list(vars(gauges).values())  # in the order in which they are rendered
 
     async def _add_job(self, ledger: Ledger, job_id: str, fields: dict[str, str], gauges: JobGauges) -> JobState:
         """Add a job's values. Raises ValueError or LookupError when the record of the job cannot be read."""
@@ -161,7 +147,8 @@ class Meters:
         weights = await newest_served(ledger, job_id, version)
         gauges.iterations.add_metric([job_id], next_iteration)
         gauges.versions.add_metric([job_id], version)
-        gauges.weights.add(job_id, weights)
+        if weights is not None:
+            gauges.add_weights(job_id, weights)
         for outcome, number in counts.items():
             gauges.groups.add_metric([job_id, outcome], number)
         return state
