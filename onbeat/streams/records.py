@@ -6,12 +6,11 @@ The broker's REST API and the trainer's trackers show the same numbers. Nothing 
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from onbeat.errors import JobNotFound
-from onbeat.streams.inspection import iteration_hashes
+from onbeat.streams.inspection import IterationHashes, iteration_hashes
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationRecord, IterationRecord
 
@@ -27,37 +26,32 @@ EVALUATION_END_FIELDS = ("opened_at", "ended_at", "message")
 SCORES = ("reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac")
 
 
-@dataclass(frozen=True)
-class IterationSources:
-    """The ledger's data on one iteration."""
+def iteration_record(
+    hashes: IterationHashes, ready_at: float | None, published_at: float | None, previous_commit_at: float
+) -> IterationRecord:
+    """Combine times of the trainer, the rollouts and the ledger; None where something has not happened yet.
 
-    fields: Fields
-    busy_s: dict[str, float]  # by worker
-    engine_ready_at: float | None
-    published_at: float | None  # when its version was published: by an earlier commit (the first one: first opening)
-    previous_commit_at: float
-
-
-def iteration_record(sources: IterationSources) -> IterationRecord:
-    """Combine times of the trainer, the rollouts and the ledger; None where something has not happened yet."""
-    fields, ready_at = sources.fields, sources.engine_ready_at
+    `ready_at`: when an engine was open on its version. `published_at`: when that was published, by an earlier commit
+    (the first one: by the first opening).
+    """
+    fields = hashes.fields
     counts = ("num_groups", "num_accepted", "num_failed_groups", "num_stale", "num_duplicate", "num_lost")
     times = ("opened_at", "first_accepted_at", "drained_at", "committed_at")
     known: dict[str, Any] = {"iteration": fields["iteration"], "state": fields["state"]}
     known |= {name: fields[name] for name in ("policy_version", *counts, *times) if name in fields}
     record = IterationRecord.model_validate(known)
     record.engine_ready_at = ready_at
-    if ready_at is not None and sources.published_at is not None:
-        record.weight_sync_s = max(0.0, ready_at - sources.published_at)
+    if ready_at is not None and published_at is not None:
+        record.weight_sync_s = max(0.0, ready_at - published_at)
     generating_since = max(record.opened_at, ready_at or 0.0)
     if record.first_accepted_at is not None:
         record.first_group_s = record.first_accepted_at - generating_since
     if record.drained_at is not None:
         record.generate_s = record.drained_at - generating_since
     if record.committed_at is not None:
-        record.wall_s = max(1e-6, record.committed_at - sources.previous_commit_at)
+        record.wall_s = max(1e-6, record.committed_at - previous_commit_at)
     num_training_devices = add_metrics(record, fields.get("metrics", "{}"))
-    add_shares(record, sources.busy_s, num_training_devices)
+    add_shares(record, hashes.busy_s, num_training_devices)
     return record
 
 
@@ -117,14 +111,8 @@ async def read_iterations(ledger: Ledger, job_id: str, after: int, limit: int) -
         fields = own.fields
         version = int(fields["policy_version"])
         previous = fields.get("previous_commit_at") or job.get("last_commit_at") or fields["opened_at"]
-        sources = IterationSources(
-            fields=fields,
-            busy_s=own.busy_s,
-            engine_ready_at=ready_times.get(version),
-            published_at=published_at(version, iterations),
-            previous_commit_at=float(previous),
-        )
-        records.append(iteration_record(sources))
+        published = published_at(version, iterations)
+        records.append(iteration_record(own, ready_times.get(version), published, float(previous)))
     return records
 
 

@@ -12,8 +12,8 @@ from onbeat.config import JobConfig
 from onbeat.config.explain import explain_error
 from onbeat.logging import configure
 from onbeat.streams.codec import Response, RolloutGroup, Turn
+from onbeat.streams.inspection import IterationHashes
 from onbeat.streams.records import (
-    IterationSources,
     evaluation_record,
     evaluation_series,
     following_evaluation,
@@ -42,9 +42,9 @@ COMMITTED = {
 
 
 def record_of(fields: dict[str, str], **sources: Any) -> Any:
-    defaults: dict[str, Any] = {"busy_s": {"a": 4.0, "b": 6.0}, "engine_ready_at": 101.0, "previous_commit_at": 100.0}
-    defaults["published_at"] = 100.0
-    return iteration_record(IterationSources(fields=fields, **(defaults | sources)))
+    times = {"ready_at": 101.0, "published_at": 100.0, "previous_commit_at": 100.0}
+    hashes = IterationHashes(fields, sources.pop("busy_s", {"a": 4.0, "b": 6.0}))
+    return iteration_record(hashes, **(times | sources))
 
 
 def test_committed_iteration_has_every_number() -> None:
@@ -67,13 +67,13 @@ def test_weight_sync_counts_from_the_commit_of_the_version() -> None:
 
 
 def test_shares_stay_between_zero_and_one() -> None:
-    record = record_of(COMMITTED, busy_s={"a": 99.0}, engine_ready_at=99.0)
+    record = record_of(COMMITTED, busy_s={"a": 99.0}, ready_at=99.0)
     assert (record.rollout_idle_frac, record.weight_sync_s, record.generate_s) == (0.0, 0.0, 5.5)
 
 
 def test_open_iteration_knows_only_what_happened() -> None:
     fields = {name: COMMITTED[name] for name in ("iteration", "state", "policy_version", "num_groups", "opened_at")}
-    record = record_of(fields | {"state": "OPEN", "num_accepted": "1"}, engine_ready_at=None, busy_s={})
+    record = record_of(fields | {"state": "OPEN", "num_accepted": "1"}, ready_at=None, busy_s={})
     for name in ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd", "train_s"):
         assert getattr(record, name) is None, name
     assert record.num_accepted == 1
