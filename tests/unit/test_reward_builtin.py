@@ -6,8 +6,7 @@ import pytest
 import reasoning_gym as rg
 
 from services.rollout.rewards import builtin
-from services.rollout.rewards.child import InvalidReward, score
-from services.rollout.rewards.registry import load_reward
+from services.rollout.rewards.child import InvalidReward, load_reward, score
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """`python -m services.rollout.rewards.child TIMEOUT_S MEMORY_MB` scores responses for the pool that started it.
 
+The rewards are those that the operator installed under the entry-point group `onbeat.rewards`. No request brings code.
+A reward is a function `(response, context, **options)` that returns a finite number, or a mapping with the number under
+"reward" and its parts under other names. `context` is the prompt's: {"question", "answer", "metadata", ...}.
+
 It speaks JSON lines: one request on stdin, several answers on stdout, each with the request's number.
 
     -> {"request": 7, "reward": "exact", "options": {}, "context": {"answer": "4"}, "responses": ["4", "5"]}
@@ -14,14 +18,16 @@ The parent limits wall-clock time: it kills this process.
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from onbeat.confine import die_with_parent
+from onbeat.installed import load_installed
 from services.rollout.children.limits import restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
 from services.rollout.rewards.limits import LOAD_S, MAX_MESSAGE, MAX_OPEN_FILES, CpuBudget, Limits
-from services.rollout.rewards.registry import RewardFunction, load_reward
+
+RewardFunction = Callable[..., float | Mapping[str, float]]
 
 
 def main() -> None:
@@ -70,6 +76,12 @@ class Scorer:
     def _send(self, step: str, **fields: Any) -> None:
         self._answers.write(json.dumps({"request": self._request, "step": step, **fields}, allow_nan=False) + "\n")
         self._answers.flush()
+
+
+def load_reward(name: str) -> RewardFunction:
+    """Import the reward. Raises ValueError, naming the installed ones, if it is unknown, or what the import raises."""
+    reward: RewardFunction = load_installed("onbeat.rewards", name)
+    return reward
 
 
 def check_options(reward: RewardFunction, options: dict[str, Any]) -> None:
