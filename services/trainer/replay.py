@@ -21,7 +21,7 @@ from onbeat.errors import JobNotFound, OnbeatError
 from onbeat.objectives import find_objective
 from onbeat.streams.codec import RolloutGroup
 from onbeat.streams.ledger import Ledger
-from onbeat.types import IterationState, JobState, PublishedWeights
+from onbeat.types import IterationState, JobState
 from services.device import choose_device
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import pin_cores
@@ -31,7 +31,6 @@ from services.trainer.model.model import resolve_model
 from services.trainer.policy import load_policy
 from services.trainer.session import begin, restore
 from services.trainer.settings import Settings
-from services.trainer.weights.store import Snapshot
 from services.trainer.world import World
 
 
@@ -75,28 +74,15 @@ class RecordedLink:
     def check(self) -> JobState:
         return JobState.RUNNING
 
-    def hold(self, snapshot: Snapshot, delta_bytes: int | None) -> None:
-        pass
-
-    def withdraw(self) -> None:
-        pass
-
-    def publish(self, snapshot: Snapshot, published: PublishedWeights) -> None:
-        pass
-
     def commit(self, commit: Commit) -> bool:
         self.digests[commit.iteration] = commit.snapshot.manifest.digest.hex()
         self.metrics[commit.iteration] = commit.metrics
         return True
 
-    def checkpointed(self, first: int, next_iteration: int, path: str) -> None:
+    def _ignore(self, *args: Any, **options: Any) -> None:
         pass
 
-    def wait_for_evaluation(self) -> None:
-        pass
-
-    def emit(self, kind: str, message: str) -> None:
-        pass
+    hold = withdraw = publish = checkpointed = wait_for_evaluation = emit = _ignore
 
 
 class NoCheckpoints(CheckpointStore):
