@@ -46,6 +46,9 @@ class JobDeleted(OnbeatError):
 class LeaseLost(OnbeatError):
     """Another process owns the job now, or the job is over; a process that sees this must stop touching it."""
 
+    def __init__(self, job_id: str, reason: str = "has another trainer now") -> None:
+        super().__init__(f"job {job_id} {reason}")
+
 
 class JobFailed(OnbeatError):
     """The job cannot go on; the message is the reason shown to the user."""

@@ -114,7 +114,7 @@ class Jobs(Part):
         is_final = "1" if wanted.is_final else "0"
         moved, before = await self._run("move_job", JobKeys(job_id), [], wanted, error, is_final, epoch, *allowed)
         if before == b"fenced":
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
         if not before:
             raise JobNotFound(job_id)
         if not moved:

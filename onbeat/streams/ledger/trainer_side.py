@@ -32,20 +32,20 @@ class TrainerSide(Part):
         """Renew the lease and return the job's state. Raise LeaseLost. `doing`: what its trainer does, for people."""
         state = await self._run("renew_job", JobKeys(job_id), [], epoch, lease_s, doing)
         if state is None:
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
         return JobState(state.decode())
 
     async def give_back(self, job_id: str, epoch: str, is_handover: bool = False) -> None:
         """End the lease now. Raise LeaseLost. `is_handover`: the trainer goes in good order, and is not counted as
         lost."""
         if await self._run("renew_job", JobKeys(job_id), [], epoch, 0, "", "1" if is_handover else "0") is None:
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
 
     async def record_dtype(self, job_id: str, epoch: str, dtype: str, reason: str) -> str:
         """Record the dtype that the job computes in, once; return the recorded one. Raise LeaseLost."""
         recorded = await self._run("record_dtype", JobKeys(job_id), [], epoch, dtype, reason)
         if recorded is None:
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
         return str(recorded.decode())
 
     async def take(self, job_id: str, consumer: str, count: int, timeout_s: float) -> list[RolloutGroup]:
@@ -60,7 +60,7 @@ class TrainerSide(Part):
                 raise
             if await self.redis.exists(job.job):
                 raise StreamLost(job_id, "rollouts") from error
-            raise LeaseLost(f"job {job_id} was deleted") from error
+            raise LeaseLost(job_id, "was deleted") from error
         groups, foreign = {}, []
         for entry, fields in answer[0][1] if answer else []:
             try:
@@ -84,7 +84,7 @@ class TrainerSide(Part):
         more_keys = [job.micro_batches(iteration), job.taken(iteration)]
         granted = await self._run("record_micro_batch", job, more_keys, epoch, f"{rank}:{index}", *group_ids)
         if granted is None:
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
         return granted.decode().split(",") if granted else []
 
     async def commit(
@@ -114,7 +114,7 @@ class TrainerSide(Part):
         more_keys = [job.iteration(iteration), job.advantages(iteration)]
         outcome = (await self._run("commit_iteration", job, more_keys, *args, *published)).decode()
         if outcome == "fenced":
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
         if outcome == "diverged":
             raise diverged(f"replaying iteration {iteration}")
         assert outcome != "unbounded", f"version {version} must be published: the next iteration needs it"
@@ -127,4 +127,4 @@ class TrainerSide(Part):
         ledgers = [job.groups(iteration) for iteration in range(first, next_iteration)]
         args = (epoch, next_iteration, path, TRAINER_GROUP)
         if not await self._run("checkpointed", job, [job.rollouts, *ledgers], *args):
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)

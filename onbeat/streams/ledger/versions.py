@@ -28,7 +28,7 @@ class Versions(Part):
         args = (epoch, version, address, digest, "" if published is None else published.model_dump_json())
         outcome = (await self._run("announce_version", job, [job.weights(version)], *args)).decode()
         if outcome == "fenced":
-            raise LeaseLost(f"job {job_id} has another trainer now")
+            raise LeaseLost(job_id)
         if outcome == "diverged":
             raise diverged(f"version {version}, made again,")
 

@@ -76,7 +76,7 @@ class Lease:
         if self._state is JobState.CANCELLING:
             raise JobCancelled
         if self._state.is_final:
-            raise LeaseLost(f"job {self.job.id} is {self._state}")
+            raise LeaseLost(self.job.id, f"is {self._state}")
         return self._state
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -123,7 +123,7 @@ class Lease:
             return await self.ledger.trainer.renew_job(job.id, job.epoch, job.lease_s, self._doing)
         fields = await self.ledger.jobs.fields(job.id)
         if fields["epoch"] != job.epoch:
-            raise LeaseLost(f"job {job.id} has another trainer now")
+            raise LeaseLost(job.id)
         return JobState(fields["state"])
 
     async def _warn_of_stall(self) -> None:
