@@ -26,9 +26,7 @@ from onbeat.rollout.v1.rollout_pb2 import (
 )
 from onbeat.types import EpisodeFailureKind
 
-__all__ = [
-    "MAX_DURATION_S",
-    "MAX_REWARD",
+__all__ = [  # the generated messages that other modules import from here
     "Environment",
     "GroupFailure",
     "Message",
@@ -39,18 +37,6 @@ __all__ = [
     "Timings",
     "Turn",
     "VersionSpan",
-    "check_content",
-    "check_group",
-    "check_logprobs",
-    "check_token_lengths",
-    "decode_group",
-    "decode_task",
-    "encode_group",
-    "group_digest",
-    "payload_digest",
-    "pin_task",
-    "span_versions",
-    "used_digest",
 ]
 
 MAX_REWARD = 1_000_000  # in absolute value: their squares, sums and float32 values stay finite
