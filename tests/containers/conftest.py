@@ -5,7 +5,6 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,18 +103,16 @@ def wait_until(is_true: Callable[[], bool], what: str, timeout_s: float = 240.0)
         time.sleep(0.5)
 
 
-@contextmanager
-def paused(client: Client, job_id: str) -> Iterator[None]:
-    """The job makes no progress meanwhile, and leaves the cores to those who start."""
-    client.jobs.pause(job_id)
-    yield
-    client.jobs.resume(job_id)
-
-
 def wait_until_served(client: Client, job_id: str, num_rollouts: int) -> None:
-    """Until so many rollouts have a policy version of the job."""
+    """Until so many rollouts have a policy version of the job, paused meanwhile: it must not be over before."""
 
     def serving() -> int:
         return sum(worker.job_id == job_id and worker.policy_version is not None for worker in client.workers())
 
+    def joined() -> int:
+        return sum(worker.job_id == job_id for worker in client.workers())
+
+    wait_until(lambda: joined() == num_rollouts, f"{num_rollouts} rollouts join {job_id}")
+    client.jobs.pause(job_id)
     wait_until(lambda: serving() == num_rollouts, f"{num_rollouts} rollouts serve {job_id}")
+    client.jobs.resume(job_id)

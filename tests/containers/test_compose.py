@@ -13,17 +13,17 @@ from onbeat.client import Client
 from onbeat.errors import ApiError
 from onbeat.types import IterationState, JobState
 from tests.conftest import free_port
-from tests.containers.conftest import ROOT, Images, checked, paused, run, wait_until, wait_until_served
+from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wait_until_served
 from tests.containers.leftovers import UPGRADED, new_project
 
 UP_S, DOWN_S, JOB_S = 300.0, 180.0, 900.0
-NUM_ITERATIONS = 24
+NUM_ITERATIONS = 28
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
     "rollout.num_prompts_per_iteration": 4,
     "rollout.num_samples_per_prompt": 4,
     "rollout.max_response_tokens": 24,
-    "checkpoint.every_iterations": 12,
+    "checkpoint.every_iterations": 14,
 }
 
 
@@ -87,9 +87,8 @@ def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Cl
         return any(i.iteration >= iteration and i.committed_at for i in client.jobs.iterations(job_id))
 
     wait_until(lambda: is_committed(0), "the first iteration is committed")
-    with paused(client, job_id):  # it must not be over before
-        compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=2", timeout_s=UP_S)
-        wait_until_served(client, job_id, 2)
+    compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=2", timeout_s=UP_S)
+    wait_until_served(client, job_id, 2)
     wait_until(lambda: len(generated(client, job_id)) == 2, "both have generated a group")
     assert client.jobs.get(job_id).state is JobState.RUNNING, "the job ended before it could be scaled"
 

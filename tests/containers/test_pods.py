@@ -10,7 +10,7 @@ import pytest
 from onbeat.client import Client
 from onbeat.config import read_job_file
 from onbeat.types import IterationState, JobState
-from tests.containers.conftest import ROOT, Images, paused, wait_until, wait_until_served
+from tests.containers.conftest import ROOT, Images, wait_until, wait_until_served
 from tests.containers.kustomize import KUBERNETES, build
 from tests.containers.pods import Pods
 
@@ -64,9 +64,7 @@ def test_pods_are_killed_and_the_job_succeeds(pods: Pods, client: Client) -> Non
     def is_generating(name: str) -> bool:
         return any(worker.id.startswith(f"rollout-{name}-") and worker.num_in_flight for worker in client.workers())
 
-    wait_until(lambda: client.jobs.get(job_id).state is JobState.RUNNING, "the trainer has the job")
-    with paused(client, job_id):  # it must not be over before both generate
-        wait_until_served(client, job_id, len(ROLLOUTS))
+    wait_until_served(client, job_id, len(ROLLOUTS))
     wait_until(lambda: all(map(is_generating, ROLLOUTS)), "both rollouts generate")
     pods.kill(ROLLOUTS[0])
     interrupted = max(iteration.iteration for iteration in client.jobs.iterations(job_id))

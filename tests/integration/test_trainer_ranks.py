@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from onbeat.config import JobConfig
+from onbeat.hardware.cores import available_cores
 from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
@@ -36,6 +37,7 @@ from tests.integration.broker_fixtures import eventually
 from tests.integration.tiny_models import write_tied_model
 from tests.unit.trainer_fixtures import job_config, make_group
 
+CORES = available_cores()
 NUM_ITERATIONS, NUM_GROUPS = 4, 5
 PERIODIC = {"mode": "periodic", "num_iterations": NUM_ITERATIONS}
 BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": NUM_ITERATIONS}
@@ -77,7 +79,15 @@ def group_of(task: PromptTask):
 
 
 @contextmanager
-def trainer(num_ranks: int, pool: str, redis_url: str, folder: Path, parallelism: str = "ddp", max_restarts: int = 0):
+def trainer(
+    num_ranks: int,
+    pool: str,
+    redis_url: str,
+    folder: Path,
+    parallelism: str = "ddp",
+    max_restarts: int = 0,
+    core: int = CORES[0],
+):
     """The process that was started; ended, with its children, when the test is done."""
     command = [sys.executable, "-m", "services.trainer"]
     if num_ranks > 1:
@@ -89,7 +99,7 @@ def trainer(num_ranks: int, pool: str, redis_url: str, folder: Path, parallelism
         "ONBEAT_POOL": pool,
         "ONBEAT_DATA_DIR": str(folder),
         "ONBEAT_DEVICE": "cpu",
-        "ONBEAT_CPU_CORES": "0",
+        "ONBEAT_CPU_CORES": str(core),
         "ONBEAT_PARALLELISM": parallelism,
         "ONBEAT_LEASE_S": "3",
     }
@@ -145,6 +155,7 @@ async def train(
     max_restarts=0,
     chaos=None,
     on_version=None,
+    core=CORES[0],
 ):
     """The final weights, and which rank trained which micro-batches by iteration."""
     folder.mkdir(parents=True)
@@ -152,7 +163,7 @@ async def train(
     config = build_job(model, pool, sections)
     job_id = f"job-{uuid.uuid4().hex[:12]}"
     await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
-    with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts) as process:
+    with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts, core) as process:
         await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
     fields = await ledger.jobs.fields(job_id)
     assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
@@ -202,16 +213,25 @@ def model(tmp_path_factory) -> Path:
     return write_tied_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def weights_of_one() -> dict[str, dict[str, torch.Tensor]]:
+    """The final weights of one process, by the name of its job."""
+    return {}
+
+
 @pytest.mark.parametrize("name", JOBS)
-async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, model, tmp_path):
+async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, model, tmp_path, weights_of_one):
     arguments = (ledger, redis_url, model)
-    alone, _ = await train(*arguments, tmp_path / "alone", JOBS[name])
-    replicated, taken = await train(*arguments, tmp_path / "ddp", JOBS[name], num_ranks=2)
-    assert_each_group_once(taken)
-    assert {rank for recorded in taken for rank, _ in recorded} == {0, 1}, "each took groups at its own pace"
+    (alone, _), (replicated, shares), (sharded, dealt) = await asyncio.gather(
+        train(*arguments, tmp_path / "alone", JOBS[name]),
+        train(*arguments, tmp_path / "ddp", JOBS[name], num_ranks=2),
+        train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp", core=CORES[-1]),
+    )
+    weights_of_one[name] = alone
+    assert_each_group_once(shares)
+    assert {rank for recorded in shares for rank, _ in recorded} == {0, 1}, "each took groups at its own pace"
     assert_same_weights(replicated, alone)
-    sharded, taken = await train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp")
-    assert_each_group_once(taken)
+    assert_each_group_once(dealt)
     assert_same_weights(sharded, alone)
 
 
@@ -286,7 +306,9 @@ async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
 
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
-async def test_a_killed_rank_loses_no_group_and_trains_none_twice(parallelism, ledger, redis_url, model, tmp_path):
+async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
+    parallelism, ledger, redis_url, model, tmp_path, weights_of_one
+):
     def kill_rank_1(process):
         async def after_group(iteration, index):
             if (iteration, index) == (2, 2):
@@ -296,11 +318,11 @@ async def test_a_killed_rank_loses_no_group_and_trains_none_twice(parallelism, l
 
         return after_group
 
+    name = "two updates with kl"
     arguments = (ledger, redis_url, model)
-    expected, _ = await train(*arguments, tmp_path / "alone", JOBS["two updates with kl"])
+    if name not in weights_of_one:
+        weights_of_one[name], _ = await train(*arguments, tmp_path / "alone", JOBS[name])
     options = {"num_ranks": 2, "parallelism": parallelism, "max_restarts": 1}
-    found, taken = await train(
-        *arguments, tmp_path / "killed", JOBS["two updates with kl"], **options, chaos=kill_rank_1
-    )
+    found, taken = await train(*arguments, tmp_path / "killed", JOBS[name], **options, chaos=kill_rank_1)
     assert_each_group_once(taken)
-    assert_same_weights(found, expected)
+    assert_same_weights(found, weights_of_one[name])
