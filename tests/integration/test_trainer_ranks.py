@@ -119,7 +119,19 @@ def trainer(
 
 
 async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None, on_version=None) -> None:
-    """Open each iteration with version t - max_staleness exactly, and submit its groups; until the job is over."""
+    """Open each iteration with version t - max_staleness exactly, and submit its groups; until the job is over.
+
+    A trainer with all groups of an iteration goes on to the next version at once: they are held back until the
+    iteration is open that needs the version before.
+    """
+    claimed = []  # of each iteration
+
+    async def submit(iteration) -> None:
+        for index, claim in enumerate(claimed[iteration]):
+            await ledger.rollout.submit(job_id, claim.entry_id, group_of(claim.task))
+            if after_group is not None:
+                await after_group(iteration, index)
+
     for iteration in range(NUM_ITERATIONS):
         version = max(0, iteration - config.max_staleness)
 
@@ -133,10 +145,11 @@ async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None
             await on_version(job_id, version)
         tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
         assert await ledger.iterations.open(job_id, iteration, version, tasks) == ""
-        for index, claim in enumerate(await ledger.rollout.claim(job_id, "w", NUM_GROUPS, 60)):
-            await ledger.rollout.submit(job_id, claim.entry_id, group_of(claim.task))
-            if after_group is not None:
-                await after_group(iteration, index)
+        claimed.append(await ledger.rollout.claim(job_id, "w", NUM_GROUPS, 60))
+        if iteration >= config.max_staleness:
+            await submit(iteration - config.max_staleness)
+    for iteration in range(NUM_ITERATIONS - config.max_staleness, NUM_ITERATIONS):
+        await submit(iteration)
 
     async def is_over() -> bool:
         return (await ledger.jobs.state(job_id)).is_final
