@@ -14,11 +14,14 @@ bench_idle = bench_environments:Idle
 bench_lookup = bench_environments:EveryAnswerCalls
 """
 # Answers are cut by their length, and nothing is between an answer and the next message: both sides then have the same
-# tokens. TRL takes only templates that show tools, their calls and their results.
+# tokens. TRL takes only templates that show tools, their calls and their results; Onbeat keeps those with calls in the
+# form of Hermes and Qwen.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {{ tools | tojson }}{% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
