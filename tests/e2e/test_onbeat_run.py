@@ -39,10 +39,10 @@ def leftovers(data_dir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Three iterations of the quick start on two rollouts."""
+    """Three iterations of the quick start."""
     data_dir = tmp_path_factory.mktemp("quickstart")
     report = data_dir / "report.json"
-    options = ["--set", "schedule.num_iterations=3", "--rollouts", "2", "--report", str(report)]
+    options = ["--set", "schedule.num_iterations=3", "--report", str(report)]
     done = subprocess.run(command(data_dir, *options), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return data_dir, done.stdout, json.loads(report.read_text())
