@@ -33,7 +33,7 @@ UV_VARIABLES = {
 
 
 class InstallError(Exception):
-    """What the installer said."""
+    """The installer failed; the message is its output."""
 
 
 def main(locks: list[str]) -> int:

@@ -66,7 +66,7 @@ class Pull:
 
     @property
     def is_over(self) -> bool:
-        """Whether the pull has ended: the version is here, or `error` is the reason why not."""
+        """True if the pull has ended: the version is here, or `error` is the reason why not."""
         assert self.task is not None
         return self.task.done()
 

@@ -78,7 +78,7 @@ class WireSecurity:
 
     @property
     def can_serve(self) -> bool:
-        """Whether this side can serve: with tls_ca alone it may pull, but would have to serve in plain text."""
+        """True if this side can serve: with tls_ca alone it may pull, but would have to serve in plain text."""
         return self.tls_ca is None or self.tls_cert is not None
 
     def _check_files(self) -> None:

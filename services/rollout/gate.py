@@ -67,7 +67,7 @@ class VersionGate:
 
     @property
     def is_updating(self) -> bool:
-        """Whether a group waits for its version, or a load is under way."""
+        """True if a group waits for its version, or a load is under way."""
         return self._entrance.locked()
 
     @asynccontextmanager

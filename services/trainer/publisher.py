@@ -52,7 +52,7 @@ class Publisher:
 
     @property
     def _is_in_place(self) -> bool:
-        """Whether a snapshot is the parameters themselves, valid until their next step."""
+        """True if a snapshot is the parameters themselves, valid until their next step."""
         is_host = next(self._policy.model.parameters()).device.type == "cpu"
         return is_host and not self._policy.is_sharded and is_served_in_place(self._config)
 

@@ -174,7 +174,7 @@ class IterationStats:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards of any group differ."""
+        """True if the rewards of any group differ."""
         num_groups = len(self.digests) - self.sums.get("rollout/failed_groups", 0.0)
         return self.sums.get("rollout/uniform_groups", 0.0) < num_groups
 

@@ -44,7 +44,7 @@ class Objective(Section):
 
     @property
     def needs_whole_group(self) -> bool:
-        """Whether the loss ties a group's responses together, so that all are in one micro-batch."""
+        """True if the loss ties a group's responses together, so that all are in one micro-batch."""
         return self.kl.coef > 0 and self.kl.placement == "reward"
 
     def trained_members(self, rewards: Tensor) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Course:
 
     @property
     def has_risen(self) -> bool:
-        """Whether the reward is higher than it was at first."""
+        """True if the reward is higher than it was at first."""
         return rises(rewards_of(self.first), rewards_of(self.recent))
 
     @property

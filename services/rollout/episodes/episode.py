@@ -91,7 +91,7 @@ class Episode:
 
     @property
     def holds_place(self) -> bool:
-        """Whether it has a place in the engine, or is about to take one: not while its environment takes longer, nor at
+        """True if it has a place in the engine, or is about to take one: not while its environment takes longer, nor at
         the end. An environment that is still being loaded is about to call."""
         return not self._is_over and (self._began_at is None or self.waited_s < SHORT_WAIT_S)
 

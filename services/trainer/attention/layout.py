@@ -112,7 +112,7 @@ class PackedLayout:
 
     @property
     def has_forks(self) -> bool:
-        """Whether some response forks behind its first token: then prompts and responses are not all."""
+        """True if some response forks behind its first token: then prompts and responses are not all."""
         return any(parent >= 0 for group in self.groups for tree in group.trees for parent in tree.parents)
 
     def path(self, index: int) -> list[Segment]:
