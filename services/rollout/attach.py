@@ -110,7 +110,7 @@ class Attachment:
         attempts = Attempts(scored_by.max_attempts, self._config.rollout.max_group_attempts)
         episodes = await self._serve_episodes(cleanup, gate, encoder)
         producer = GroupProducer(engine, gate, encoder, rewards, self._settings.worker_id, attempts, episodes)
-        loop = ClaimLoop(self._job, engine, producer, puller, self._ends)
+        loop = ClaimLoop(self._job, engine, producer, puller.announcements, self._ends)
         cleanup.push_async_callback(loop.abandon)
         chats = self._serve_chats(engine, gate, encoder) if settings.chat_slots else None
         return Parts(engine, gate, producer, loop, chats)

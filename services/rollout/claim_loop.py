@@ -26,7 +26,7 @@ from services.rollout.engines.registry import EngineBroken
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
-from services.rollout.puller import WeightsPuller
+from services.rollout.puller import Announcements
 from services.rollout.rewards.outcome import RewardUnavailable, ServiceMissing
 from services.rollout.settings import Settings
 
@@ -73,8 +73,8 @@ class Ends:
 class Pause:
     """The time without claims: after an error, and while groups wait for a version that a restarted trainer lacks."""
 
-    def __init__(self, puller: WeightsPuller) -> None:
-        self._puller = puller
+    def __init__(self, announcements: Announcements) -> None:
+        self._announcements = announcements
         self._resume_at = 0.0
         self._missing_version: int | None = None  # one that could not be pulled
         self._missing_until = 0.0
@@ -94,19 +94,19 @@ class Pause:
 
     def is_on(self) -> bool:
         wanted = self._missing_version
-        if wanted is not None and (self._puller.is_announced(wanted) or time.monotonic() >= self._missing_until):
+        if wanted is not None and (self._announcements.has_reached(wanted) or time.monotonic() >= self._missing_until):
             self._missing_version = None
         return self.left_s > 0 or self._missing_version is not None
 
 
 class ClaimLoop:
     def __init__(
-        self, job: Assignment, engine: Engine, producer: GroupProducer, puller: WeightsPuller, ends: Ends
+        self, job: Assignment, engine: Engine, producer: GroupProducer, announcements: Announcements, ends: Ends
     ) -> None:
         self._job, self._engine, self._producer, self._ends = job, engine, producer, ends
         self._arrival: asyncio.Task[str] | None = None  # of prompts
         self._last_seen = "0"
-        self._pause = Pause(puller)
+        self._pause = Pause(announcements)
         self._num_engine_errors = 0
         self.flights: dict[str, Flight] = {}  # by the id of their stream entry
         self.num_workers = 1  # workers that share this job, this one included

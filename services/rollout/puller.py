@@ -1,4 +1,4 @@
-"""The follower of a job's weights: it decides which version is pulled, when, and from which trainer.
+"""The follower of a job's weights: it hears of versions, and decides which is pulled, when, and from which trainer.
 
     an announced version   is pulled at once, in one try, unless the copy is still wanted as it is
     a version in demand    is tried again until its deadline (`obtain`)
@@ -39,11 +39,94 @@ class OtherWeights(WeightsError):
     """The trainer has restarted and made the version anew; earlier statements about the version are void."""
 
 
+class Announcements:
+    """The versions that the trainer's weights server announces, heard over one connection that is made again and again.
+
+    `react` is called after each announcement. `find_trainer` and `connect` are those of the puller.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], WeightsClient],
+        find_trainer: Callable[[], Awaitable[str]],
+        react: Callable[[], None],
+    ) -> None:
+        self.newest: int | None = None  # None: the server is silent
+        self._connect, self._find_trainer, self._react = connect, find_trainer, react
+        self._is_following: bool | None = None
+        self._news = asyncio.Event()
+
+    def has_reached(self, version: int) -> bool:
+        """Return whether the weights server that is followed now has announced this version or a later one.
+
+        A restarted trainer begins again at its checkpoint and announces lower versions than the one before.
+        """
+        return self.newest is not None and self.newest >= version
+
+    async def wait(self) -> int | None:
+        """Wait for an announcement since the last call. Returns the newest version, or None if its server is lost."""
+        await self._news.wait()
+        self._news.clear()
+        return self.newest
+
+    async def follow(self) -> None:
+        """Listen for ever; a change of the connection is logged in one line."""
+        delay_s = FIRST_RETRY_S
+        while True:
+            address = await self._find_trainer()
+            try:
+                await self._watch(address)
+                reason = "it has moved"
+            except WeightsError as error:
+                reason = str(error)
+            if self._is_following is not False:
+                logger.warning("no word from the weights server at %s, trying again: %s", address, reason)
+                delay_s = FIRST_RETRY_S
+            self._is_following = False
+            self.newest = None
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, MAX_RETRY_S)
+
+    async def _watch(self, address: str) -> None:
+        """Watch until the job names another address. Raises WeightsError when the server is silent at first or gone."""
+        source = self._connect(address)
+        versions = source.watch()
+        upcoming: asyncio.Future[int | None] | None = None
+        try:
+            started = time.monotonic()
+            has_answered = False
+            while True:
+                upcoming = upcoming or asyncio.ensure_future(anext(versions, None))
+                done, _ = await asyncio.wait({upcoming}, timeout=ADDRESS_CHECK_S)
+                if done:
+                    self._hear(upcoming.result(), address)
+                    upcoming, has_answered = None, True
+                elif not has_answered and time.monotonic() - started > FIRST_ANSWER_S:
+                    raise WeightsError(f"no answer for {FIRST_ANSWER_S:.0f} s")
+                elif await self._find_trainer() != address:
+                    return
+        finally:
+            if upcoming is not None:
+                upcoming.cancel()
+                await asyncio.wait({upcoming})
+            await source.close()
+
+    def _hear(self, version: int | None, address: str) -> None:
+        if version is None:
+            raise WeightsError("the server closed the watch")
+        if not self._is_following:
+            logger.info("following the weights at %s, now at policy version %d", address, version)
+        self._is_following = True
+        self.newest = version
+        self._news.set()
+        self._react()
+
+
 class WeightsPuller:
     """The owner of the host's copy of the weights, and of its connections. Peers pull from it, too (`server.Holder`).
 
     `find_trainer` returns the address of the trainer's rank 0; what it raises beside WeightsError (Redis is down) ends
-    `follow`. `connect` makes a client of an address.
+    `announcements.follow`. `connect` makes a client of an address.
     """
 
     def __init__(
@@ -59,9 +142,7 @@ class WeightsPuller:
         self._current: Pull | None = None  # the version that the copy holds, or moves to
         self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
-        self._is_following: bool | None = None
-        self._announced: int | None = None
-        self._news = asyncio.Event()
+        self.announcements = Announcements(connect, find_trainer, self._prefetch)
 
     # ---- for the engine's side ---------------------------------------------------------------------------------------
 
@@ -100,19 +181,6 @@ class WeightsPuller:
         self._read = pull
         self._prefetch()
 
-    def is_announced(self, version: int) -> bool:
-        """Return whether the weights server that is followed now has announced this version or a later one.
-
-        A restarted trainer begins again at its checkpoint and announces lower versions than the one before.
-        """
-        return self._announced is not None and self._announced >= version
-
-    async def wait_for_news(self) -> int | None:
-        """Wait for an announcement since the last call. Returns the newest version, or None if its server is lost."""
-        await self._news.wait()
-        self._news.clear()
-        return self._announced
-
     async def cancel(self) -> None:
         """Cancel the running pull; those that wait for it get WeightsError."""
         if self._current is not None:
@@ -126,11 +194,6 @@ class WeightsPuller:
 
     # ---- for peers ---------------------------------------------------------------------------------------------------
 
-    @property
-    def address(self) -> str:
-        """The address where this host serves others; empty if it serves none."""
-        return self.connections.peer.address
-
     def serve_at(self, address: str) -> None:
         """Announce this address to the trainer from now on."""
         self.connections.peer = replace(self.connections.peer, address=address)
@@ -141,69 +204,15 @@ class WeightsPuller:
     def versions(self) -> list[int]:
         return [] if self.host is None else self.host.versions()
 
-    # ---- following ---------------------------------------------------------------------------------------------------
-
-    async def follow(self) -> None:
-        """Watch for versions and pull each newer one, for ever; a change of the connection is logged in one line."""
-        delay_s = FIRST_RETRY_S
-        while True:
-            address = await self._find_trainer()
-            try:
-                await self._watch(address)
-                reason = "it has moved"
-            except WeightsError as error:
-                reason = str(error)
-            if self._is_following is not False:
-                logger.warning("no word from the weights server at %s, trying again: %s", address, reason)
-                delay_s = FIRST_RETRY_S
-            self._is_following = False
-            self._announced = None
-            await asyncio.sleep(delay_s)
-            delay_s = min(delay_s * 2, MAX_RETRY_S)
-
-    async def _watch(self, address: str) -> None:
-        """Watch until the job names another address. Raises WeightsError when the server is silent at first or gone."""
-        source = self.connections.connect(address)
-        versions = source.watch()
-        upcoming: asyncio.Future[int | None] | None = None
-        try:
-            started = time.monotonic()
-            has_answered = False
-            while True:
-                upcoming = upcoming or asyncio.ensure_future(anext(versions, None))
-                done, _ = await asyncio.wait({upcoming}, timeout=ADDRESS_CHECK_S)
-                if done:
-                    self._hear(upcoming.result(), address)
-                    upcoming, has_answered = None, True
-                elif not has_answered and time.monotonic() - started > FIRST_ANSWER_S:
-                    raise WeightsError(f"no answer for {FIRST_ANSWER_S:.0f} s")
-                elif await self._find_trainer() != address:
-                    return
-        finally:
-            if upcoming is not None:
-                upcoming.cancel()
-                await asyncio.wait({upcoming})
-            await source.close()
-
-    def _hear(self, version: int | None, address: str) -> None:
-        if version is None:
-            raise WeightsError("the server closed the watch")
-        if not self._is_following:
-            logger.info("following the weights at %s, now at policy version %d", address, version)
-        self._is_following = True
-        self._announced = version
-        self._news.set()
-        self._prefetch()
+    # ---- pulling -----------------------------------------------------------------------------------------------------
 
     def _prefetch(self) -> None:
         """Pull the announced version before it is asked for, unless the copy is still wanted as it is."""
-        current, announced = self._current, self._announced
+        current, announced = self._current, self.announcements.newest
         is_newer = announced is not None and (self._read is None or announced > self._read.version)
         is_unread = current is not None and (not current.is_over or (not current.error and current is not self._read))
         if announced is not None and is_newer and not is_unread and not self._is_being_read:
             self.start(announced, deadline_s=0.0)  # one try, unless `obtain` extends it
-
-    # ---- pulling -----------------------------------------------------------------------------------------------------
 
     def start(self, version: int, deadline_s: float) -> Pull:
         """Start a pull, without a new try after `deadline_s`. No other pull may be running."""
@@ -225,7 +234,7 @@ class WeightsPuller:
             except WeightsError as error:
                 await self.connections.drop(address)
                 is_late = time.monotonic() + delay_s > pull.deadline
-                if is_late or isinstance(error, OtherWeights) or self.is_announced(pull.version + 1):
+                if is_late or isinstance(error, OtherWeights) or self.announcements.has_reached(pull.version + 1):
                     raise
                 pull.stats.faults.append(str(error))
                 logger.warning("policy version %d is tried again: %s", pull.version, error)

@@ -121,7 +121,7 @@ class Session:
     async def _follow_weights(self, puller: WeightsPuller) -> None:
         """Follow the weights also while the engine starts: once it has read its first version, the newest is pulled."""
         await self._attachment.has_model.wait()
-        await puller.follow()
+        await puller.announcements.follow()
 
     async def _is_served(self) -> bool:
         try:
@@ -152,7 +152,7 @@ class Session:
 async def load_when_idle(parts: Parts, puller: WeightsPuller) -> None:
     """Load a new version when it is announced, if no group is in flight, not when the first prompt asks for it."""
     while True:
-        version = await puller.wait_for_news()
+        version = await puller.announcements.wait()
         if version is not None and not parts.loop.flights:
             try:
                 await parts.gate.advance(version)

@@ -147,7 +147,7 @@ async def keep_up(server: StockServer, puller: WeightsPuller, model_dir: Path) -
     is_tied = bool(json.loads((model_dir / "config.json").read_text()).get("tie_word_embeddings", False))
     served: Manifest | None = None
     while True:
-        version = await puller.wait_for_news()
+        version = await puller.announcements.wait()
         if version is None:
             continue
         try:
@@ -201,7 +201,7 @@ async def follow(options: argparse.Namespace, settings: Settings) -> None:
         puller = WeightsPuller(connect_weights, find_address, peer, folder)
         cleanup.push_async_callback(puller.close)
         logger.info("%s is to serve job %s with the model %s", server.url, options.job, model_dir)
-        await first_of(stopping.wait(), puller.follow(), keep_up(server, puller, model_dir))
+        await first_of(stopping.wait(), puller.announcements.follow(), keep_up(server, puller, model_dir))
 
 
 async def first_of(*work: Awaitable[Any]) -> None:

@@ -83,7 +83,7 @@ async def test_a_relay_passes_on_what_it_does_not_have_in_full(plane):
     valve.is_open.set()
     for rollout, pull in zip(chain, pulls, strict=True):
         await rollout.see_through(pull)
-    sent_by = [plane.trainer.address, *(rollout.puller.address for rollout in chain)]
+    sent_by = [plane.trainer.address, *(rollout.puller.connections.peer.address for rollout in chain)]
     assert [pull.stats.sources for pull in pulls] == [[address] for address in sent_by[:3]]
     assert plane.trainer.server.num_bytes_sent == size_of(tensors)
 
@@ -109,7 +109,7 @@ async def test_one_copy_comes_to_a_machine_and_is_passed_on_there(plane):
     rollouts = [await plane.join(f"r{number}", host="mine") for number in range(4)]
     pulls = [await rollout.pull(0) for rollout in rollouts]
     assert plane.trainer.server.num_bytes_sent == size_of(tensors)
-    addresses = [rollout.puller.address for rollout in rollouts]
+    addresses = [rollout.puller.connections.peer.address for rollout in rollouts]
     assert all(pull.stats.sources[0] in addresses for pull in pulls[1:])
 
 
@@ -204,7 +204,7 @@ async def test_a_relay_that_is_full_sends_its_children_elsewhere(plane, tmp_path
     relay.puller.serve_at(f"127.0.0.1:{await relay.server.start('127.0.0.1', 0)}")
     await relay.pull(0)
     relay.server.faults = [Valve()]
-    other = WeightsClient(relay.puller.address, JOB)
+    other = WeightsClient(relay.puller.connections.peer.address, JOB)
     stream = other.pull(PayloadKey(0))
     await anext(stream)
     pull = await child.pull(0)
@@ -228,7 +228,7 @@ async def test_a_relay_waits_for_what_it_is_about_to_have(plane):
     await relay.see_through(pulls[0])
     await child.see_through(pulls[1])
     assert pulls[1].stats.faults == []
-    assert pulls[1].stats.sources == [relay.puller.address]
+    assert pulls[1].stats.sources == [relay.puller.connections.peer.address]
 
 
 async def test_relay_that_never_gets_its_version_reports_it_in_time(plane, monkeypatch):
@@ -409,7 +409,7 @@ async def assert_is_shut_out(plane, security, words):
     """At the trainer and at a relay."""
     relay = await plane.join("relay")
     await relay.pull(max(plane.trainer.tensors))
-    for address in (plane.trainer.address, relay.puller.address):
+    for address in (plane.trainer.address, relay.puller.connections.peer.address):
         stranger = WeightsClient(address, JOB, security)
         with pytest.raises(WeightsError, match=words):
             await anext(stranger.pull(PayloadKey(max(plane.trainer.tensors))))

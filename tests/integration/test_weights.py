@@ -431,7 +431,8 @@ async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_mess
     pull = await rollout.pull(version)
     assert server.faults == []
     assert re.match(
-        f"{relay.puller.address if where == 'relay' else plane.trainer.address}: .*({problem})", pull.stats.faults[0]
+        f"{relay.puller.connections.peer.address if where == 'relay' else plane.trainer.address}: .*({problem})",
+        pull.stats.faults[0],
     )
     assert f"does not match its {'checksum' if where == 'relay' else 'digest'}" not in pull.stats.faults[0]
     # Where the first part of a delta cannot be trusted, the next source's contradicts it: then it comes in full.
@@ -483,7 +484,7 @@ async def test_relay_cannot_change_weights_by_a_checksum_collision(plane, small_
     relay.server.faults = [edited(invert)]
     pull = await rollout.pull(0)
     (fault,) = pull.stats.faults
-    assert re.match(f"{relay.puller.address}: big of version 0 does not match its digest", fault)
+    assert re.match(f"{relay.puller.connections.peer.address}: big of version 0 does not match its digest", fault)
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -523,7 +524,7 @@ async def test_stalled_source_is_left_in_time_although_it_is_alive(fault, plane,
     started = time.monotonic()
     pull = await rollout.pull(0)
     assert 0.3 < time.monotonic() - started < 2
-    assert re.match(f"{relay.puller.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
+    assert re.match(f"{relay.puller.connections.peer.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
     assert pull.stats.sources == [plane.trainer.address]
 
 
@@ -543,7 +544,7 @@ async def test_pull_continues_at_another_source_when_the_first_dies(plane, small
     assert offset >= 100_000
     assert pull.stats.received_bytes == size_of(tensors)
     assert len(pull.stats.faults) == 1
-    assert pull.stats.faults[0].startswith(relay.puller.address)
+    assert pull.stats.faults[0].startswith(relay.puller.connections.peer.address)
     assert pull.stats.sources == [plane.trainer.address]
 
 

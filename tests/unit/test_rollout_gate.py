@@ -162,7 +162,7 @@ async def test_cancelled_waiter_does_not_abandon_a_load_half_way(rig):
 
 async def test_older_group_moves_the_engine_back_and_newer_ones_onward(rig):
     rig.trainer.newest = 2
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     assert await rig.generate(2) == [2, 2, 2]
     rig.engine.may_finish.clear()
     running = rig.generate(2)
@@ -177,7 +177,7 @@ async def test_older_group_moves_the_engine_back_and_newer_ones_onward(rig):
 
 
 async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     rig.engine.may_finish.clear()
     running = rig.generate(0)
     await settle()
@@ -197,7 +197,7 @@ async def test_newer_versions_do_not_displace_one_not_read_yet(rig):
 
 async def test_version_that_the_trainer_left_behind_blocks_no_group(rig):
     rig.trainer.newest, rig.trainer.refused = 3, {1}
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await settle()
     started = asyncio.get_running_loop().time()
     with pytest.raises(VersionGone, match="version 1 is not held"):
@@ -216,7 +216,7 @@ async def test_idle_advance_never_goes_back(rig):
 
 
 async def test_announced_version_is_here_before_anybody_asks(rig):
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await rig.trainer.publish(1)
     await settle()
     assert rig.trainer.pulls == [1]
@@ -227,9 +227,9 @@ async def test_announced_version_is_here_before_anybody_asks(rig):
 
 async def test_missing_version_does_not_block_the_pull_of_an_older_one(rig):
     rig.trainer.newest = 20
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await settle()
-    assert not rig.puller.is_announced(45)
+    assert not rig.puller.announcements.has_reached(45)
     with pytest.raises(WeightsError):
         await (await rig.puller.obtain(45, deadline_s=0)).complete()
     await rig.trainer.publish(21)
@@ -238,24 +238,24 @@ async def test_missing_version_does_not_block_the_pull_of_an_older_one(rig):
     assert await rig.generate(21) == [21, 21, 21]
     await rig.trainer.publish(45)
     await settle()
-    assert rig.puller.is_announced(45)
+    assert rig.puller.announcements.has_reached(45)
     assert rig.trainer.pulls == [20, 21, 45]
     follow.cancel()
 
 
 async def test_what_the_trainer_announced_is_forgotten_when_it_is_gone(rig):
     rig.trainer.newest = 45
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await settle()
-    assert rig.puller.is_announced(45)
+    assert rig.puller.announcements.has_reached(45)
     rig.trainer.newest = 20  # restarted from a checkpoint
     rig.address = "trainer:2"
     await rig.trainer.break_watches("trainer:2")
     await settle()
-    assert not rig.puller.is_announced(20)
+    assert not rig.puller.announcements.has_reached(20)
     await settle(0.2)
-    assert rig.puller.is_announced(20)
-    assert not rig.puller.is_announced(45)
+    assert rig.puller.announcements.has_reached(20)
+    assert not rig.puller.announcements.has_reached(45)
     follow.cancel()
 
 
@@ -268,7 +268,7 @@ async def test_pulls_of_one_version_are_shared(rig):
 
 
 async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog):
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await settle()
     await rig.trainer.break_watches("trainer:2")
     await settle(0.5)  # several tries, while the job still names the old address
@@ -283,7 +283,7 @@ async def test_trainer_that_moves_is_found_again_at_its_new_address(rig, caplog)
 
 async def test_silent_server_is_left_when_the_job_names_a_new_address(rig, monkeypatch):
     monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.05)
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await settle()
     rig.trainer.address = rig.address = "trainer:2"  # the old one says nothing, not even goodbye
     await settle(0.4)
@@ -295,7 +295,7 @@ async def test_server_that_never_answers_is_given_up_after_a_deadline(rig, monke
     monkeypatch.setattr(puller_module, "ADDRESS_CHECK_S", 0.02)
     monkeypatch.setattr(puller_module, "FIRST_ANSWER_S", 0.05)
     rig.trainer.newest = -1  # nothing to announce
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await settle(0.4)
     assert "no answer" in caplog.text
     assert rig.trainer.num_watches > 1
@@ -331,7 +331,7 @@ async def break_half_way(self, key, offset_bytes=0):
 
 
 async def test_newer_version_waits_until_the_engine_has_read_the_last(rig):
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     may_read = hold_reads(rig.engine)
     rig.trainer.newest = 1
     load = rig.generate(1)
@@ -348,7 +348,7 @@ async def test_newer_version_waits_until_the_engine_has_read_the_last(rig):
 
 async def test_newer_version_waits_while_one_is_read_a_second_time(rig, monkeypatch):
     """The load of version 1 fails half way, so the engine has to read version 0 again, which it has read before."""
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     with monkeypatch.context() as patch:
         patch.setattr(FakeSource, "pull", break_half_way)
         patch.setattr(WeightsPuller.obtain, "__defaults__", (0.0,))
@@ -371,7 +371,7 @@ async def test_newer_version_waits_while_one_is_read_a_second_time(rig, monkeypa
 
 
 async def test_newer_version_waits_for_an_engine_whose_pull_failed(rig, monkeypatch):
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     may_stop = hold_reads(rig.engine)
     with monkeypatch.context() as patch:
         patch.setattr(FakeSource, "pull", break_half_way)
@@ -408,7 +408,7 @@ async def test_closing_gate_ends_a_load_that_waits_for_its_pull(tmp_path, monkey
     rig = Rig(tmp_path)
     await rig.start()
     monkeypatch.setattr(FakeSource, "pull", be_silent)
-    follow = asyncio.create_task(rig.puller.follow())
+    follow = asyncio.create_task(rig.puller.announcements.follow())
     await rig.trainer.publish(1)
     request = rig.generate(1)
     await settle()
