@@ -31,8 +31,8 @@ SIDES = {"trainer": ["trainer"], "rollout": ["rollout", "engine core"]}
 PROMPT_TOKENS = 45  # of the quick start's prompts
 SMALL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
 LARGE = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14}
-# There are fewer groups than in the quick start, so that a case takes less time; rows are as long.
-SHORT = ("model.dtype=float32", "schedule.num_iterations=3", "rollout.num_prompts_per_iteration=2")
+# Groups as in the quick start, so that rows are as long.
+SHORT = ("model.dtype=float32", "schedule.num_iterations=3")
 KL = ("objective.kl.coef=0.05",)
 CASES: dict[str, tuple[dict[str, int] | None, tuple[str, ...]]] = {
     "full": (None, ()),
