@@ -10,6 +10,7 @@ from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
+from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, use_attention
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
@@ -165,6 +166,8 @@ class RecordedLink:
 def train(config, groups, tmp_path, model=None, resume_from=None, link=None, **link_options):
     """Run the real loop over recorded groups; returns (model, link)."""
     model = model or tiny_model(tiny_config(), torch.float32)
+    if config.lora:
+        add_adapters(model, config.lora, config.seed)
     link = link or RecordedLink(config, groups, **link_options)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
