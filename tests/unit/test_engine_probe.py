@@ -6,9 +6,9 @@ import torch
 from onbeat.errors import JobFailed
 from services.trainer.batch import pack
 from services.trainer.engine_probe import NUM_PROBED
-from services.trainer.model.lora import add_adapters, published_tensors
+from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import response_logprobs
-from tests.unit.trainer_fixtures import RecordedLink, job_config, make_group, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedLink, job_config, make_group, model_of, tiny_config, tiny_model, train
 
 BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}
 JOBS = {
@@ -61,24 +61,17 @@ class EngineLink(RecordedLink):
             response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
 
 
-def create_model(config):
-    model = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
-    if config.lora:
-        add_adapters(model, config.lora, seed=0)
-    return model
-
-
 def run(sections, tmp_path, resume_from=None, **link_options):
     config = job_config(**sections)
     link = EngineLink(config, **link_options)
-    train(config, None, tmp_path, create_model(config), resume_from, link)
+    train(config, None, tmp_path, resume_from=resume_from, link=link)
     return link
 
 
 @jobs
 def test_job_fails_before_it_learns_from_an_outdated_engine(sections, tmp_path):
     config = job_config(**sections)
-    link, model = EngineLink(config, keeps="layers.1.mlp"), create_model(config)
+    link, model = EngineLink(config, keeps="layers.1.mlp"), model_of(config)
     with pytest.raises(JobFailed, match="does not follow the weights") as failure:
         train(config, None, tmp_path, model, link=link)
     first = config.max_staleness + 1

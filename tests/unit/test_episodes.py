@@ -18,7 +18,6 @@ from services.trainer.attention.short import ShortPlan
 from services.trainer.attention.tree import TreePlan
 from services.trainer.batch import MIN_PREFIX, group_rewards, num_places, pack, rows
 from services.trainer.episode import num_leaves, turn_paths, turn_spans
-from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import Passes, freeze_copy, response_logprobs, tri_model_logprobs, use_attention
 from services.trainer.stats import IterationStats
 from tests.unit.episode_fixtures import (
@@ -31,7 +30,7 @@ from tests.unit.episode_fixtures import (
 )
 from tests.unit.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64, gradients  # noqa: F401
 from tests.unit.test_signal import CASES, config_of, moved
-from tests.unit.trainer_fixtures import job_config, make_group, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import job_config, make_group, model_of, tiny_model, train
 
 CPU = torch.device("cpu")
 EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, max_size=4)
@@ -353,7 +352,7 @@ ADAM = {"eps": 1e-3, "max_grad_norm": 1e9}
 @pytest.mark.parametrize("budget", [4096, 25])
 def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path):
     sections = sections | {"optimizer": ADAM}
-    plain = tiny_model(tiny_config(), torch.float32)
+    plain, before = model_of(episodes_config(**sections)), model_of(episodes_config(**sections))
     use_attention(plain, "sdpa")
     expected, _ = train(episodes_config(**sections), iterations(), tmp_path / "paths", plain)
     groups = iterations()
@@ -361,10 +360,6 @@ def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path
     training = {"max_tokens_per_micro_batch": budget}
     found, link = train(episodes_config(training=training, **sections), groups, tmp_path / "trees")
     assert [commit[0] for commit in link.commits] == [0, 1]
-    before = tiny_model(tiny_config(), torch.float32)
-    if "lora" in sections:
-        config = episodes_config(**sections)
-        add_adapters(before, config.lora, config.seed)
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
     assert all("lora" in name for name in trained) == ("lora" in sections)
     for name, right in expected.named_parameters():

@@ -163,11 +163,17 @@ class RecordedLink:
         self.events.append((kind, message))
 
 
-def train(config, groups, tmp_path, model=None, resume_from=None, link=None, **link_options):
-    """Run the real loop over recorded groups; returns (model, link)."""
-    model = model or tiny_model(tiny_config(), torch.float32)
+def model_of(config):
+    """A tiny model in the job's dtype, with adapters if the job trains such."""
+    model = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
     if config.lora:
         add_adapters(model, config.lora, config.seed)
+    return model
+
+
+def train(config, groups, tmp_path, model=None, resume_from=None, link=None, **link_options):
+    """Run the real loop over recorded groups; returns (model, link)."""
+    model = model or model_of(config)
     link = link or RecordedLink(config, groups, **link_options)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
