@@ -43,7 +43,7 @@ class ChildProcess:
         process numbers are left."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, *arguments),
+            *(sys.executable, "-P", "-m", module, *arguments),  # -P: a folder `services` of the user is not ours
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
