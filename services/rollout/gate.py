@@ -7,7 +7,7 @@
 The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
 of the new: a dead worker's group may ask for a version that all others have left.
 
-Visitors (chats) take whatever version is served when their turn in the line comes, and hold up nobody: no load waits
+Visitors (chats) take whatever version is served when their turn in the line comes, and hold up no group: no load waits
 for them longer than a short grace, from the moment when it is due but for the groups inside. Then they are cancelled.
 """
 
@@ -60,7 +60,7 @@ class VersionGate:
         self._entrance = asyncio.Lock()  # first in, first out
         self._num_groups = 0  # inside
         self._visits: set[asyncio.Timeout] = set()  # of visitors inside; each ends when its time is up
-        self._has_left = asyncio.Event()  # somebody, since `_until` looked
+        self._has_left = asyncio.Event()  # a group or visitor, since `_until` looked
         self._wanted: int | None = None  # the version of the last load
         self._load: asyncio.Task[None] | None = None
         self._failure: tuple[int, float, WeightsError] | None = None  # version, when, why
