@@ -9,7 +9,7 @@ PARTS ?=# of gpu-check; all if empty
 RESULTS ?=# folder for what gpu-check finds; if empty benchmarks/results, and none on a CPU
 REHEARSAL := .venv-gpu-check
 PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12)),python3.12)
-ROOM_GB ?= 5# of disk for .venv; 3.7 are used for PLATFORM=cpu
+NEEDED_GB ?= 5# of disk for .venv; 3.7 are used for PLATFORM=cpu
 
 # ISA=avx2 or ISA=avx512: use no newer instructions than these, to imitate an older processor.
 ISA ?=
@@ -32,7 +32,7 @@ setup: $(STAMP)
 # A new lock is installed into what is there. What another platform or an interrupted set-up left is not kept.
 $(STAMP): requirements/$(PLATFORM).lock requirements/dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onbeat needs Python 3.11 or newer: make setup PYTHON=/path/to/python3")'
-	test -e $@ || $(PYTHON) -I onbeat/disk_space.py .venv $(ROOM_GB) "the packages in requirements/$(PLATFORM).lock"
+	test -e $@ || $(PYTHON) -I onbeat/disk_space.py .venv $(NEEDED_GB) "the packages in requirements/$(PLATFORM).lock"
 	test -e $@ || $(PYTHON) -m venv --clear .venv
 	rm -f $@
 	$(BIN)/python requirements/install.py requirements/$(PLATFORM).lock requirements/dev.lock

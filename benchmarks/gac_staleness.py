@@ -19,7 +19,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState, PublishedWeights
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
-from services.trainer.job.link import Commit
+from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop
 from services.trainer.model.model import PACKED_ATTENTION, freeze_copy, load_frozen, register_attention, use_attention
 from services.trainer.policy import Policy
@@ -75,7 +75,7 @@ def pretrain(model: Any) -> None:
 
 
 class StaleRollouts:
-    """A job's link and groups in one; the groups are generated here, by the version of `staleness` iterations ago."""
+    """A job and its groups in one; the groups are generated here, by the version of `staleness` iterations ago."""
 
     def __init__(self, model: Any, staleness: int, seed: int) -> None:
         self.job_id, self.groups = "experiment", self
@@ -187,11 +187,11 @@ def run_arm(staleness: int, gac: str, seed: int, num_iterations: int, learning_r
         }
     )
     model = create_model(seed)
-    link = StaleRollouts(model, staleness, seed)
+    job = StaleRollouts(model, staleness, seed)
     with temporary_folder() as folder:
         checkpoints = CheckpointStore(folder, keep=1)
-        TrainLoop(link, config, Policy.create(model, config), TrainState.fresh("x", "random"), checkpoints, {}).run()
-    return link.metrics
+        TrainLoop(job, config, Policy.create(model, config), TrainState.fresh("x", "random"), checkpoints, {}).run()
+    return job.metrics
 
 
 def summary(runs: list[list[dict[str, float]]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.temporary import PrivateFolder, temporary_files_in
-from tests.room import check_room
+from tests.disk_space import check_disk_space
 
 # How long an example takes says something of the machine's other load, and nothing of the code.
 hypothesis.settings.register_profile("onbeat", deadline=None)
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
-        check_room(session.items)
+        check_disk_space(session.items)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -23,7 +23,7 @@ from services.trainer.memory_plan import Placement, measure_sizes, plan_trainer
 from services.trainer.model.model import DTYPES, Passes
 from services.trainer.passes.choice import choose_passes
 from services.trainer.policy import Policy
-from services.trainer.replay import NoCheckpoints, RecordedLink
+from services.trainer.replay import NoCheckpoints, RecordedJob
 from services.trainer.world import World
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def recorded_stream(shape: tuple[int, int, int], vocabulary: int) -> list[Rollou
     ]
 
 
-def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.device) -> tuple[Policy, RecordedLink]:
+def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.device) -> tuple[Policy, RecordedJob]:
     """Run the job to its end."""
     updates = config.training.num_updates_per_iteration
     size = NUM_GROUPS // updates
@@ -102,18 +102,18 @@ def train(model, config: JobConfig, groups: list[RolloutGroup], device: torch.de
         for iteration in range(NUM_ITERATIONS)
     }
     policy = Policy.create(model, config, World(device=device))
-    link = RecordedLink(groups, micro_batches)
+    job = RecordedJob(groups, micro_batches)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = NoCheckpoints(Path(folder), keep=1)
-        TrainLoop(link, config, policy, TrainState.fresh("job", "random"), checkpoints, {}).run()
-    return policy, link
+        TrainLoop(job, config, policy, TrainState.fresh("job", "random"), checkpoints, {}).run()
+    return policy, job
 
 
 def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings: Findings) -> None:
     """Train on the device and on the CPU, and compare; on a CPU the bits must be the same."""
     config = job_config(objective, has_reference, "float32", num_updates=2, shape=SMALL)
     groups = recorded_stream(SMALL, SIZES["tiny, few tokens"][5])
-    policies, links = {}, {}
+    policies, jobs = {}, {}
     for name, device in {"reference": CPU, "device": place.device}.items():
         torch.manual_seed(0)
         model = random_model("tiny, few tokens", CPU, torch.float32)
@@ -121,8 +121,8 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(GAIN)
-        policies[name], links[name] = train(model.to(device), config, groups, device)
-    norms = [[metrics["train/grad_norm"] for metrics in link.metrics.values()] for link in links.values()]
+        policies[name], jobs[name] = train(model.to(device), config, groups, device)
+    norms = [[metrics["train/grad_norm"] for metrics in job.metrics.values()] for job in jobs.values()]
     norm_gap = max(abs(ours - theirs) / theirs for theirs, ours in zip(*norms, strict=True))
     masters = [policy.optimizer.masters for policy in policies.values()]
     gaps = torch.cat([(ours.cpu() - masters[0][name]).abs().flatten() for name, ours in masters[1].items()])
@@ -133,7 +133,7 @@ def compare_with_cpu(objective: str, has_reference: bool, place: Place, findings
         norm_gap <= NORM_GAP and weight_gap <= WEIGHT_GAP,
         gap_of_gradient_norm=norm_gap,
         gap_of_weights=weight_gap,
-        same_bits=links["reference"].digests == links["device"].digests,
+        same_bits=jobs["reference"].digests == jobs["device"].digests,
     )
 
 
@@ -153,8 +153,8 @@ def time_job(objective: str, has_reference: bool, place: Place, findings: Findin
         passes, reason = choose_passes(model.config, sum(shape), place.device, DTYPES["bfloat16"])
         findings.check("the trainer packs rows here", passes.is_packed, reason=reason)
     started = time.perf_counter()
-    policy, link = train(model, config, recorded_stream(shape, SIZES[size][5]), place.device)
-    wall_s, last = time.perf_counter() - started, link.metrics[NUM_ITERATIONS - 1]
+    policy, job = train(model, config, recorded_stream(shape, SIZES[size][5]), place.device)
+    wall_s, last = time.perf_counter() - started, job.metrics[NUM_ITERATIONS - 1]
     name = f"{size}, {objective}, {with_reference(has_reference)}, {NUM_GROUPS} groups of {shape}, bfloat16"
     findings.figure(
         name,
@@ -166,7 +166,7 @@ def time_job(objective: str, has_reference: bool, place: Place, findings: Findin
         planned_gib=sum(planned.values()) / 2**30,
         planned_parts_gib={part: size_bytes / 2**30 for part, size_bytes in planned.items()},
     )
-    findings.check(f"{name}: each iteration has other weights", len(set(link.digests.values())) == NUM_ITERATIONS)
+    findings.check(f"{name}: each iteration has other weights", len(set(job.digests.values())) == NUM_ITERATIONS)
     return policy
 
 

@@ -32,10 +32,10 @@ MAX_BACKOFF_S = 5.0
 
 class Conductor:
     """The watchers of all active jobs. `run` only ends by cancellation, or by raising when Redis stays away for longer
-    than `patience_s`."""
+    than `timeout_s`."""
 
-    def __init__(self, ledger: Ledger, process: DatasetProcess, patience_s: float) -> None:
-        self._ledger, self._process, self._patience_s = ledger, process, patience_s
+    def __init__(self, ledger: Ledger, process: DatasetProcess, timeout_s: float) -> None:
+        self._ledger, self._process, self._timeout_s = ledger, process, timeout_s
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._crashed_at: dict[str, list[float]] = {}  # recent crashes by job
 
@@ -47,11 +47,11 @@ class Conductor:
                 try:
                     await self._scan()
                     failing_since, backoff_s = None, SCAN_S
-                except Exception as error:  # the supervisor: bounded by patience_s, then the broker ends
+                except Exception as error:  # the supervisor: bounded by timeout_s, then the broker ends
                     now = time.monotonic()
                     failing_since = failing_since or now
                     logger.error("the control loop failed, trying again: %s: %s", type(error).__name__, error)
-                    if now - failing_since > self._patience_s:
+                    if now - failing_since > self._timeout_s:
                         raise
                     backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
                 await asyncio.sleep(backoff_s)

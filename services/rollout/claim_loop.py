@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 CLAIM_AT_ONCE = 4  # the longest prompts come first: no rollout takes all of them
 POLL_S = 1.0  # leases that others lost or handed back are noticed this late
-RETRY_PAUSE_S = 1.0  # no claims for this long after an error
+RETRY_DELAY_S = 1.0  # no claims for this long after an error
 MISSING_SERVICE_S = 10.0  # no claims for this long when a reward service is not among the settings
 MISSING_VERSION_S = 60.0  # no claims for this long after a version could not be had, unless it is announced before
 MAX_ENGINE_ERRORS = 5  # in a row, before the process gives up
@@ -82,7 +82,7 @@ class Pause:
     def begin(self, error: BaseException, policy_version: int) -> None:
         """Pause after the error of a group of this version."""
         now = time.monotonic()
-        self._resume_at = now + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_PAUSE_S)
+        self._resume_at = now + (MISSING_SERVICE_S if isinstance(error, ServiceMissing) else RETRY_DELAY_S)
         if isinstance(error, WeightsError):
             self._missing_version = max(policy_version, self._missing_version or 0)
             self._missing_until = now + MISSING_VERSION_S

@@ -28,8 +28,8 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.device import choose_device, describe_device
 from services.trainer.job.background import Background
+from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.lease import ClaimedJob, Lease
-from services.trainer.job.link import JobCancelled, Stopped
 from services.trainer.job.precision import UnusableDtype, resolve_dtype
 from services.trainer.job.presence import Presence
 from services.trainer.job.session import JobSession

@@ -12,7 +12,7 @@ from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
 from onbeat.types import JobState
 from services.trainer.batch import cost
-from services.trainer.job.link import Link
+from services.trainer.job.interface import TrainingJob
 
 # After this much silence, accepted groups are read from the ledger: a delivery may have been lost with its reply.
 LOOK_AGAIN_S = 3.0
@@ -30,31 +30,31 @@ class GroupFeed:
     arrived and `sync` waits for all groups first. Either way the partition is recorded before it is trained.
     """
 
-    def __init__(self, link: Link, config: JobConfig, next_iteration: int, num_replicas: int = 1) -> None:
-        self._link, self._config, self._num_replicas = link, config, num_replicas
+    def __init__(self, job: TrainingJob, config: JobConfig, next_iteration: int, num_replicas: int = 1) -> None:
+        self._job, self._config, self._num_replicas = job, config, num_replicas
         self._known: dict[str, int] = {}  # id of every group that ever arrived here -> its iteration
         self._waiting: list[RolloutGroup] = []
         self._quiet_since = self._looked_at = time.monotonic()
-        self._add(link.groups.accepted(next_iteration))
+        self._add(job.groups.accepted(next_iteration))
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
         """Yield lists of groups; with those of other replicas, exactly the `wanted` groups (ids) of the iteration."""
         self._forget_before(iteration)
-        for group_ids in self._link.groups.recorded_micro_batches(iteration):
+        for group_ids in self._job.groups.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
                 while not (recorded := self._pick(group_ids)):
                     self._wait(iteration, len(group_ids))
                 yield self._begin(iteration, recorded)
-        left = set(wanted) - self._link.groups.taken(iteration)
+        left = set(wanted) - self._job.groups.taken(iteration)
         while left:
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
                 self._wait(iteration, len(left) - len(ready))
                 if self._num_replicas > 1:  # the others take groups, too
-                    left -= self._link.groups.taken(iteration)
+                    left -= self._job.groups.taken(iteration)
                 continue
             group_ids = [group.group_id for group in self._take_budget(ready)]
-            granted = self._link.groups.record_micro_batch(iteration, group_ids)
+            granted = self._job.groups.record_micro_batch(iteration, group_ids)
             left -= set(group_ids)
             mine = {group.group_id: group for group in self._discard(group_ids)}
             if granted:
@@ -63,7 +63,7 @@ class GroupFeed:
 
     def _begin(self, iteration: int, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         many = "s" * (len(groups) != 1)
-        self._link.doing = f"training a micro-batch of {len(groups)} group{many} of iteration {iteration}"
+        self._job.doing = f"training a micro-batch of {len(groups)} group{many} of iteration {iteration}"
         return groups
 
     def _add(self, groups: Iterable[RolloutGroup]) -> bool:
@@ -105,7 +105,7 @@ class GroupFeed:
                 return ready
 
     def _is_complete(self, iteration: int, ready: list[RolloutGroup], left: set[str]) -> bool:
-        return len(ready) == len(left) or (self._num_replicas > 1 and self._link.groups.is_drained(iteration))
+        return len(ready) == len(left) or (self._num_replicas > 1 and self._job.groups.is_drained(iteration))
 
     def _take_budget(self, ready: list[RolloutGroup]) -> list[RolloutGroup]:
         budget = self._config.training.max_tokens_per_micro_batch
@@ -118,18 +118,18 @@ class GroupFeed:
         return batch
 
     def _receive(self, timeout_s: float) -> bool:
-        return self._add(self._link.groups.take(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
+        return self._add(self._job.groups.take(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
 
     def _wait(self, iteration: int, num_left: int) -> None:
         """Wait a moment at most for another group. Raises JobFailed after the iteration's deadline."""
         deadline_s = self._config.schedule.iteration_deadline_s
-        self._link.doing = f"waiting for groups of iteration {iteration}: {num_left} missing"
+        self._job.doing = f"waiting for groups of iteration {iteration}: {num_left} missing"
         is_new = self._receive(timeout_s=0.5 if self._num_replicas == 1 else 0.02)
         now = time.monotonic()
         if not is_new and now - self._looked_at > LOOK_AGAIN_S:
             self._looked_at = now
-            is_new = self._add(self._link.groups.accepted(iteration))
-        if is_new or self._link.check() is JobState.PAUSED:
+            is_new = self._add(self._job.groups.accepted(iteration))
+        if is_new or self._job.check() is JobState.PAUSED:
             self._quiet_since = now
         if now - self._quiet_since > deadline_s + BROKER_FIRST_S:
             raise JobFailed(

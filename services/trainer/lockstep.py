@@ -11,7 +11,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import RolloutGroup, decode_group
 from services.trainer.batch import cost
 from services.trainer.feed import GroupFeed
-from services.trainer.job.link import Link
+from services.trainer.job.interface import TrainingJob
 from services.trainer.model.sharding import deal
 from services.trainer.world import World
 
@@ -20,14 +20,14 @@ class Feed(Protocol):
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]: ...
 
 
-def create_feed(link: Link, config: JobConfig, next_iteration: int, world: World, is_sharded: bool) -> Feed:
+def create_feed(job: TrainingJob, config: JobConfig, next_iteration: int, world: World, is_sharded: bool) -> Feed:
     """Create the feed: whole replicas take from the stream at their own pace; sharded ones get theirs from rank 0."""
     if not is_sharded:
-        return GroupFeed(link, config, next_iteration, num_replicas=world.size)
+        return GroupFeed(job, config, next_iteration, num_replicas=world.size)
     budget = config.training.max_tokens_per_micro_batch * world.size
     training = config.training.model_copy(update={"max_tokens_per_micro_batch": budget})
     for_all = config.model_copy(update={"training": training})
-    return LockstepFeed(world, GroupFeed(link, for_all, next_iteration) if world.is_main else None, config)
+    return LockstepFeed(world, GroupFeed(job, for_all, next_iteration) if world.is_main else None, config)
 
 
 class LockstepFeed:

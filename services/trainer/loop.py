@@ -31,7 +31,7 @@ from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.engine_probe import check_mismatch
 from services.trainer.gradient.gac import GacAction
 from services.trainer.iteration import OpenIteration
-from services.trainer.job.link import Link, Stopped
+from services.trainer.job.interface import Stopped, TrainingJob
 from services.trainer.lockstep import create_feed
 from services.trainer.policy import Policy
 from services.trainer.publisher import Publisher
@@ -42,7 +42,7 @@ from services.trainer.world import ALONE, World
 class TrainLoop:
     def __init__(
         self,
-        link: Link,
+        job: TrainingJob,
         config: JobConfig,
         policy: Policy,
         state: TrainState,
@@ -50,9 +50,9 @@ class TrainLoop:
         files: dict[str, bytes],
         world: World = ALONE,
     ) -> None:
-        self._link, self._config, self._policy, self._world = link, config, policy, world
-        self._publisher = Publisher(link, config, policy, state, checkpoints, files, world)
-        self._feed = create_feed(link, config, state.next_iteration, world, policy.is_sharded)
+        self._job, self._config, self._policy, self._world = job, config, policy, world
+        self._publisher = Publisher(job, config, policy, state, checkpoints, files, world)
+        self._feed = create_feed(job, config, state.next_iteration, world, policy.is_sharded)
         self._opened = OpenIteration(config, state.next_iteration, state.policy_version)
 
     def run(self) -> None:
@@ -61,8 +61,8 @@ class TrainLoop:
             while (state := self._publisher.state).next_iteration < self._config.schedule.num_iterations:
                 self.run_iteration(state.next_iteration, state.policy_version)
             self._publisher.finish()
-            self._link.wait_for_evaluation()
-            while self._link.check() is JobState.PAUSED:  # in its last iteration: the user is to have the last word
+            self._job.wait_for_evaluation()
+            while self._job.check() is JobState.PAUSED:  # in its last iteration: the user is to have the last word
                 time.sleep(0.5)
         except Stopped:
             if self._is_between_iterations() and self._world.size == 1:  # other ranks may be anywhere
@@ -109,14 +109,14 @@ class TrainLoop:
         opened = self._opened
         gradient = GradientSum(opened, self._policy, self._world, stats, scale)
         for groups in micro_batches:
-            self._link.check()
+            self._job.check()
             if opened.behaviour_version is None:
-                opened.behaviour_version = self._link.groups.policy_version(opened.index)
+                opened.behaviour_version = self._job.groups.policy_version(opened.index)
             with stats.busy("train/micro_batches_s"):
                 gradient.add(groups)
         gradient.complete()
         self._probe_engines(stats)
-        self._link.doing = f"at the barrier of iteration {opened.index}: sum over replicas and optimizer step"
+        self._job.doing = f"at the barrier of iteration {opened.index}: sum over replicas and optimizer step"
         with stats.busy("train/step_s"):
             gradient.reduce()
             self.step(gradient, stats)
@@ -139,7 +139,8 @@ class TrainLoop:
             optimizer.drop_gradients()
         else:
             is_last = self._opened.num_updates_done == self._config.training.num_updates_per_iteration - 1
-            stats.values["train/learning_rate"] = optimizer.step(*self._publisher.begin() if is_last else ())
+            callbacks = self._publisher.begin() if is_last else ()
+            stats.values["train/learning_rate"] = optimizer.step(*callbacks)
 
     def _clip(self, gradient: GradientSum) -> float:
         """Clip the gradient. Raises JobFailed, naming groups, when it is not finite: it never reaches the weights."""

@@ -12,7 +12,7 @@ from onbeat.streams.codec import used_digest
 from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.saver import CheckpointSaver
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
-from services.trainer.job.link import Commit, Link
+from services.trainer.job.interface import Commit, TrainingJob
 from services.trainer.model.optimizer import Named
 from services.trainer.policy import Policy, has_old_policies, is_served_in_place
 from services.trainer.spans import Span
@@ -28,7 +28,7 @@ class Publisher:
 
     def __init__(
         self,
-        link: Link,
+        job: TrainingJob,
         config: JobConfig,
         policy: Policy,
         state: TrainState,
@@ -37,8 +37,8 @@ class Publisher:
         world: World,
     ) -> None:
         self.state = state
-        self._link, self._config, self._policy, self._world = link, config, policy, world
-        self._saver = CheckpointSaver(link, policy, checkpoints, files, world, state.next_iteration)
+        self._job, self._config, self._policy, self._world = job, config, policy, world
+        self._saver = CheckpointSaver(job, policy, checkpoints, files, world, state.next_iteration)
         self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
         self._newest: Snapshot | None = None  # the newest version, which checkpoints export
         self._published: Snapshot | None = None  # the rollouts' snapshot, if served here; the base of the next delta
@@ -62,7 +62,7 @@ class Publisher:
         held = self._policy.old.snapshots | {current.policy_version: current}
         for version in sorted(held):
             if version < self.state.published_version and self._is_serving:
-                self._link.hold(held[version], None)
+                self._job.hold(held[version], None)
             if version == self.state.published_version:
                 self._publish(held[version])
 
@@ -78,7 +78,7 @@ class Publisher:
             return None, None
         writer = self._writer = self._create_writer(self.state.policy_version + 1)
         if self._is_in_place:
-            self._link.withdraw()
+            self._job.withdraw()
 
         def written(names: list[str]) -> None:
             self._written.update(names)
@@ -97,7 +97,7 @@ class Publisher:
         """Publish the iteration's version, unless it has hardly moved (`bounded` only), and commit the iteration."""
         version, num_steps = self.state.policy_version + 1, self._policy.optimizer.num_steps
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
-        self._link.doing = f"making policy version {version} of the weights"
+        self._job.doing = f"making policy version {version} of the weights"
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
@@ -118,7 +118,7 @@ class Publisher:
                 spans=self._last_checkpoint + stats.spans,
                 advantages=stats.shown_advantages(),
             )
-            is_new = self._link.commit(commit)
+            is_new = self._job.commit(commit)
             log_iteration(iteration, commit.metrics, is_new)
         self._saver.report_finished()
         started = time.monotonic()
@@ -182,8 +182,8 @@ class Publisher:
         if delta_bytes is not None:
             delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
         if self._is_in_place:  # the version before is still served if no step was taken
-            self._link.withdraw()
-        self._link.hold(snapshot, delta_bytes)
+            self._job.withdraw()
+        self._job.hold(snapshot, delta_bytes)
         shards.all_gather_bytes(b"held")
         if self._world.is_main:
             published = PublishedWeights(
@@ -192,7 +192,7 @@ class Publisher:
                 encode_s=max(shard["encode_s"] for shard in everywhere),
                 publish_s=time.monotonic() - snapshot.started_at,
             )
-            self._link.publish(snapshot, published)
+            self._job.publish(snapshot, published)
         self._published = snapshot
 
 

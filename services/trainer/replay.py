@@ -25,7 +25,7 @@ from onbeat.types import IterationState, JobState
 from services.device import choose_device
 from services.trainer.checkpoints.store import CheckpointStore
 from services.trainer.device import pin_cores
-from services.trainer.job.link import Commit
+from services.trainer.job.interface import Commit
 from services.trainer.loop import TrainLoop
 from services.trainer.model.model import resolve_model
 from services.trainer.policy import load_policy
@@ -62,8 +62,8 @@ class RecordedGroups:
         raise AssertionError(f"iteration {iteration} was not recorded in full")
 
 
-class RecordedLink:
-    """The link of a training loop over recorded groups. Commits go nowhere, digests are kept."""
+class RecordedJob:
+    """The job of a training loop over recorded groups. Commits go nowhere, digests are kept."""
 
     def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
         self.job_id, self.doing = "replay", ""
@@ -136,17 +136,17 @@ def replay(settings: Settings, job_id: str, iteration: int) -> dict[str, object]
     groups, micro_batches, digests = asyncio.run(record())
     until_then = config.schedule.model_copy(update={"num_iterations": iteration + 1, "stop_without_signal": None})
     shortened = config.model_copy(update={"schedule": until_then})
-    link = RecordedLink(groups, micro_batches)
+    job = RecordedJob(groups, micro_batches)
     with tempfile.TemporaryDirectory() as scratch:
-        TrainLoop(link, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1), {}).run()
+        TrainLoop(job, shortened, policy, state, NoCheckpoints(Path(scratch), keep=1), {}).run()
     return {
         "job_id": job_id,
         "iteration": iteration,
         "replayed_from": state.next_iteration,
         "device": str(device),
-        "bits_agree": link.digests[iteration] == digests[-1],
-        "weights_digest": {"recorded": digests[-1], "replayed": link.digests[iteration]},
-        "metrics": link.metrics[iteration],
+        "bits_agree": job.digests[iteration] == digests[-1],
+        "weights_digest": {"recorded": digests[-1], "replayed": job.digests[iteration]},
+        "metrics": job.metrics[iteration],
     }
 
 

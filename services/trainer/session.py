@@ -10,7 +10,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.malloc import give_back_freed, give_back_large_at_once
 from onbeat.objectives import find_objective
 from services.trainer.chat_template import check_chat_template
-from services.trainer.checkpoints.disk_space import little_room
+from services.trainer.checkpoints.disk_space import shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore, TrainState, folder_name
 from services.trainer.device import pin_cores
 from services.trainer.job.session import JobSession
@@ -59,7 +59,7 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
     restored = restore(checkpoints, job.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # its writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))
-    if world.is_main and (problem := little_room(checkpoints, policy, config)):
+    if world.is_main and (problem := shortage_warning(checkpoints, policy, config)):
         logger.warning("job %s: %s", job.job_id, problem)
         job.emit("job.warning", problem)
     state = restored or begin(settings.data_dir, job.job_id, config, policy, world)

@@ -16,7 +16,7 @@ from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.model.model import load_model
 from services.trainer.policy import Policy
-from services.trainer.replay import RecordedLink, read_record
+from services.trainer.replay import RecordedJob, read_record
 from tests.e2e.stack import RunningStack
 
 
@@ -57,9 +57,9 @@ def undisturbed(config: JobConfig, groups, micro_batches, scratch: Path) -> dict
     torch.set_num_threads(1)
     model = load_model(config.model.path, torch.float32, torch.device("cpu"))
     start = TrainState.fresh("job", config.model.path)
-    link = RecordedLink(groups, micro_batches)
+    recorded = RecordedJob(groups, micro_batches)
     checkpoints = CheckpointStore(scratch / "replay", keep=1)
-    TrainLoop(link, config, Policy.create(model, config), start, checkpoints, {}).run()
+    TrainLoop(recorded, config, Policy.create(model, config), start, checkpoints, {}).run()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

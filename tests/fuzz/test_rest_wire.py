@@ -33,12 +33,12 @@ def connected(broker: LiveBroker) -> socket.socket:
     return socket.create_connection(("127.0.0.1", broker.port), timeout=DEADLINE_S)
 
 
-def exchange(broker: LiveBroker, request: bytes, patience_s: float = DEADLINE_S) -> bytes:
-    """All that comes back for these bytes. A server that waits for more of them sees their end after `patience_s`."""
+def exchange(broker: LiveBroker, request: bytes, timeout_s: float = DEADLINE_S) -> bytes:
+    """All that comes back for these bytes. A server that waits for more of them sees their end after `timeout_s`."""
     answer = b""
     with connected(broker) as stream, contextlib.suppress(ConnectionError):
         stream.sendall(request)
-        stream.settimeout(patience_s)
+        stream.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError):
             while part := stream.recv(1 << 16):
                 answer += part

@@ -66,7 +66,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest_asyncio.fixture
 async def conductors(ledger: Ledger, process: DatasetProcess) -> AsyncIterator[None]:
     """Two of them: they must not get into each other's way in any test."""
-    tasks = [asyncio.create_task(Conductor(ledger, process, patience_s=10).run()) for _ in range(2)]
+    tasks = [asyncio.create_task(Conductor(ledger, process, timeout_s=10).run()) for _ in range(2)]
     yield
     for task in tasks:
         task.cancel()
@@ -142,7 +142,7 @@ async def test_prompts_are_the_same_whichever_broker_opens(ledger: Ledger, proce
             if conductor is None or brokers_per_job > 1:
                 if conductor:
                     conductor.cancel()
-                conductor = asyncio.create_task(Conductor(ledger, process, patience_s=10).run())
+                conductor = asyncio.create_task(Conductor(ledger, process, timeout_s=10).run())
             await wait_open(ledger, job_id, iteration)
             payloads += [task.SerializeToString(deterministic=True) for task in await drain(ledger, job_id)]
             await commit(ledger, job_id, epoch, iteration)
@@ -463,7 +463,7 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
     ledger: Ledger, process: DatasetProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = await create_job(ledger)
-    conductor = Conductor(ledger, process, patience_s=10)
+    conductor = Conductor(ledger, process, timeout_s=10)
     for _ in range(MAX_CRASHES - 1):
         await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
     monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # by now all of them are long ago

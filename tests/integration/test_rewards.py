@@ -135,7 +135,7 @@ def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def scorer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scorer_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.01)
     scorer = Scorer(1, {}, "w0")
     yield scorer
     await scorer.close()
@@ -241,7 +241,7 @@ async def test_attempts_are_counted_per_response(scorer):
 
 
 async def test_try_due_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
-    monkeypatch.setattr(scorer_module, "pause_after", lambda error, num_tries: 3600.0)
+    monkeypatch.setattr(scorer_module, "delay_after", lambda error, num_tries: 3600.0)
     with pytest.raises(RewardUnavailable, match="SIGABRT"):
         await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
 

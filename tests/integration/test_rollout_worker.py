@@ -280,7 +280,7 @@ class VersionSayer(FakeEngine):
 async def conductor(rig, tmp_path):
     (tmp_path / "held_out.jsonl").write_text("\n".join([json.dumps({"prompt": "1+1=", "answer": "2"})] * 3))
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
-    running = asyncio.create_task(Conductor(rig.ledger, process, patience_s=10).run())
+    running = asyncio.create_task(Conductor(rig.ledger, process, timeout_s=10).run())
     yield
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -380,7 +380,7 @@ async def test_generation_error_costs_an_attempt_and_nothing_else(rig):
 
 
 async def test_group_is_given_up_after_its_attempts_with_last_reason(rig, monkeypatch):
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
     engine = FakeEngine()
     engine.generate_errors = [RuntimeError(f"hiccup {number}") for number in range(3)]
     rig.start_worker(engine)
@@ -393,7 +393,7 @@ async def test_group_is_given_up_after_its_attempts_with_last_reason(rig, monkey
 
 
 async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatch):
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
     engine = FakeEngine()
     engine.may_finish.clear()
     rig.start_worker(engine)
@@ -423,7 +423,7 @@ async def test_refused_request_fails_its_group_and_spares_the_engine(rig):
 
 
 async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
     engine = FakeEngine()
     engine.generate_errors = [RuntimeError("the core is dead")] * 20
     rig.start_worker(engine)
@@ -475,7 +475,7 @@ async def test_endless_load_ends_the_process_and_returns_its_groups(rig):
 
 
 async def test_tokens_of_another_version_end_the_process_at_no_attempt(rig, monkeypatch):
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
     engine = FakeEngine()
     engine.stamp = 7
     rig.start_worker(engine)
@@ -493,7 +493,7 @@ async def test_tokens_of_another_version_end_the_process_at_no_attempt(rig, monk
 @pytest.mark.parametrize("max_group_attempts", [1, 2])
 async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monkeypatch, max_group_attempts):
     monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(claim_loop, "MISSING_VERSION_S", 0.01)
     await rig.replace_job(max_group_attempts=max_group_attempts)
     await rig.restart_trainer_behind(3)
@@ -508,7 +508,7 @@ async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monk
 
 async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatch):
     monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
     num_claims = 0
     claim_groups = rig.ledger.rollout.claim
@@ -536,7 +536,7 @@ async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatc
 
 async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
     monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.2,))
-    monkeypatch.setattr(claim_loop, "RETRY_PAUSE_S", 0.05)
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
     rig.start_worker()
     await rig.open(0, rig.task(0, 0))
     await rig.drained(0)

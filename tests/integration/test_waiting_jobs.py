@@ -73,7 +73,7 @@ async def test_no_read_costs_more_when_more_jobs_wait(alone: Ledger, tmp_path: P
 async def test_conductor_watches_only_the_jobs_that_are_next(alone: Ledger, tmp_path: Path) -> None:
     write_prompts(tmp_path)
     process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
-    conductor = Conductor(alone, process, patience_s=10)
+    conductor = Conductor(alone, process, timeout_s=10)
     job_ids = [await create_job(alone) for _ in range(NUM_NEXT + 20)]
     running = asyncio.create_task(conductor.run())
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from onbeat.disk_space import GB, main, shortage
-from tests import room
+from tests import disk_space
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -29,7 +29,7 @@ def usage(free: float):
     return lambda folder: SimpleNamespace(free=int(free))
 
 
-# ---- is there room? ----------------------------------------------------------------------------------------------
+# ---- is there disk space? --------------------------------------------------------------------------------------------
 
 
 def test_message_names_folder_free_and_needed_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,21 +64,21 @@ def item(area: str, *fixtures: str) -> SimpleNamespace:
 
 def test_each_choice_of_tests_asks_for_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tmp_path / "engine"
-    monkeypatch.setattr(room, "engine_folder", lambda: engine)
+    monkeypatch.setattr(disk_space, "engine_folder", lambda: engine)
     monkeypatch.setattr(shutil, "disk_usage", usage(1.5 * GB))
-    room.check_room([item("unit"), item("fuzz")])
-    room.check_room([])
+    disk_space.check_disk_space([item("unit"), item("fuzz")])
+    disk_space.check_disk_space([])
     with pytest.raises(
         pytest.UsageError, match=r" has 1\.5 GB free, temporary files of these tests need 8\.0 GB: free disk"
     ):
-        room.check_room([item("unit"), item("e2e")])
+        disk_space.check_disk_space([item("unit"), item("e2e")])
     monkeypatch.setattr(shutil, "disk_usage", usage(9 * GB))
-    room.check_room([item("e2e"), item("containers")])  # of manifests
+    disk_space.check_disk_space([item("e2e"), item("containers")])  # of manifests
     message = rf"^{engine} has 9\.0 GB free, images and volumes of the container tests need 15\.0 GB: free disk space"
     with pytest.raises(pytest.UsageError, match=message):
-        room.check_room([item("containers", "images")])
+        disk_space.check_disk_space([item("containers", "images")])
     (engine / "overlay2").mkdir(parents=True)  # images are there
-    room.check_room([item("containers", "images")])
+    disk_space.check_disk_space([item("containers", "images")])
 
 
 def test_where_no_engine_can_be_none_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +86,9 @@ def test_where_no_engine_can_be_none_needs_room(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("ONBEAT_ENGINE_DIR", "/engine")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert room.engine_folder() == Path("/engine/data")
+    assert disk_space.engine_folder() == Path("/engine/data")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert room.engine_folder() is None
+    assert disk_space.engine_folder() is None
 
 
 # ---- sessions of tests -------------------------------------------------------------------------------------------

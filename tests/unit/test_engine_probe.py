@@ -8,7 +8,7 @@ from services.trainer.batch import pack
 from services.trainer.engine_probe import NUM_PROBED
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import response_logprobs
-from tests.unit.trainer_fixtures import RecordedLink, job_config, make_group, model_of, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedJob, job_config, make_group, model_of, tiny_config, tiny_model, train
 
 BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}
 JOBS = {
@@ -23,7 +23,7 @@ JOBS = {
 jobs = pytest.mark.parametrize("sections", JOBS.values(), ids=JOBS.keys())
 
 
-class EngineLink(RecordedLink):
+class EngineJob(RecordedJob):
     """Hands out groups once their version is published, with the logprobs of an engine that loaded it.
 
     `keeps`: the engine never loads tensors with this in their name. `noise`: mean error of its logprobs, in nats.
@@ -61,31 +61,31 @@ class EngineLink(RecordedLink):
             response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
 
 
-def run(sections, tmp_path, resume_from=None, **link_options):
+def run(sections, tmp_path, resume_from=None, **job_options):
     config = job_config(**sections)
-    link = EngineLink(config, **link_options)
-    train(config, None, tmp_path, resume_from=resume_from, link=link)
-    return link
+    job = EngineJob(config, **job_options)
+    train(config, None, tmp_path, resume_from=resume_from, job=job)
+    return job
 
 
 @jobs
 def test_job_fails_before_it_learns_from_an_outdated_engine(sections, tmp_path):
     config = job_config(**sections)
-    link, model = EngineLink(config, keeps="layers.1.mlp"), model_of(config)
+    job, model = EngineJob(config, keeps="layers.1.mlp"), model_of(config)
     with pytest.raises(JobFailed, match="does not follow the weights") as failure:
-        train(config, None, tmp_path, model, link=link)
+        train(config, None, tmp_path, model, job=job)
     first = config.max_staleness + 1
     assert f"off the trainer's in iteration {first}, " in str(failure.value)
     assert "ONBEAT_ENGINE" in str(failure.value)
-    assert [iteration for iteration, *_ in link.commits] == list(range(first))
-    assert all(torch.equal(link.newest[name], tensor) for name, tensor in published_tensors(model))
+    assert [iteration for iteration, *_ in job.commits] == list(range(first))
+    assert all(torch.equal(job.newest[name], tensor) for name, tensor in published_tensors(model))
 
 
 @jobs
 @pytest.mark.parametrize(("dtype", "noise"), [("float32", 1e-6), ("bfloat16", 0.05), ("bfloat16", 0.13)])
 def test_job_with_an_ordinary_engine_ends_well(sections, dtype, noise, tmp_path):
-    link = run(sections | {"model": {"dtype": dtype}}, tmp_path, noise=noise)
-    assert len(link.commits) == link.config.schedule.num_iterations
+    job = run(sections | {"model": {"dtype": dtype}}, tmp_path, noise=noise)
+    assert len(job.commits) == job.config.schedule.num_iterations
 
 
 def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
@@ -96,7 +96,7 @@ def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
 
 
 def test_late_rollouts_are_compared_after_their_first_update(tmp_path):
-    class Restarted(EngineLink):
+    class Restarted(EngineJob):
         """All of them, on version 1: from then on they keep a layer."""
 
         def publish(self, snapshot, published):
@@ -105,15 +105,15 @@ def test_late_rollouts_are_compared_after_their_first_update(tmp_path):
 
     config = job_config()
     with pytest.raises(JobFailed, match="off the trainer's in iteration 2,"):
-        train(config, None, tmp_path, link=Restarted(config))
+        train(config, None, tmp_path, job=Restarted(config))
 
 
 def test_later_iterations_are_not_compared(tmp_path):
-    class Late(EngineLink):
+    class Late(EngineJob):
         def publish(self, snapshot, published):
             self._keeps = "layers.1.mlp" if snapshot.policy_version > NUM_PROBED else ""
             super().publish(snapshot, published)
 
     config = job_config(schedule={"num_iterations": NUM_PROBED + 2})
-    _, link = train(config, None, tmp_path, link=Late(config))
-    assert link.commits[-1][2]["mismatch_mean"] > 0.01
+    _, job = train(config, None, tmp_path, job=Late(config))
+    assert job.commits[-1][2]["mismatch_mean"] > 0.01

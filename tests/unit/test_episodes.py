@@ -358,8 +358,8 @@ def test_training_on_trees_is_training_on_their_paths(sections, budget, tmp_path
     groups = iterations()
     random.Random(budget).shuffle(groups)
     training = {"max_tokens_per_micro_batch": budget}
-    found, link = train(episodes_config(training=training, **sections), groups, tmp_path / "trees")
-    assert [commit[0] for commit in link.commits] == [0, 1]
+    found, job = train(episodes_config(training=training, **sections), groups, tmp_path / "trees")
+    assert [commit[0] for commit in job.commits] == [0, 1]
     trained = [name for name, parameter in expected.named_parameters() if parameter.requires_grad]
     assert all("lora" in name for name in trained) == ("lora" in sections)
     for name, right in expected.named_parameters():

@@ -11,11 +11,11 @@ from onbeat.disk_space import GB
 from onbeat.errors import JobFailed
 from services.trainer.checkpoints import saver
 from services.trainer.checkpoints import store as checkpoint
-from services.trainer.checkpoints.disk_space import checkpoint_bytes, little_room
+from services.trainer.checkpoints.disk_space import checkpoint_bytes, shortage_warning
 from services.trainer.checkpoints.store import CheckpointStore
-from services.trainer.job.link import JobCancelled
+from services.trainer.job.interface import JobCancelled
 from services.trainer.policy import Policy
-from tests.unit.trainer_fixtures import RecordedLink, job_config, recorded_iterations, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedJob, job_config, recorded_iterations, tiny_config, tiny_model, train
 
 EVERY = {"every_iterations": 1}
 
@@ -43,9 +43,9 @@ def files_of(folder):
 
 def test_checkpoint_without_disk_space_is_skipped_and_reported(tmp_path, full_disk):
     full_disk[1] = 1
-    _, link = train(job_config(checkpoint=EVERY), recorded_iterations(), tmp_path)
-    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 2), (2, 3)]
-    ((kind, message),) = link.events
+    _, job = train(job_config(checkpoint=EVERY), recorded_iterations(), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 2), (2, 3)]
+    ((kind, message),) = job.events
     assert kind == "checkpoint.failed"
     assert "iteration-000001 cannot be written: " in message
     assert "No space left on device" in message
@@ -59,28 +59,28 @@ def test_checkpoint_without_disk_space_is_skipped_and_reported(tmp_path, full_di
 def test_each_left_out_in_a_row_is_reported(tmp_path, full_disk):
     full_disk.update({2: 1, 3: 1})
     config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
-    _, link = train(config, recorded_iterations(4), tmp_path)
-    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 1), (1, 4)]
-    assert ["iteration-000002" in link.events[0][1], "iteration-000003" in link.events[1][1]] == [True, True]
+    _, job = train(config, recorded_iterations(4), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 1), (1, 4)]
+    assert ["iteration-000002" in job.events[0][1], "iteration-000003" in job.events[1][1]] == [True, True]
 
 
 def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk):
     full_disk.update({1: 99, 2: 99})
     config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
-    link = RecordedLink(config, recorded_iterations(4))
+    job = RecordedJob(config, recorded_iterations(4))
     with pytest.raises(JobFailed, match="iteration-000002 cannot be written"):
-        train(config, recorded_iterations(4), tmp_path, link=link)
-    assert [iteration for iteration, *_ in link.commits] == [0, 1]
-    assert [kind for kind, _ in link.events] == ["checkpoint.failed"] * 2
-    assert "it is the first one and tried again" in link.events[1][1]
+        train(config, recorded_iterations(4), tmp_path, job=job)
+    assert [iteration for iteration, *_ in job.commits] == [0, 1]
+    assert [kind for kind, _ in job.events] == ["checkpoint.failed"] * 2
+    assert "it is the first one and tried again" in job.events[1][1]
 
 
 def test_the_first_checkpoint_that_is_on_disk_ends_the_waiting(tmp_path, full_disk):
     full_disk.update({1: 1, 2: 3, 3: 1})
     config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
-    _, link = train(config, recorded_iterations(4), tmp_path)
-    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 2), (2, 4)]
-    assert ["training goes on without it" in message for _, message in link.events] == [True, False, True]
+    _, job = train(config, recorded_iterations(4), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 2), (2, 4)]
+    assert ["training goes on without it" in message for _, message in job.events] == [True, False, True]
 
 
 def test_what_was_half_written_gives_its_room_back(tmp_path, full_disk):
@@ -92,17 +92,17 @@ def test_what_was_half_written_gives_its_room_back(tmp_path, full_disk):
 
 def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
     full_disk[3] = 4
-    _, link = train(job_config(), recorded_iterations(), tmp_path)
-    assert [(first, after) for first, after, _ in link.checkpoints] == [(0, 3)]
-    ((kind, message),) = link.events
+    _, job = train(job_config(), recorded_iterations(), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 3)]
+    ((kind, message),) = job.events
     assert kind == "checkpoint.failed"
     assert "it is the last one and tried again" in message
-    assert [doing.partition(": ")[0] for doing in link.doings[-9:]] == [
+    assert [doing.partition(": ")[0] for doing in job.doings[-9:]] == [
         "waiting until the checkpoint after 3 iterations is on disk",
         *["waiting for disk space", "waiting until the checkpoint after 3 iterations is on disk"] * 4,
     ]
-    assert "No space left on device" in link.doings[-2]
-    assert "(try 5 of 20 in 0 s)" in link.doings[-2]
+    assert "No space left on device" in job.doings[-2]
+    assert "(try 5 of 20 in 0 s)" in job.doings[-2]
 
 
 def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_disk):
@@ -116,11 +116,11 @@ def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatc
     full_disk[3] = 99
     monkeypatch.setattr(saver, "RETRY_S", 60.0)
 
-    def check(link):
-        if link.events:
+    def check(job):
+        if job.events:
             raise JobCancelled
 
-    monkeypatch.setattr(RecordedLink, "check", check)
+    monkeypatch.setattr(RecordedJob, "check", check)
     with pytest.raises(JobCancelled):
         train(job_config(), recorded_iterations(), tmp_path)
 
@@ -149,7 +149,7 @@ def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeyp
 
     def warning(free, **schedule):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-        return little_room(store, policy, job_config(schedule={"num_iterations": 3, **schedule}, checkpoint=EVERY))
+        return shortage_warning(store, policy, job_config(schedule={"num_iterations": 3, **schedule}, checkpoint=EVERY))
 
     assert warning(3 * size) == ""
     message = warning(3 * size - GB)

@@ -34,6 +34,6 @@ def test_warm_up_counts_iterations_and_not_their_updates(tmp_path):
         training={"num_updates_per_iteration": 2},
         schedule={"num_iterations": 2},
     )
-    _, link = train(config, recorded_iterations(2), tmp_path)
-    rates_of_last_steps = [metrics["train/learning_rate"] for _, _, metrics in link.commits]
+    _, job = train(config, recorded_iterations(2), tmp_path)
+    rates_of_last_steps = [metrics["train/learning_rate"] for _, _, metrics in job.commits]
     assert rates_of_last_steps == pytest.approx([0.02, 0.03])  # after steps 2 and 4; the warm-up has 2

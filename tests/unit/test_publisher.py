@@ -19,7 +19,7 @@ from services.trainer.replay import NoCheckpoints
 from services.trainer.stats import IterationStats
 from services.trainer.weights.store import WeightStore
 from services.trainer.world import World
-from tests.unit.trainer_fixtures import RecordedLink, job_config, recorded_iterations, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedJob, job_config, recorded_iterations, tiny_config, tiny_model, train
 
 NUM_RANKS = 3
 HOLD_S = 0.2
@@ -48,7 +48,7 @@ class ThreadWorld(World):
         return gathered
 
 
-class StoringLink(RecordedLink):
+class StoringJob(RecordedJob):
     """Holds versions as a trainer's rank does; the last rank is slow at it."""
 
     def __init__(self, config, rank, everybody):
@@ -63,23 +63,23 @@ class StoringLink(RecordedLink):
     def publish(self, snapshot, published):
         super().publish(snapshot, published)
         version = snapshot.policy_version
-        self.holders_when_published = [link.rank for link in self.everybody if version in link.held]
+        self.holders_when_published = [job.rank for job in self.everybody if version in job.held]
         self.announcement = published
 
 
 def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedule):
-    """Versions 0 and 1; some of the first and all of the last tensor move. Returns the ranks' (publishers, links)."""
+    """Versions 0 and 1; some of the first and all of the last tensor move. Returns the ranks' (publishers, jobs)."""
     config = job_config(schedule={"num_iterations": 3, **schedule})
     models = [tiny_model(tiny_config(vocab_size=4000), torch.float32) for _ in range(NUM_RANKS)]
-    table, links = Table(NUM_RANKS), []
-    links += [StoringLink(config, rank, links) for rank in range(NUM_RANKS)]
+    table, jobs = Table(NUM_RANKS), []
+    jobs += [StoringJob(config, rank, jobs) for rank in range(NUM_RANKS)]
 
     def run_rank(rank):
         policy = replace(Policy.create(models[rank], config), is_sharded=is_sharded)
         world = ThreadWorld(rank, NUM_RANKS, table=table)
         checkpoints = NoCheckpoints(tmp_path, keep=1)
         state = TrainState.fresh("job", "tiny")
-        publisher = Publisher(links[rank], config, policy, state, checkpoints, {}, world)
+        publisher = Publisher(jobs[rank], config, policy, state, checkpoints, {}, world)
         publisher.start()
         with torch.no_grad():
             models[rank].model.embed_tokens.weight[:100] += 1
@@ -89,7 +89,7 @@ def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedu
         return publisher
 
     with ThreadPoolExecutor(NUM_RANKS) as threads:
-        return list(threads.map(run_rank, range(NUM_RANKS))), links
+        return list(threads.map(run_rank, range(NUM_RANKS))), jobs
 
 
 @pytest.fixture(scope="module")
@@ -99,28 +99,28 @@ def sharded(tmp_path_factory):
 
 
 def test_deltas_of_all_shards_decide_and_are_announced(sharded):
-    _, links = sharded
-    snapshots = [link.store.get(1) for link in links]
+    _, jobs = sharded
+    snapshots = [job.store.get(1) for job in jobs]
     shards = [sum(map(len, snapshot.buffers)) for snapshot in snapshots]
     deltas = [snapshot.delta.plan.size_bytes for snapshot in snapshots]
     assert (shards[0], deltas[0]) == (0, 0)
     assert all(0 < delta < shard for delta, shard in zip(deltas[1:], shards[1:], strict=True))
-    for link in links:
-        assert [step.size_bytes for step in link.store.steps(0, 1)] == [sum(deltas)]
-    assert links[0].announcement.delta_bytes == sum(deltas)
+    for job in jobs:
+        assert [step.size_bytes for step in job.store.steps(0, 1)] == [sum(deltas)]
+    assert jobs[0].announcement.delta_bytes == sum(deltas)
 
 
 def test_version_is_announced_only_when_all_ranks_hold_shards(sharded):
     _, (main, *others) = sharded
     assert main.published == [0, 1]
-    assert [link.published for link in others] == [[], []]
+    assert [job.published for job in others] == [[], []]
     assert main.holders_when_published == [0, 1, 2]
 
 
 def test_whole_replicas_that_serve_nothing_hold_no_versions(tmp_path):
     _, (main, *others) = publish_twice(tmp_path, is_sharded=False)
     assert main.held == main.published == [0, 1]
-    assert [link.held for link in others] == [[], []]
+    assert [job.held for job in others] == [[], []]
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -128,12 +128,12 @@ def test_all_ranks_agree_to_publish_where_the_last_bit_decides(is_sharded, tmp_p
     """1e-16 is half a bit below 1: it is lost when added to 1, unless added to its like before."""
     divergences = [1e-16, 1.0, 1e-16]
     schedule = {"mode": "bounded", "max_staleness": 2, "publish_above_kl": 1.0}
-    publishers, links = publish_twice(tmp_path, is_sharded, divergences, **schedule)
+    publishers, jobs = publish_twice(tmp_path, is_sharded, divergences, **schedule)
     assert {publisher.state.published_version for publisher in publishers} == {0}
-    assert [link.held for link in links if link.held] == [[0]] * (NUM_RANKS if is_sharded else 1)
+    assert [job.held for job in jobs if job.held] == [[0]] * (NUM_RANKS if is_sharded else 1)
 
 
-class ServingLink(RecordedLink):
+class ServingJob(RecordedJob):
     """Holds versions as a trainer that is alone does. `seen`: what rollouts could have got of each, at once."""
 
     def __init__(self, config, groups):
@@ -156,15 +156,15 @@ class ServingLink(RecordedLink):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monkeypatch):
     config, groups = job_config(), recorded_iterations()
-    links = [ServingLink(config, groups) for _ in range(2)]
-    models = [tiny_model(tiny_config(), dtype) for _ in links]
-    train(config, groups, tmp_path / "in place", model=models[0], link=links[0])
+    jobs = [ServingJob(config, groups) for _ in range(2)]
+    models = [tiny_model(tiny_config(), dtype) for _ in jobs]
+    train(config, groups, tmp_path / "in place", model=models[0], job=jobs[0])
     monkeypatch.setattr(publisher, "is_served_in_place", lambda config: False)
-    train(config, groups, tmp_path / "copied", model=models[1], link=links[1])
-    assert links[0].seen == links[1].seen
-    assert links[0].events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
-    assert links[1].events == [0, 1, 2, 3]
-    held = [dict(link.store.get(3).tensors()) for link in links]
+    train(config, groups, tmp_path / "copied", model=models[1], job=jobs[1])
+    assert jobs[0].seen == jobs[1].seen
+    assert jobs[0].events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
+    assert jobs[1].events == [0, 1, 2, 3]
+    held = [dict(job.store.get(3).tensors()) for job in jobs]
     for model, tensors, is_view in zip(models, held, (True, False), strict=True):
         is_same = {parameter.data_ptr() == tensors[name].data_ptr() for name, parameter in model.named_parameters()}
         assert is_same == {is_view}
@@ -175,9 +175,9 @@ def test_versions_in_place_are_those_that_a_copy_would_be(dtype, tmp_path, monke
 def test_version_without_a_step_ends_the_pulls_of_the_one_before(tmp_path, monkeypatch):
     config, groups = job_config(gac={"mode": "control"}), recorded_iterations()
     monkeypatch.setattr(GradientControl, "apply", lambda self, gradients: GacDecision(GacAction.SKIP, None))
-    link = ServingLink(config, groups)
-    train(config, groups, tmp_path, link=link)
-    assert link.events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
+    job = ServingJob(config, groups)
+    train(config, groups, tmp_path, job=job)
+    assert job.events == [0, "withdrawn", 1, "withdrawn", 2, "withdrawn", 3]
 
 
 @pytest.mark.parametrize(

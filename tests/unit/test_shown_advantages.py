@@ -22,8 +22,8 @@ def groups_of(rewards):
 def published(tmp_path, rewards=REWARDS, objective=None, **sections):
     schedule = {"mode": "sync", "num_iterations": 1}
     config = job_config(objective={"type": "grpo"} | (objective or {}), schedule=schedule, **sections)
-    _, link = train(config, groups_of(rewards), tmp_path, arrivals=4)
-    (advantages,) = link.advantages
+    _, job = train(config, groups_of(rewards), tmp_path, arrivals=4)
+    (advantages,) = job.advantages
     return advantages
 
 
@@ -81,8 +81,8 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
     config = job_config(objective={"type": "grpo", "kl": kl}, schedule=schedule)
     second = {group_id.replace("0-", "1-"): rewards for group_id, rewards in REWARDS.items()}
     later = [make_group(group_id, 4, (2, 3, 4), version=1, rewards=own) for group_id, own in second.items()]
-    _, link = train(config, [*groups_of(REWARDS), *later], tmp_path, arrivals=4)
-    advantages = link.advantages[1]  # the policy has left the reference
+    _, job = train(config, [*groups_of(REWARDS), *later], tmp_path, arrivals=4)
+    advantages = job.advantages[1]  # the policy has left the reference
     flat = [advantage for group_id in second for advantage in advantages[group_id]]
     used = torch.cat(penalised)[-len(flat) :]
     assert flat == pytest.approx(used.tolist(), abs=1e-4)
@@ -104,8 +104,8 @@ def test_failed_group_is_left_out(tmp_path):
     del groups[1].responses[:]
     groups[1].failure.CopyFrom(GroupFailure(kind="reward_failed", message="it raised"))
     schedule = {"mode": "sync", "num_iterations": 1}
-    _, link = train(job_config(schedule=schedule), groups, tmp_path, arrivals=4)
-    assert link.advantages[0].keys() == REWARDS.keys() - {"0-1"}
+    _, job = train(job_config(schedule=schedule), groups, tmp_path, arrivals=4)
+    assert job.advantages[0].keys() == REWARDS.keys() - {"0-1"}
 
 
 def test_each_update_of_an_iteration_publishes_its_share(tmp_path):

@@ -16,7 +16,7 @@ from services.trainer.model.model import freeze_copy, response_logprobs, tri_mod
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from services.trainer.world import World
-from tests.unit.trainer_fixtures import RecordedLink, job_config, make_group, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedJob, job_config, make_group, tiny_config, tiny_model, train
 
 CPU = torch.device("cpu")
 KINDS = list(BUILT_IN)
@@ -181,9 +181,9 @@ def compute_every_group(monkeypatch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pass_is_run_for_a_group_without_signal(kind, tmp_path, monkeypatch):
     passes = record_passes(monkeypatch, kind)
-    _, link = train(strict(kind), mixed_iteration(0, uniform={0, 2}), tmp_path, arrivals=4)
+    _, job = train(strict(kind), mixed_iteration(0, uniform={0, 2}), tmp_path, arrivals=4)
     assert passes == [["0-1", "0-3"]]
-    metrics = link.commits[0][2]
+    metrics = job.commits[0][2]
     assert metrics["train/skipped_groups"] == metrics["rollout/uniform_groups"] == 2
     assert (metrics["num_responses"], metrics["response_tokens"]) == (12, 36)
     assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
@@ -194,10 +194,10 @@ def test_weights_are_the_same_bits_with_and_without_the_passes(kind, tmp_path, m
     """A row for each response, so that leaving some out moves no other: what is left out adds exact zeros."""
     groups = mixed_iteration(0, {0, 2}) + mixed_iteration(1, {0, 1, 2, 3}) + mixed_iteration(2, {3})
     config = strict(kind, 3, training={"max_tokens_per_micro_batch": 1})
-    _, link = train(config, groups, tmp_path / "found", arrivals=4)
+    _, job = train(config, groups, tmp_path / "found", arrivals=4)
     compute_every_group(monkeypatch, kind)
-    _, link_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
-    digests = [[digest for _, digest, _ in each.commits] for each in (link, link_of_all)]
+    _, job_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
+    digests = [[digest for _, digest, _ in each.commits] for each in (job, job_of_all)]
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 3, "an iteration without signal still takes its step: momentum moves the weights"
 
@@ -206,9 +206,9 @@ def test_weights_are_the_same_bits_with_and_without_the_passes(kind, tmp_path, m
 def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, monkeypatch):
     passes = record_passes(monkeypatch, kind)
     groups = mixed_iteration(0, {0, 1, 2, 3})
-    _, link = train(strict(kind), groups, tmp_path, arrivals=2)
+    _, job = train(strict(kind), groups, tmp_path, arrivals=2)
     assert passes == [["0-0"]]
-    metrics = link.commits[0][2]
+    metrics = job.commits[0][2]
     assert (metrics["train/skipped_groups"], metrics["train/grad_norm"]) == (4, 0.0)
     responses = groups[0].responses[:2] if kind == "online_dpo" else groups[0].responses
     batch = pack([groups[0]], CPU)
@@ -224,14 +224,14 @@ def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
     uniform = [everything, {0}, everything, everything, everything, everything]
     groups = [group for iteration, which in enumerate(uniform) for group in mixed_iteration(iteration, which)]
     config = job_config(schedule=schedule, checkpoint={"every_iterations": 3})
-    link = RecordedLink(config, groups, arrivals=4)
+    job = RecordedJob(config, groups, arrivals=4)
     with pytest.raises(JobFailed, match=r"stopped after 4 iterations, the last 2 without signal.* 0\.1 on average"):
-        train(config, groups, tmp_path, link=link)
-    assert [upto for _, upto, _ in link.checkpoints] == [3, 4]
-    link = RecordedLink(config, groups[16:], arrivals=4)
+        train(config, groups, tmp_path, job=job)
+    assert [upto for _, upto, _ in job.checkpoints] == [3, 4]
+    job = RecordedJob(config, groups[16:], arrivals=4)
     with pytest.raises(JobFailed, match="stopped after 6 iterations"):  # a resumed job may do two more
-        train(config, groups[16:], tmp_path, link=link, resume_from=4)
-    assert [upto for _, upto, _ in link.checkpoints] == [6]
+        train(config, groups[16:], tmp_path, job=job, resume_from=4)
+    assert [upto for _, upto, _ in job.checkpoints] == [6]
     is_done = job_config(schedule=schedule | {"num_iterations": 2})
     assert len(train(is_done, groups[:4] + mixed_iteration(1, everything), tmp_path / "done")[1].commits) == 2
     goes_on = job_config(schedule={"num_iterations": 2})

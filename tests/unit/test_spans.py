@@ -32,12 +32,12 @@ def test_commit_holds_few_spans_for_any_number_of_micro_batches():
 
 def test_loop_records_spans_in_order_and_a_checkpoint_one_later(tmp_path):
     config = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 1})
-    _, link = train(config, recorded_iterations(2), tmp_path)
-    first, second = link.spans
+    _, job = train(config, recorded_iterations(2), tmp_path)
+    first, second = job.spans
     work = ["micro_batch"] * 4 + ["optimizer", "publish", "publish"]  # the snapshot, then its announcement
     assert [span.kind for span in first] == work
     assert [span.kind for span in second] == ["checkpoint", *work]
     moments = [moment for span in first + second for moment in (span.start, span.end)]
     assert moments == sorted(moments)
     trained_s = sum(span.end - span.start for span in first[:-1])
-    assert trained_s == pytest.approx(link.commits[0][2]["train_s"], abs=1e-3)  # announcing is not training
+    assert trained_s == pytest.approx(job.commits[0][2]["train_s"], abs=1e-3)  # announcing is not training

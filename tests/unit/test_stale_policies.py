@@ -52,7 +52,7 @@ def test_the_second_update_divides_by_the_policy_that_generated(tmp_path):
     options = {"objective": {"clip_low": 0.9, "clip_high": 9.0}, "optimizer": SGD_LIKE}
     config = job_config(training={"num_updates_per_iteration": 2}, schedule={"num_iterations": 1}, **options)
     groups = recorded_iterations(1)
-    trained, link = train(config, groups, tmp_path)
+    trained, job = train(config, groups, tmp_path)
     by_hand, start = (tiny_model(tiny_config(), torch.float32) for _ in "12")
     adam = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for share in (groups[:2], groups[2:]):
@@ -64,7 +64,7 @@ def test_the_second_update_divides_by_the_policy_that_generated(tmp_path):
         adam.zero_grad()
     for name, parameter in trained.named_parameters():
         torch.testing.assert_close(parameter, by_hand.get_parameter(name), rtol=1e-4, atol=1e-5)
-    assert link.commits[0][2]["train/divergence"] > 0, "the second update's old policy differs from the policy"
+    assert job.commits[0][2]["train/divergence"] > 0, "the second update's old policy differs from the policy"
 
 
 def test_old_version_is_skipped_only_if_it_is_the_policy_itself():
@@ -88,8 +88,8 @@ def test_bounded_takes_the_behaviour_policys_own_logprobs(tmp_path):
         values = iter(logprobs_of(start, [group]).tolist())
         for response in group.responses:
             response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
-    _, link = train(job_config(schedule=bounded(num_iterations=3)), groups, tmp_path, arrivals=4)
-    last = link.commits[2][2]
+    _, job = train(job_config(schedule=bounded(num_iterations=3)), groups, tmp_path, arrivals=4)
+    last = job.commits[2][2]
     assert last["staleness_max"] == 2
     assert last["mismatch_mean"] == pytest.approx(0.0, abs=1e-5)
     assert last["train/divergence"] > 1e-4
@@ -123,11 +123,11 @@ def test_bounded_resumes_with_the_old_policies_to_the_same_bits(tmp_path):
     expected, whole = train(config, groups, tmp_path / "whole", arrivals=4)
     half = job_config(schedule=bounded(num_iterations=2), checkpoint={"every_iterations": 2})
     train(half, groups[:8], tmp_path / "half", arrivals=4)
-    resumed, link = train(config, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
-    assert [iteration for iteration, *_ in link.commits] == [2, 3]
-    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in each.commits[-2:]] for each in (whole, link)]
+    resumed, job = train(config, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
+    assert [iteration for iteration, *_ in job.commits] == [2, 3]
+    cosines = [[metrics["train/grad_cosine"] for _, _, metrics in each.commits[-2:]] for each in (whole, job)]
     assert cosines[0] == cosines[1], "GAC's last gradient is in the checkpoint"
-    assert link.held[:3] == [0, 1, 2], "rollouts may still be generating with the first two"
+    assert job.held[:3] == [0, 1, 2], "rollouts may still be generating with the first two"
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), resumed.parameters(), strict=True))
 
 

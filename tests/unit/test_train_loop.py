@@ -16,13 +16,13 @@ from onbeat.streams.codec import GroupFailure, RolloutGroup
 from services.trainer.accumulate import GradientSum
 from services.trainer.batch import pack
 from services.trainer.iteration import OpenIteration
-from services.trainer.job.link import Stopped
+from services.trainer.job.interface import Stopped
 from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from services.trainer.world import ALONE
 from tests.unit.trainer_fixtures import (
-    RecordedLink,
+    RecordedJob,
     job_config,
     make_group,
     recorded_iterations,
@@ -90,18 +90,18 @@ def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):
 def test_a_full_micro_batch_waits_for_nobody(tmp_path):
     groups = recorded_iterations(num_iterations=1)
     config = job_config(schedule=PERIODIC | {"num_iterations": 1}, training={"max_tokens_per_micro_batch": 1})
-    _, link = train(config, groups, tmp_path, arrivals=1, is_steady=True)
-    assert [len(batch) for batch in link.recorded[0]] == [1, 1, 1, 1]
+    _, job = train(config, groups, tmp_path, arrivals=1, is_steady=True)
+    assert [len(batch) for batch in job.recorded[0]] == [1, 1, 1, 1]
 
 
 def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
     groups = shuffled_within_iterations(recorded_iterations(), 7)
     budget = {"max_tokens_per_micro_batch": 45}
     periodic = job_config(schedule=PERIODIC, training=budget)
-    first, link = train(periodic, groups, tmp_path / "a", arrivals=3)
-    assert len({len(batch) for batches in link.recorded.values() for batch in batches}) > 1
+    first, job = train(periodic, groups, tmp_path / "a", arrivals=3)
+    assert len({len(batch) for batches in job.recorded.values() for batch in batches}) > 1
     sync = job_config(schedule=SYNC, training=budget)
-    again, _ = train(sync, groups, tmp_path / "b", arrivals=99, micro_batches=link.recorded)
+    again, _ = train(sync, groups, tmp_path / "b", arrivals=99, micro_batches=job.recorded)
     assert all(torch.equal(value, parameters(again)[name]) for name, value in parameters(first).items())
 
 
@@ -165,8 +165,8 @@ def test_clip_keeps_the_direction_of_the_whole_gradient():
 def test_groups_without_signal_are_skipped_but_still_counted(tmp_path):
     uniform = make_group("0-3", 4, (5, 5, 5), rewards=[1.0, 1.0, 1.0])
     groups = [make_group(f"0-{i}", 4, (2, 3, 4)) for i in range(3)] + [uniform]
-    _, link = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
-    metrics = link.commits[0][2]
+    _, job = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
+    metrics = job.commits[0][2]
     assert metrics["rollout/uniform_groups"] == 1
     assert (metrics["response_tokens"], metrics["train/trained_tokens"]) == (27 + 15, 27)
 
@@ -230,8 +230,8 @@ def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
 def test_an_update_whose_groups_all_failed_takes_no_step(tmp_path):
     broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
     config = job_config(schedule={"num_iterations": 1}, training={"num_updates_per_iteration": 4})
-    _, link = train(config, [*recorded_iterations(1)[:3], broken], tmp_path)
-    assert link.commits[0][2]["num_responses"] == 9
+    _, job = train(config, [*recorded_iterations(1)[:3], broken], tmp_path)
+    assert job.commits[0][2]["num_responses"] == 9
 
 
 def test_a_token_of_another_version_is_refused(tmp_path):
@@ -271,16 +271,16 @@ def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monke
 def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
     groups = recorded_iterations(4)
     whole = job_config(schedule={"num_iterations": 4}, checkpoint={"every_iterations": 2})
-    expected, link = train(whole, groups, tmp_path / "whole", arrivals=4)
-    assert [(first, upto) for first, upto, _ in link.checkpoints] == [(0, 2), (2, 4)]
+    expected, job = train(whole, groups, tmp_path / "whole", arrivals=4)
+    assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2), (2, 4)]
     half = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 2})
     train(half, groups[:8], tmp_path / "half", arrivals=4)
-    resumed, link = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
-    assert [iteration for iteration, _, _ in link.commits] == [2, 3]
+    resumed, job = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
+    assert [iteration for iteration, _, _ in job.commits] == [2, 3]
     assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
 
 
-class StoppingLink(RecordedLink):
+class StoppingJob(RecordedJob):
     """Its trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
 
     stops_in = 0
@@ -296,22 +296,22 @@ def test_stopped_trainer_leaves_what_it_has_committed(tmp_path, num_updates):
     sections = {"schedule": PERIODIC, "training": {"num_updates_per_iteration": num_updates}}
     config, groups = job_config(**sections), recorded_iterations(3)
     expected, _ = train(config, groups, tmp_path / "whole")
-    link = StoppingLink(config, groups)
-    link.stops_in = 2
+    job = StoppingJob(config, groups)
+    job.stops_in = 2
     with pytest.raises(Stopped):
-        train(config, groups, tmp_path / "halves", link=link)
+        train(config, groups, tmp_path / "halves", job=job)
     if num_updates == 2:  # the first update of iteration 2 has moved the weights: all is to be repeated
-        assert link.checkpoints == []
+        assert job.checkpoints == []
         return
-    assert [(first, upto) for first, upto, _ in link.checkpoints] == [(0, 2)]
-    resumed, _ = train(config, groups[8:], tmp_path / "halves", resume_from=2, micro_batches=link.recorded)
+    assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2)]
+    resumed, _ = train(config, groups[8:], tmp_path / "halves", resume_from=2, micro_batches=job.recorded)
     assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
 
 
 def test_a_torn_or_foreign_checkpoint_is_refused_by_name(tmp_path):
     config = job_config(schedule={"num_iterations": 1}, checkpoint={"every_iterations": 1})
-    _, link = train(config, recorded_iterations(1), tmp_path)
-    folder = link.checkpoints[0][2]
+    _, job = train(config, recorded_iterations(1), tmp_path)
+    folder = job.checkpoints[0][2]
     other = tiny_model(tiny_config(hidden_size=16), torch.float32)
     with pytest.raises(ValueError, match=r"iteration-000001 cannot be used: the checkpoint is of another model"):
         train(config, [], tmp_path, model=other, resume_from=1)
@@ -327,8 +327,8 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
     """An update far below bf16 resolution must add up over iterations instead of vanishing."""
     config = job_config(optimizer={"learning_rate": 1e-5}, schedule={"num_iterations": 3})
     model = tiny_model(tiny_config(), torch.bfloat16)
-    _, link = train(config, recorded_iterations(3), tmp_path, model=model)
-    state = load_file(link.checkpoints[-1][2] + "/optimizer/rank-00000-of-00001.safetensors")
+    _, job = train(config, recorded_iterations(3), tmp_path, model=model)
+    state = load_file(job.checkpoints[-1][2] + "/optimizer/rank-00000-of-00001.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     master, parameter = state[f"master.{name}"], dict(model.named_parameters())[name]
     assert master.dtype == torch.float32
@@ -339,8 +339,8 @@ def test_bfloat16_parameters_keep_float32_masters(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_published_weights_are_those_after_the_step(dtype, tmp_path):
     """They are encoded while later parameters are still being stepped."""
-    model, link = train(job_config(), recorded_iterations(3), tmp_path, model=tiny_model(tiny_config(), dtype))
-    published = load_file(link.checkpoints[-1][2] + "/model.safetensors")
+    model, job = train(job_config(), recorded_iterations(3), tmp_path, model=tiny_model(tiny_config(), dtype))
+    published = load_file(job.checkpoints[-1][2] + "/model.safetensors")
     assert all(torch.equal(published[name], parameter) for name, parameter in model.named_parameters())
 
 

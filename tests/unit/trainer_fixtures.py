@@ -1,4 +1,4 @@
-"""Tiny models, groups and a hand-written stand-in for the job link, for tests of the trainer's mathematics."""
+"""Tiny models, groups and a hand-written stand-in for the job, for tests of the trainer's mathematics."""
 
 import random
 
@@ -86,8 +86,8 @@ def job_config(**sections) -> JobConfig:
     return JobConfig.model_validate(base)
 
 
-class RecordedLink:
-    """A job's link and groups in one: hands out prepared groups in a given order and records what the loop does.
+class RecordedJob:
+    """A job and its groups in one: hands out prepared groups in a given order and records what the loop does.
 
     `arrivals` groups come at a time, with a pause after them unless `is_steady`.
     """
@@ -171,18 +171,18 @@ def model_of(config):
     return model
 
 
-def train(config, groups, tmp_path, model=None, resume_from=None, link=None, **link_options):
-    """Run the real loop over recorded groups; returns (model, link)."""
+def train(config, groups, tmp_path, model=None, resume_from=None, job=None, **job_options):
+    """Run the real loop over recorded groups; returns (model, job)."""
     model = model or model_of(config)
-    link = link or RecordedLink(config, groups, **link_options)
+    job = job or RecordedJob(config, groups, **job_options)
     policy = Policy.create(model, config)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
     state = TrainState.fresh("job", config.model.path)
     if resume_from is not None:
         state = restore(checkpoints, "job", config, policy)
         assert state.next_iteration == resume_from
-    TrainLoop(link, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
-    return model, link
+    TrainLoop(job, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
+    return model, job
 
 
 def recorded_iterations(num_iterations=3, num_groups=4, num_samples=3, seed=0):

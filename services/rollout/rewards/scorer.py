@@ -23,8 +23,8 @@ from services.rollout.settings import RewardServiceSettings
 logger = logging.getLogger(__name__)
 
 HTTP = "http"  # the reward that is a service
-FIRST_PAUSE_S = 0.5  # longest pause after the first failure, doubled after each further one
-LONGEST_PAUSE_S = 20.0
+FIRST_DELAY_S = 0.5  # longest delay after the first failure, doubled after each further one
+LONGEST_DELAY_S = 20.0
 LAST_MOMENT_S = 0.5  # a call fails this long before the group's deadline, before it would be cancelled
 
 
@@ -68,11 +68,11 @@ class Scorer:
                 logger.warning("reward %s: %s", request.name, error)
                 num_failures += 1
                 num_tries[error.index] += error.kind != UNREACHABLE
-                pause_s = pause_after(error, num_failures)
+                delay_s = delay_after(error, num_failures)
                 is_over = error.is_final or num_tries[error.index] >= request.max_attempts
-                if is_over or now() + pause_s >= deadline:
+                if is_over or now() + delay_s >= deadline:
                     raise
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(delay_s)
         return [scores[index] for index in range(len(request.responses))]
 
     async def close(self) -> None:
@@ -81,11 +81,11 @@ class Scorer:
             await service.close()
 
 
-def pause_after(error: RewardError, num_failures: int) -> float:
+def delay_after(error: RewardError, num_failures: int) -> float:
     """Return the retry delay in seconds: what the service asked for, plus a random time up to a bound that doubles.
 
     The time is random so that many rollouts do not come back at once.
     """
-    longest_s = min(FIRST_PAUSE_S * 2 ** min(num_failures - 1, 10), LONGEST_PAUSE_S)
+    longest_s = min(FIRST_DELAY_S * 2 ** min(num_failures - 1, 10), LONGEST_DELAY_S)
     asked_s = error.retry_after_s if isinstance(error, RewardUnavailable) else 0.0
     return asked_s + random.uniform(0, longest_s)

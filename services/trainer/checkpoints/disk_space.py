@@ -20,7 +20,7 @@ def checkpoint_bytes(policy: Policy, config: JobConfig) -> int:
     return num_trained * num_copies * FLOAT32_BYTES + version_bytes * (1 + config.max_staleness)
 
 
-def little_room(checkpoints: CheckpointStore, policy: Policy, config: JobConfig) -> str:
+def shortage_warning(checkpoints: CheckpointStore, policy: Policy, config: JobConfig) -> str:
     """Return a warning if the disk cannot hold all retained checkpoints and the one being written; '' if it can."""
     size = checkpoint_bytes(policy, config)
     num_folders = min(

@@ -6,7 +6,7 @@ import time
 from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from services.trainer.checkpoints.store import CheckpointStore, NotWritten, TrainState
-from services.trainer.job.link import Link
+from services.trainer.job.interface import TrainingJob
 from services.trainer.policy import Policy
 from services.trainer.weights.store import Snapshot
 from services.trainer.world import World
@@ -25,7 +25,7 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        link: Link,
+        job: TrainingJob,
         policy: Policy,
         store: CheckpointStore,
         files: dict[str, bytes],
@@ -34,14 +34,14 @@ class CheckpointSaver:
     ) -> None:
         """Continue a job whose iterations before `durable_until` are in a checkpoint. `files`: of the model's folder,
         beside its weights."""
-        self._link, self._policy, self._store, self._world = link, policy, store, world
+        self._job, self._policy, self._store, self._world = job, policy, store, world
         self._files = files
         self._durable_until = durable_until
         self._has_failed = False  # a checkpoint could not be written
 
     def wait_for_reader(self) -> None:
         """Wait until no checkpoint reads the state that the next step changes."""
-        self._link.doing = "waiting until the last checkpoint has read the optimizer's state"
+        self._job.doing = "waiting until the last checkpoint has read the optimizer's state"
         self._store.wait_until_read()
 
     def save_if_due(self, config: JobConfig, state: TrainState, newest: Snapshot) -> bool:
@@ -50,7 +50,7 @@ class CheckpointSaver:
         is_last = done == config.schedule.num_iterations
         if not is_last and done % config.checkpoint.every_iterations:
             return False
-        self._link.doing = f"writing the checkpoint after {done} iterations"
+        self._job.doing = f"writing the checkpoint after {done} iterations"
         try:
             self._store.wait()
         except NotWritten as error:
@@ -69,7 +69,7 @@ class CheckpointSaver:
         """Write a checkpoint because the job or this process is to stop, so that the next trainer has nothing to
         repeat. The process that stops this one sets the time for it; else the next trainer starts from an older one."""
         done = state.next_iteration
-        self._link.doing = f"writing a checkpoint after {done} iterations, to stop there"
+        self._job.doing = f"writing a checkpoint after {done} iterations, to stop there"
         try:
             self._store.wait()
             self.report_finished()
@@ -78,7 +78,7 @@ class CheckpointSaver:
                 self._store.wait()
                 self.report_finished()
         except JobFailed as error:  # NotWritten included
-            logger.warning("job %s: %s; the next trainer repeats what is not in a checkpoint", self._link.job_id, error)
+            logger.warning("job %s: %s; the next trainer repeats what is not in a checkpoint", self._job.job_id, error)
 
     def report_finished(self) -> None:
         """Report checkpoints that are on disk by now; only then may the groups that they contain be dropped."""
@@ -89,7 +89,7 @@ class CheckpointSaver:
             finished = self._store.finished()  # tries before the failed one
         for next_iteration, path in finished:
             if self._world.is_main:
-                self._link.checkpointed(self._durable_until, next_iteration, str(path))
+                self._job.checkpointed(self._durable_until, next_iteration, str(path))
             self._durable_until = next_iteration
 
     def _save(self, state: TrainState, newest: Snapshot) -> None:
@@ -109,7 +109,7 @@ class CheckpointSaver:
     def _insist(self, state: TrainState, newest: Snapshot, which: str) -> None:
         """Wait until the newest checkpoint is on disk, also for disk space. Raises NotWritten after the last try."""
         for num_tries in range(1, NUM_TRIES + 1):
-            self._link.doing = f"waiting until the checkpoint after {state.next_iteration} iterations is on disk"
+            self._job.doing = f"waiting until the checkpoint after {state.next_iteration} iterations is on disk"
             try:
                 self._store.wait()
                 break
@@ -121,16 +121,16 @@ class CheckpointSaver:
         self.report_finished()
 
     def _wait_for_space(self, error: NotWritten, num_tries: int, which: str) -> None:
-        """Wait before the next try. Raises what `link.check` does: the job may be cancelled or have another trainer."""
+        """Wait before the next try. Raises what `job.check` does: the job may be cancelled or have another trainer."""
         if num_tries == 1:
             self._report_failure(f"{error}; it is {which} and tried again, for {NUM_TRIES * RETRY_S / 60:.0f} minutes")
-        self._link.doing = f"waiting for disk space: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
+        self._job.doing = f"waiting for disk space: {error} (try {num_tries + 1} of {NUM_TRIES} in {RETRY_S:.0f} s)"
         deadline = time.monotonic() + RETRY_S
         while (left_s := deadline - time.monotonic()) > 0:
-            self._link.check()
+            self._job.check()
             time.sleep(min(left_s, 0.5))
 
     def _report_failure(self, message: str) -> None:
         if self._world.is_main:
-            logger.error("job %s: %s", self._link.job_id, message)
-            self._link.emit("checkpoint.failed", message)
+            logger.error("job %s: %s", self._job.job_id, message)
+            self._job.emit("checkpoint.failed", message)

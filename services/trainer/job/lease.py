@@ -14,7 +14,7 @@ from onbeat.errors import LeaseLost, OnbeatError
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.job.background import Background
-from services.trainer.job.link import JobCancelled, Stopped
+from services.trainer.job.interface import JobCancelled, Stopped
 from services.trainer.job.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from onbeat.weights.client import Peer
 from onbeat.weights.host import host_id
 from onbeat.weights.security import reachable_host
 from services.trainer.job.groups import GroupSource
+from services.trainer.job.interface import Commit
 from services.trainer.job.lease import Lease
-from services.trainer.job.link import Commit
 from services.trainer.job.meters import CommitMeter
 from services.trainer.settings import Settings
 from services.trainer.spans import to_record

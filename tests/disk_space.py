@@ -17,7 +17,7 @@ TESTS_GB = 8  # temporary files of one test at its largest; those of passed test
 VOLUMES_GB, IMAGES_GB = 9, 6  # of the container engine: of one stack at a time; images, with what building them takes
 
 
-def check_room(items: Iterable[pytest.Item]) -> None:
+def check_disk_space(items: Iterable[pytest.Item]) -> None:
     """Raises pytest.UsageError naming the folder, what is free and what is needed."""
     areas, needs_engine = set(), False
     for item in items:

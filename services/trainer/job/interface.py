@@ -44,8 +44,8 @@ class Groups(Protocol):
     def record_micro_batch(self, iteration: int, group_ids: list[str]) -> list[str]: ...
 
 
-class Link(Protocol):
-    """The training loop's view of its job: live (`session.JobSession`) or recorded (`replay.RecordedLink`)."""
+class TrainingJob(Protocol):
+    """The training loop's view of its job: live (`session.JobSession`) or recorded (`replay.RecordedJob`)."""
 
     job_id: str
     doing: str  # set by the steps of the training, for people: the next heartbeat reports it
