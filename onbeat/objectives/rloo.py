@@ -2,7 +2,8 @@
 
     A_i = r_i - mean of the other rewards of the group = G / (G - 1) (r_i - mean(r)),     L = -rho A
 
-The ratio rho is 1 when the old policy is the policy; the gradient then is that of -A * trainer_logprobs.
+The ratio rho is 1 when the old policy is the policy; the gradient then is that of -A * trainer_logprobs. Otherwise it
+differs from TRL's: that is one ratio per response, and clipped.
 """
 
 from typing import Literal
