@@ -415,6 +415,13 @@ async def test_start_of_a_scoring_process_imports_nothing_heavy():
         await process.kill()
 
 
+async def test_users_own_folder_named_services_is_not_ours(scorer, monkeypatch, tmp_path):
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise ImportError('of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    assert [score.reward for score in await score(scorer, request("fine"))] == [1.0]
+
+
 async def test_built_in_rewards_run_within_the_default_limits(scorer):
     entry = {"question": "1 + 1 =", "answer": "2", "metadata": {}, "task": "chain_sum", "options": {}}
     for name in ("exact", "math", "reasoning_gym"):
