@@ -71,7 +71,7 @@ class GroupPlay:
 
     @property
     def doing(self) -> str:
-        """That wait in words, or the one when the group was cancelled."""
+        """The wait in words; of a cancelled group the one that it was cancelled in."""
         if self._cut_short or (wait := self.wait) is None:
             return self._cut_short
         waited_s = wait.waited_s // SHOWN_WAIT_S * SHOWN_WAIT_S  # heartbeats carry it: it should not change often
