@@ -322,15 +322,15 @@ async def test_open_table_of_a_chart_grows_with_it(modules: Page) -> None:
     await redraw(modules, ("a", walk(5)), ("b", walk(2)))
     rows = modules.locator("tbody tr")
     await expect(rows).to_have_count(5)
-    assert await rows.last.inner_text() == f"4\t{await value(modules, 4)}\t\N{EN DASH}"
-    assert await modules.locator("thead th").all_inner_texts() == ["iteration", "a", "b"]
+    await expect(rows.last).to_have_text(f"4 {await value(modules, 4)} \N{EN DASH}", use_inner_text=True)
+    await expect(modules.locator("thead th")).to_have_text(["iteration", "a", "b"])
     await redraw(modules, ("a", walk(5)), ("b", walk(5)))  # of a job that is behind
-    assert await rows.last.inner_text() == f"4\t{await value(modules, 4)}\t{await value(modules, 4)}"
+    await expect(rows.last).to_have_text(f"4 {await value(modules, 4)} {await value(modules, 4)}", use_inner_text=True)
     await redraw(modules, ("a", walk(5)))
     await expect(modules.locator("thead th")).to_have_count(2)
     await redraw(modules, ("a", walk(7)))
     await expect(rows).to_have_count(7)
-    assert await modules.locator("tbody th").all_inner_texts() == [str(x) for x in range(7)]
+    await expect(modules.locator("tbody th")).to_have_text([str(x) for x in range(7)])
 
 
 async def test_value_that_comes_late_has_its_row_in_order(modules: Page) -> None:
@@ -338,7 +338,7 @@ async def test_value_that_comes_late_has_its_row_in_order(modules: Page) -> None
     await modules.get_by_text("Values").click()
     for xs in ([0, 1, 2], [0, 1, 2, 3]):
         await redraw(modules, ("a", [[x, x] for x in xs]))
-    assert await modules.locator("tbody tr").all_inner_texts() == ["0\t0", "1\t1", "2\t2", "3\t3"]
+    await expect(modules.locator("tbody tr")).to_have_text(["0 0", "1 1", "2 2", "3 3"], use_inner_text=True)
 
 
 async def value(page: Page, index: int) -> str:

@@ -15,16 +15,16 @@ async def test_jobs_ticked_in_the_list_are_compared(visit: Visitor, gallery: Gal
     await expect(page.get_by_role("heading", level=1, name="Compare 2 jobs")).to_be_visible()
     reward = page.get_by_test_id("chart-reward")
     await reward.get_by_text("Values").click()
-    rows = [await row.inner_text() for row in await reward.locator("tbody tr").all()]
-    assert len(rows) == 30
-    assert [row.count("\N{EN DASH}") for row in rows] == [0] * 20 + [1] * 10  # the other one has 20 iterations
+    rows = reward.locator("tbody tr")
+    await expect(rows).to_have_count(30)
+    await expect(rows.filter(has_text="\N{EN DASH}")).to_have_count(10)  # the other one has 20 iterations
+    for row in (await rows.all())[20:]:
+        await expect(row).to_contain_text("\N{EN DASH}")
     for name in ("learned", "slower"):
         await expect(reward.get_by_role("listitem").filter(has_text=name)).to_be_visible()
         await expect(page.get_by_role("columnheader", name=name).first).to_be_visible()
     different = page.get_by_role("row").filter(has_text="schedule.num_iterations")
-    assert await different.get_by_role("cell").all_inner_texts() == sorted(
-        await different.get_by_role("cell").all_inner_texts(), key=["30", "20"].index
-    )
+    await expect(different.get_by_role("cell")).to_have_text(["30", "20"])
     await expect(page.get_by_role("row").filter(has_text="optimizer.learning_rate")).to_have_count(0)
 
 
