@@ -245,7 +245,7 @@ class Plane:
 def hosts_apart() -> Iterator[None]:
     """One machine plays several here: its loopback addresses are good on all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "is_loopback", lambda address: False)
+        patch.setattr(sources, "is_ambiguous", lambda address: False)
         yield
 
 

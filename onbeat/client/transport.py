@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Self
 import httpx
 
 from onbeat.errors import ApiError, OnbeatError
+from onbeat.network import trust
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Transport:
             headers={"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {},
             timeout=timeout_s,
             trust_env=not is_here,  # no proxy between us and a broker on this machine
-            verify=trust_in(ca_file) if ca_file else True,
+            verify=trust("ca_file", ca_file) if ca_file else True,
         )
 
     async def __aenter__(self) -> Self:
@@ -165,14 +165,6 @@ def checked_key(api_key: str) -> str:
     if not all("!" <= character <= "~" for character in api_key):
         raise ValueError("the API key has a blank, a line end or a character beyond ASCII; copy it again")
     return api_key
-
-
-def trust_in(ca_file: str | Path) -> ssl.SSLContext:
-    """Return a context that trusts the CA in this file. Raise ValueError without a PEM certificate in it."""
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        raise ValueError(f"the CA file {ca_file} has no PEM certificate: {error}") from error
 
 
 def parse_answer(response: httpx.Response) -> Any:

@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from onbeat.confine import PR_SET_PDEATHSIG
+
 PR_SET_CHILD_SUBREAPER = 36
 IS_LINUX = sys.platform == "linux"
 SEGMENT = "/dev/shm/psm_"  # the paths of multiprocessing.shared_memory begin with this

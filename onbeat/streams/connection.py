@@ -1,7 +1,6 @@
 """The connection to Redis that every service uses."""
 
 import asyncio
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
+
+from onbeat.network import check_certificate, trust
 
 MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st blocking read would fail
 
@@ -214,12 +215,7 @@ def check_tls_files(
         raise ValueError("there are TLS files for Redis, but ONBEAT_REDIS_URL is without TLS; make it rediss://")
     if (cert_file is None) != (key_file is None):
         raise ValueError("ONBEAT_REDIS_CERT_FILE and ONBEAT_REDIS_KEY_FILE work only together; set both or neither")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        if ca_file:
-            context.load_verify_locations(ca_file)
-        if cert_file:
-            context.load_cert_chain(cert_file, key_file, password="")
-    except OSError as error:
-        files = f"ONBEAT_REDIS_CA_FILE={ca_file}, ONBEAT_REDIS_CERT_FILE={cert_file}, ONBEAT_REDIS_KEY_FILE={key_file}"
-        raise ValueError(f"one of these is no PEM file of its kind: {files}: {error}") from error
+    if ca_file is not None:
+        trust("ONBEAT_REDIS_CA_FILE", ca_file)
+    if cert_file is not None and key_file is not None:
+        check_certificate(("ONBEAT_REDIS_CERT_FILE", cert_file), ("ONBEAT_REDIS_KEY_FILE", key_file))

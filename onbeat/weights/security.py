@@ -11,10 +11,8 @@ import asyncio
 import functools
 import hashlib
 import hmac
-import ipaddress
 import logging
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +23,7 @@ import grpc.aio
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from onbeat.errors import WeightsError
+from onbeat.network import check_certificate, host_of, is_loopback, trust
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +85,10 @@ class WireSecurity:
         for variable, path in [(TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key), (TLS_CA, self.tls_ca)]:
             if path is not None:
                 _read(variable, path)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        if self.tls_cert is not None:
-            try:
-                context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # it never prompts
-            except ssl.SSLError as error:
-                files = f"{TLS_CERT}={self.tls_cert} and {TLS_KEY}={self.tls_key}"
-                raise ValueError(f"{files} are not a PEM certificate and its unencrypted key: {error}") from error
+        if self.tls_cert is not None and self.tls_key is not None:
+            check_certificate((TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key))
         if self.tls_ca is not None:
-            try:
-                context.load_verify_locations(self.tls_ca)
-            except ssl.SSLError as error:
-                raise ValueError(f"{TLS_CA}={self.tls_ca} has no PEM certificate: {error}") from error
+            trust(TLS_CA, self.tls_ca)
 
 
 PLAIN = WireSecurity()
@@ -309,7 +300,7 @@ def _read(variable: str, path: Path) -> bytes:
 
 
 def _warn_if_key_in_clear(security: WireSecurity, address: str) -> None:
-    if security.api_key and not _is_loopback(address):
+    if security.api_key and not is_loopback(host_of(address)):
         _warn_of_key_in_clear()
 
 
@@ -317,11 +308,3 @@ def _warn_if_key_in_clear(security: WireSecurity, address: str) -> None:
 def _warn_of_key_in_clear() -> None:
     """Log the warning once per process, however many connections it opens."""
     logger.warning("the key of the weights plane travels in the clear; set %s, %s and %s", TLS_CERT, TLS_KEY, TLS_CA)
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # the host is a name
-        return host == "localhost"

@@ -1,9 +1,7 @@
 """The broker's settings, read from the environment with the prefix ONBEAT_."""
 
 import importlib.util
-import ipaddress
 import re
-import ssl
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -12,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from onbeat.api_keys import read_keys
+from onbeat.network import check_certificate, is_loopback, trust
 from onbeat.streams.connection import RedisSettings
 
 HEADER_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
@@ -99,12 +98,8 @@ class Settings(RedisSettings, BaseSettings):
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("CERT", "KEY") if self.tls_cert else ("KEY", "CERT")
             raise ValueError(f"ONBEAT_TLS_{given} is set but ONBEAT_TLS_{missing} is not; set both or neither")
-        if self.tls_cert is not None:
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, password="")
-            except OSError as error:
-                files = f"ONBEAT_TLS_CERT={self.tls_cert} and ONBEAT_TLS_KEY={self.tls_key}"
-                raise ValueError(f"{files} are not a PEM certificate and its unencrypted key: {error}") from error
+        if self.tls_cert is not None and self.tls_key is not None:
+            check_certificate(("ONBEAT_TLS_CERT", self.tls_cert), ("ONBEAT_TLS_KEY", self.tls_key))
         return self
 
     @model_validator(mode="after")
@@ -124,10 +119,7 @@ class Settings(RedisSettings, BaseSettings):
             )
         self.otlp_headers()
         if self.otlp_tls_ca is not None:
-            try:
-                ssl.create_default_context(cafile=self.otlp_tls_ca)
-            except OSError as error:
-                raise ValueError(f"ONBEAT_OTLP_TLS_CA={self.otlp_tls_ca} is no PEM certificate: {error}") from error
+            trust("ONBEAT_OTLP_TLS_CA", self.otlp_tls_ca)
         return self
 
     def otlp_headers(self) -> dict[str, str]:
@@ -174,10 +166,3 @@ def has_otlp() -> bool:
         return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:  # not even its parent
         return False
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name
-        return host == "localhost"

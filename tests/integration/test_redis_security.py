@@ -240,7 +240,7 @@ WRONG = [
     ({"url": "redis://h", "password_file": "missing"}, "cannot be read"),
     ({"url": "redis://h", "password_file": "empty"}, "is empty"),
     ({"url": "redis://h", "ca_file": "ca.pem"}, "make it rediss://"),
-    ({"url": "rediss://h", "ca_file": "password"}, "no PEM file"),
+    ({"url": "rediss://h", "ca_file": "password"}, "has no PEM certificate"),
     ({"url": "rediss://h", "ca_file": "missing"}, "No such file"),
     ({"url": "rediss://h", "cert_file": "password"}, "work only together"),
     ({"url": "redis://:s3cr3t/x@h:1/0"}, "no URL of Redis"),

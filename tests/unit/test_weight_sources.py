@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onbeat.weights.client import Peer
 from onbeat.weights.wire import PayloadKey
 from services.trainer.weights import relay_tree as sources_module
-from services.trainer.weights.relay_tree import ROOT, Sources, is_loopback
+from services.trainer.weights.relay_tree import ROOT, Sources, is_ambiguous
 
 TRAINER = "10.0.0.1:50051"
 FULL = PayloadKey(1)
@@ -196,8 +196,8 @@ def test_loopback_addresses_are_only_given_to_the_same_host():
         ("gpu-7:5", False),
     ],
 )
-def test_loopback_is_recognised_by_the_address(address, expected):
-    assert is_loopback(address) is expected
+def test_ambiguous_address_is_recognised(address, expected):
+    assert is_ambiguous(address) is expected
 
 
 def test_who_has_left_is_nobodys_source_and_holds_no_place():

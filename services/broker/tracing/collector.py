@@ -22,7 +22,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
 from onbeat import __version__
-from services.broker.settings import Settings, is_loopback
+from onbeat.network import is_loopback
+from services.broker.settings import Settings
 from services.broker.tracing.tree import TraceSpan, span_id, trace_id
 
 SPANS_AT_ONCE = 512  # per request

@@ -7,14 +7,16 @@ A puller becomes a source as soon as it has asked, because a relay passes on dat
 nearest source is chosen: the same machine, then the same zone, then the least deep.
 """
 
-import ipaddress
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from onbeat.network import host_of, is_loopback
 from onbeat.weights.client import Peer
 from onbeat.weights.wire import PayloadKey
+
+UNSPECIFIED = ("0.0.0.0", "::")  # what a server that listens everywhere may report
 
 SLOT_S = 600.0  # a puller that never reports its finish holds its source's slot for this long
 
@@ -117,7 +119,7 @@ class Sources:
 
     def _may_feed(self, holder: Holder, key: PayloadKey, puller: Peer, failed: set[str]) -> bool:
         address = holder.peer.address
-        is_reachable = bool(address) and (not is_loopback(address) or distance(holder.peer, puller) == 0)
+        is_reachable = bool(address) and (not is_ambiguous(address) or distance(holder.peer, puller) == 0)
         return key in holder.keys and is_reachable and not holder.is_suspect and address not in failed
 
     def _fed_by(self, ancestor: str, shard: int) -> set[str]:
@@ -170,11 +172,7 @@ def distance(source: Peer, puller: Peer) -> int:
 
 
 @lru_cache(maxsize=10_000)
-def is_loopback(address: str) -> bool:
-    """Return whether `host:port` means a different machine on each machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        parsed = ipaddress.ip_address(host)
-    except ValueError:  # a host name
-        return host == "localhost"
-    return parsed.is_loopback or parsed.is_unspecified
+def is_ambiguous(address: str) -> bool:
+    """Return whether `host:port` means a different machine on each machine: loopback, or no address at all."""
+    host = host_of(address)
+    return is_loopback(host) or host in UNSPECIFIED
