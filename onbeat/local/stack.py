@@ -169,6 +169,7 @@ def service_specs(options: StackOptions, redis_url: str, port: int) -> list[Serv
                 "ONBEAT_CPU_CORES": format_cores(cores),
                 "ONBEAT_MAX_NUM_SEQS": os.environ.get("ONBEAT_MAX_NUM_SEQS", max_num_seqs),
                 "ONBEAT_DRAIN_S": os.environ.get("ONBEAT_DRAIN_S", LOCAL_DRAIN_S),
+                "ONBEAT_WEIGHTS_RELAY": os.environ.get("ONBEAT_WEIGHTS_RELAY", str(options.num_rollouts > 1)),
             },
         )
         for index, cores in enumerate(plan.rollouts)

@@ -75,6 +75,15 @@ class HostWeights:
         for shard in range(len(manifest.shards)):
             self.offer(manifest, shard)
 
+    def release(self) -> None:
+        """Give the memory back to the system, where it can take it; the copy holds no version until the next pull."""
+        self.begin("its engine has read it")
+        if hasattr(mmap, "MADV_REMOVE"):
+            start = len(self._map) - len(self.data)  # the header stays
+            start += -start % mmap.PAGESIZE
+            if start < len(self._map):
+                self._map.madvise(mmap.MADV_REMOVE, start, len(self._map) - start)
+
     def offer(self, manifest: Manifest, shard: int) -> None:
         """Serve a shard to peers, however it came here. Its tensors have been verified."""
         key = PayloadKey(manifest.policy_version, None, shard)

@@ -77,9 +77,11 @@ class Attachment:
         """Create the puller and the server that passes on what it pulls."""
         settings, security = self._settings, self._settings.wire_security()
         peer = Peer(settings.worker_id, "", host_id(), settings.zone)
-        puller = WeightsPuller(self._connect, self._find_address, peer, staging_dir)
+        is_relay = settings.weights_relay and security.can_serve
+        is_kept = is_relay or self._config.model.dtype != "float32"  # deltas of float32 are as long as the weights
+        puller = WeightsPuller(self._connect, self._find_address, peer, staging_dir, is_kept=is_kept)
         cleanup.push_async_callback(puller.close)
-        if settings.weights_relay and security.can_serve:
+        if is_relay:
             server = PayloadServer(self.job_id, puller, security)
             port = await server.start(settings.weights_host, settings.weights_port)
             cleanup.push_async_callback(server.stop)

@@ -5,7 +5,8 @@
     the trainer            is read from the job before every try: a restarted one has another address
 
 There is one copy of the weights here, so there is one pull at a time, and the copy stays at a version until the engine
-has read it. A version whose deltas fail is pulled in full by the next try.
+has read it. A version whose deltas fail is pulled in full by the next try. A copy that nobody needs once the engine has
+read it, neither peers nor the next delta, gives its memory back until the next pull (`is_kept`).
 """
 
 import asyncio
@@ -135,10 +136,12 @@ class WeightsPuller:
         find_trainer: Callable[[], Awaitable[str]],
         peer: Peer,
         folder: Path,
+        *,
+        is_kept: bool = True,
     ) -> None:
         self.host: HostWeights | None = None
         self.connections = Connections(connect, peer)
-        self._find_trainer, self._folder = find_trainer, folder
+        self._find_trainer, self._folder, self._is_kept = find_trainer, folder, is_kept
         self._current: Pull | None = None  # the version that the copy holds, or moves to
         self._read: Pull | None = None  # the pull whose result the engine has read
         self._is_being_read = False
@@ -177,8 +180,11 @@ class WeightsPuller:
             self._prefetch()
 
     def mark_read(self, pull: Pull) -> None:
-        """Note that the pulled version has been read: the copy may move on."""
+        """Note that the pulled version has been read: the copy may move on, or go."""
         self._read = pull
+        if not self._is_kept and self.host is not None:
+            self.host.release()
+            self._current = None  # who asks for the version again pulls it again
         self._prefetch()
 
     async def cancel(self) -> None:

@@ -23,12 +23,14 @@ SAMPLING = Sampling(max_response_tokens=4, temperature=1.0, seed=0)
 class Rig:
     """An engine on version 0, a trainer, and what is between."""
 
-    def __init__(self, staging_dir: Path) -> None:
+    def __init__(self, staging_dir: Path, is_kept: bool = True) -> None:
         self.staging_dir = staging_dir
         self.trainer = FakeTrainer()
         self.address = self.trainer.address
         self.engine = FakeEngine()
-        self.puller = WeightsPuller(self.trainer.connect, self.find_address, Peer("worker"), staging_dir)
+        self.puller = WeightsPuller(
+            self.trainer.connect, self.find_address, Peer("worker"), staging_dir, is_kept=is_kept
+        )
         self.ready: list[int] = []
         self.gate = VersionGate(self.engine, self.puller, self.on_loaded, manifest_of(0), GateLimits(load_s=60.0))
 
@@ -94,6 +96,17 @@ async def test_latecomers_of_the_old_version_do_not_starve_the_new_one(rig):
     assert await new == [1, 1, 1]
     assert [await first, await late] == [[0] * 3, [0] * 3]
     assert [version for version, _, _ in rig.engine.requests] == [0, 1, 0]
+
+
+async def test_copy_that_is_not_kept_is_pulled_again_when_asked_for(tmp_path):
+    rig = Rig(tmp_path, is_kept=False)
+    await rig.start()
+    rig.trainer.newest = 1
+    assert await rig.generate(1) == [1, 1, 1]
+    assert rig.puller.versions() == []
+    assert [await rig.generate(version) for version in (0, 1)] == [[0] * 3, [1] * 3]
+    assert rig.trainer.pulls == [1, 0, 1]
+    await rig.puller.close()
 
 
 async def test_one_failed_pull_answers_everybody_who_waited_for_it(rig, monkeypatch):

@@ -1,6 +1,7 @@
 """The parts of the weights plane by themselves: payloads that grow, the host's copy, messages, snapshots."""
 
 import asyncio
+import mmap
 import struct
 import threading
 from itertools import pairwise
@@ -240,6 +241,26 @@ async def test_a_reader_of_the_copy_does_not_keep_it_from_being_closed(tmp_path)
     host.close()
     assert not host.path.exists()
     assert bytes(piece[0]) == bytes(6)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="only Linux takes memory back from a file in memory")
+async def test_released_copy_gives_its_memory_back_and_is_usable(tmp_path):
+    wide = Manifest(1, (entry("w", 1 << 20, dtype="F32", fill=b"\1"),))
+    host = HostWeights(wide, tmp_path)
+
+    def resident_bytes() -> int:
+        return host.path.stat().st_blocks * 512
+
+    host.tensor(0)[:] = b"\1" * (4 << 20)
+    host.settle(wide)
+    assert resident_bytes() >= 4 << 20
+    host.release()
+    assert resident_bytes() <= mmap.PAGESIZE  # the header's page
+    assert (host.versions(), await host.payload(KEY)) == ([], None)
+    host.tensor(0)[:] = b"\2" * (4 << 20)
+    host.settle(wide)
+    assert load(host.path.read_bytes())["w"].view(torch.uint8).unique().tolist() == [2]
+    host.close()
 
 
 RAW = Encoding.RAW

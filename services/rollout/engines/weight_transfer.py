@@ -53,7 +53,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
     supports_draft_weight_update = False
     _file: tuple[str, Any] | None = None  # path and open file of an update that has touched layers
-    _has_given_back = False
     _expert_kernels: dict[Any, Any]  # keyed by the layer's vLLM method, while an update may replace them
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -90,9 +89,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self.model_config.hf_text_config.tie_word_embeddings:
             self._share_packed_embedding()
         self._file = None
-        if not self._has_given_back:  # the memory that vLLM took to import, load and profile
-            give_back_freed()
-            self._has_given_back = True
+        give_back_freed()  # what the load took, and at first what vLLM took to start
 
     def _take_expert_kernels(self) -> dict[Any, Any]:
         """Take the kernels away and return them. On the CPU vLLM packs experts' weights when it makes their kernel,
