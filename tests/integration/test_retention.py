@@ -67,7 +67,7 @@ async def run_job(ledger: Ledger, num_iterations: int = 3, **sections: Any) -> t
         )
         assert len(granted) == 2
         assert await commit(ledger, job_id, epoch, iteration)
-        await ledger.traces.record(job_id, iteration + 1)
+        await ledger.iterations.record_traced(job_id, iteration + 1)
     chats = Chats(ledger.redis, job_id)
     asked = CompletionRequest(model=job_id, messages=[Message(role="user", content="2+2=")])
     await chats.ask("hello", asked, max_waiting=1)

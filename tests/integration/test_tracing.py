@@ -290,7 +290,7 @@ async def test_two_brokers_leave_no_iteration_out(ledger: Ledger, receiver: Rece
 
 async def test_broker_goes_on_where_the_record_ends(ledger: Ledger, receiver: Receiver) -> None:
     job_id = await run_job(ledger, 2)
-    await ledger.traces.record(job_id, 1)  # by a broker that is gone
+    await ledger.iterations.record_traced(job_id, 1)  # by a broker that is gone
     exporter = Exporter(ledger, receiver.url)
     await exporter.tracer.step()
     await exporter.tracer.close()
@@ -363,7 +363,7 @@ async def test_every_nth_iteration_is_traced(ledger: Ledger, receiver: Receiver)
     job_id = await run_job(ledger, 5)
     async with exporting(ledger, receiver.url, trace_every_iterations=2):
         await until("the last one is there", lambda: exported(receiver, job_id) == [0, 2, 4])
-    assert await ledger.traces.recorded(job_id) == 5
+    assert await ledger.iterations.next_untraced(job_id) == 5
 
 
 @pytest.mark.parametrize("num_trimmed", [1, 3])
@@ -434,7 +434,7 @@ async def test_collector_that_was_away_gets_what_it_missed(
         for iteration in range(3):
             await run_iteration(ledger, job_id, epoch, iteration)
         await until("it was tried again", lambda: exporter.num_failures >= 3)
-        assert await ledger.traces.recorded(job_id) == 0
+        assert await ledger.iterations.next_untraced(job_id) == 0
         warnings = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
         assert warnings == [f"no traces to http://127.0.0.1:{port}/v1/traces for now: {warnings[0].split(': ', 1)[1]}"]
         with Receiver(port=port) as receiver:
@@ -502,7 +502,7 @@ async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger: Le
                 )
             ended_at = time.monotonic()
         assert time.monotonic() - ended_at < tracing.CLOSE_S + 5
-    assert await ledger.traces.recorded(job_id) == 0
+    assert await ledger.iterations.next_untraced(job_id) == 0
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from onbeat.streams.ledger.job_lists import JobLists
 from onbeat.streams.ledger.jobs import Extension, Jobs
 from onbeat.streams.ledger.rollout_side import Claim, RolloutSide
 from onbeat.streams.ledger.scripts import Scripts
-from onbeat.streams.ledger.traces import Traces
 from onbeat.streams.ledger.trainer_side import TrainerSide
 from onbeat.streams.ledger.versions import Versions
 from onbeat.streams.ledger.workers import Workers
@@ -33,7 +32,7 @@ class Ledger:
         self.iterations, self.evaluations = Iterations(scripts), Evaluations(scripts)
         self.rollout, self.trainer = RolloutSide(scripts), TrainerSide(scripts, self.jobs)
         self.versions, self.workers = Versions(scripts), Workers(scripts)
-        self.event_log, self.audit_log, self.traces = EventLog(scripts), AuditLog(scripts), Traces(scripts)
+        self.event_log, self.audit_log = EventLog(scripts), AuditLog(scripts)
 
     @property
     def redis(self) -> Any:  # redis-py types answers as unions over both protocols

@@ -11,6 +11,8 @@ from onbeat.streams.ledger.scripts import Part
 from onbeat.streams.stream_ids import order
 from onbeat.types import IterationState
 
+TRACED_S = 86_400  # a record of traces that no broker reads or writes expires, also that of a job just deleted
+
 
 class Iterations(Part):
     """The iterations of all jobs."""
@@ -100,3 +102,17 @@ class Iterations(Part):
         for_replay = [job.micro_batches(iteration), job.taken(iteration)]
         more_keys = [job.rollouts, job.groups(iteration), *for_replay, job.advantages(iteration)]
         return bool(await self._run("trim_iteration", job, more_keys, iteration, num_kept))
+
+    async def next_untraced(self, job_id: str) -> int:
+        """Return the first iteration whose OpenTelemetry trace is left to export; 0 if none has been exported."""
+        pipeline = self.redis.pipeline(transaction=False)
+        pipeline.hget(JobKeys(job_id).traces, "next_iteration")
+        pipeline.expire(JobKeys(job_id).traces, TRACED_S)
+        return int((await pipeline.execute())[0] or 0)
+
+    async def record_traced(self, job_id: str, next_iteration: int) -> None:
+        """Record that the traces of all iterations before `next_iteration` are exported, or left out."""
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.hset(JobKeys(job_id).traces, "next_iteration", next_iteration)
+        pipeline.expire(JobKeys(job_id).traces, TRACED_S)
+        await pipeline.execute()

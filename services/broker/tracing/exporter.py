@@ -108,7 +108,7 @@ class Tracer:
 
     async def _follow(self, job_id: str, fields: Fields) -> None:
         """Export the next iterations. Raises JobNotFound and CollectorUnavailable."""
-        first = max(await self._ledger.traces.recorded(job_id), first_iteration(fields))
+        first = max(await self._ledger.iterations.next_untraced(job_id), first_iteration(fields))
         num_committed = int(fields["next_iteration"])
         if first >= num_committed and JobState(fields["state"]).is_final:
             self._settled.add(job_id)
@@ -117,13 +117,13 @@ class Tracer:
             num_missed = sum(iteration % self._every == 0 for iteration in range(first, oldest))
             self._meters.traces.labels("missed").inc(num_missed)
             logger.warning("job %s: iterations %d to %d get no traces, they are too old", job_id, first, oldest - 1)
-            await self._ledger.traces.record(job_id, oldest)  # so that they are counted once
+            await self._ledger.iterations.record_traced(job_id, oldest)  # so that they are counted once
         history: JobHistory | None = None
         for iteration in range(oldest, min(oldest + AT_ONCE, num_committed)):
             if iteration % self._every == 0:
                 history = history or await read_history(self._ledger, job_id, iteration)
                 await self._export(history, iteration)
-            await self._ledger.traces.record(job_id, iteration + 1)
+            await self._ledger.iterations.record_traced(job_id, iteration + 1)
 
     async def _export(self, history: JobHistory, iteration: int) -> None:
         """Export an iteration. Raises JobNotFound and CollectorUnavailable: it is still to be done then."""
