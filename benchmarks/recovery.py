@@ -24,7 +24,6 @@ from redis.exceptions import RedisError
 
 from onbeat.local.supervisor import FIRST_DELAY_S, ServiceSpec
 from onbeat.streams.connection import connect
-from onbeat.streams.inspection import trainers
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from tests.chaos.exactly_once import check_exactly_once
@@ -114,7 +113,7 @@ def ready_services(chaos: ChaosStack) -> dict[int, str]:
         async def read() -> set[str]:
             redis = connect(chaos.stack.redis_url)
             ledger = Ledger(redis)
-            heartbeats = [*await ledger.workers.records(POOL), *await trainers(ledger, POOL)]
+            heartbeats = [*await ledger.workers.records(POOL), *await ledger.trainers.records(POOL)]
             await redis.aclose()
             return {record.id for record in heartbeats if record.state == "idle" and record.last_seen_at > asked_at}
 

@@ -1,28 +1,21 @@
-"""Views for people of the processes and the streams behind a job: heartbeats, leases, lengths.
-
-Nothing here decides anything, and it only reads, except for the heartbeat of trainers and the lists of processes.
-"""
+"""Views for people of the streams behind a job: leases, lengths, events. Nothing here decides anything or writes."""
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic_core import from_json
 
 from onbeat.errors import JobNotFound
-from onbeat.streams import keys
-from onbeat.streams.heartbeats import Heartbeats, read_heartbeats
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.ledger.event_log import to_event
-from onbeat.types import SILENT_S, Event, HostMemory, TrainerRecord, WorkerRecord
+from onbeat.types import Event
 
 HANDED_BACK_S = 86_400  # the idle time of a lease that was handed back
 MAX_LEASES = 10_000
 EVENTS_AT_ONCE = 500
 ITERATIONS_AT_ONCE = 100
-FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
 
 
 @dataclass(frozen=True)
@@ -49,12 +42,6 @@ class StreamLengths:
 class IterationHashes:
     fields: dict[str, str]  # empty if it was never opened
     busy_s: dict[str, float]  # by worker id
-
-
-async def live_workers(ledger: Ledger, pool: str) -> list[WorkerRecord]:
-    """Return the pool's rollouts that are not silent."""
-    oldest = time.time() - SILENT_S
-    return [worker for worker in await ledger.workers.records(pool) if worker.last_seen_at > oldest]
 
 
 async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
@@ -154,47 +141,3 @@ async def stream_lengths(ledger: Ledger, job_id: str) -> StreamLengths:
     num_prompts, num_groups = await ledger.redis.xlen(job.prompts), await ledger.redis.xlen(job.rollouts)
     num_unclaimed = await ledger.rollout.num_unclaimed_prompts(job_id)
     return StreamLengths(num_prompts, max(0, num_unclaimed), num_groups)
-
-
-# ---- trainers ----------------------------------------------------------------------------------------------------
-
-
-async def trainer_heartbeat(
-    ledger: Ledger,
-    pool: str,
-    trainer_id: str,
-    state: str,
-    job_id: str | None,
-    trackers: list[str] | None = None,
-    host: HostMemory | None = None,
-) -> None:
-    """Record a trainer's heartbeat, also when it stops: it stays listed, and waits for a trainer count from there."""
-    now = await ledger.now()
-    record = TrainerRecord(id=trainer_id, job_id=job_id, state=state, last_seen_at=now, trackers=trackers, host=host)
-    await ledger.redis.hset(keys.trainers(pool), trainer_id, record.model_dump_json())
-
-
-async def trainers(ledger: Ledger, pool: str) -> list[TrainerRecord]:
-    """Return the last heartbeats of a pool's trainers, without unreadable ones."""
-    return (await trainer_heartbeats(ledger, pool)).records
-
-
-async def trainer_heartbeats(ledger: Ledger, pool: str) -> Heartbeats[TrainerRecord]:
-    return read_heartbeats(await ledger.redis.hgetall(keys.trainers(pool)), TrainerRecord)
-
-
-async def forget_old_trainers(ledger: Ledger, pool: str) -> None:
-    """Drop trainers without a heartbeat for FORGET_S, and unreadable ones: a live trainer writes its own again.
-
-    Only a live trainer may call this: then none of those dropped is the pool's last sign of life.
-    """
-    oldest, beats = await ledger.now() - FORGET_S, await trainer_heartbeats(ledger, pool)
-    if gone := [trainer.id for trainer in beats.records if trainer.last_seen_at < oldest] + beats.unreadable:
-        await ledger.redis.hdel(keys.trainers(pool), *gone)
-
-
-async def forget_old_rollouts(ledger: Ledger, pool: str) -> None:
-    """Drop rollouts that were killed (one that stops takes itself off the list), and unreadable heartbeats."""
-    oldest, beats = await ledger.now() - FORGET_S, await ledger.workers.heartbeats(pool)
-    for worker_id in [worker.id for worker in beats.records if worker.last_seen_at < oldest] + beats.unreadable:
-        await ledger.workers.remove(pool, worker_id)

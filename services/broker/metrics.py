@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from onbeat.streams.inspection import existing_jobs, trainer_heartbeats
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WeightsRecord
 
@@ -131,8 +131,8 @@ class Meters:
             elif state is not JobState.PENDING:
                 counts[state] += 1
         for pool in {"default", *(fields.get("pool", "default") for fields in found.values())}:
-            beats = ((await trainer_heartbeats(ledger, pool)), await ledger.workers.heartbeats(pool))
-            num_unreadable["heartbeat"] += sum(len(each.unreadable) for each in beats)
+            for processes in (ledger.trainers, ledger.workers):
+                num_unreadable["heartbeat"] += len((await processes.heartbeats(pool)).unreadable)
         for state in JobState:
             gauges.jobs.add_metric([state.value], counts[state])
         for kind, number in num_unreadable.items():

@@ -166,7 +166,7 @@ async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float
     now = await ledger.now()
     if now - queued_at(fields) < deadline_s:
         return
-    away_s = trainers_away_s(fields, await inspection.trainers(ledger, fields["pool"]), now)
+    away_s = trainers_away_s(fields, await ledger.trainers.records(fields["pool"]), now)
     if away_s > deadline_s:
         reason = f"no trainer came for {away_s:.0f} s (schedule.start_deadline_s)"
         await fail_with_findings(ledger, fields["id"], reason)

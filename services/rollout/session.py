@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from onbeat.errors import JobNotFound, WeightsError
-from onbeat.streams.inspection import live_workers
 from onbeat.types import EpisodeWait, JobState
 from services.rollout.attach import Attachment, EngineFactory, Parts, SourceFactory, staging_folder
 from services.rollout.claim_loop import Assignment, Ends
@@ -134,7 +133,7 @@ class Session:
             worker.job_id == self.job_id
             and worker.id != self._settings.worker_id
             and worker.state in ("idle", "updating", "generating")
-            for worker in await live_workers(self._ledger, self._settings.pool)
+            for worker in await self._ledger.workers.live(self._settings.pool)
         )
 
     async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:

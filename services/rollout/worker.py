@@ -14,7 +14,6 @@ from onbeat.errors import JobNotFound
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.memory import read_host
-from onbeat.streams.inspection import forget_old_rollouts, live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
 from services.rollout.attach import EngineFactory, SourceFactory
@@ -53,7 +52,7 @@ class Worker:
             await self._ledger.workers.heartbeat(
                 self._settings.pool, self._record()
             )  # others count it when they choose
-            await forget_old_rollouts(self._ledger, self._settings.pool)
+            await self._ledger.workers.forget_old(self._settings.pool)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(work) for work in (self._send_heartbeats(), self._move_if_needed())]
                 await self._serve_jobs()
@@ -98,7 +97,7 @@ class Worker:
         running = [job for job in await self._candidates() if not job.is_paused]
         if not running:
             return None
-        workers = await live_workers(self._ledger, self._settings.pool)
+        workers = await self._ledger.workers.live(self._settings.pool)
         job = choose_job(running, workers, self._settings.worker_id)
         served = Assignment(self._settings, self._ledger, job.job_id, job.config)
         return Session(served, self._create_engine, self._connect_weights)
@@ -108,7 +107,7 @@ class Worker:
         due_before = None
         while True:
             await asyncio.sleep(MOVE_CHECK_S)
-            workers = await live_workers(self._ledger, self._settings.pool)
+            workers = await self._ledger.workers.live(self._settings.pool)
             move = find_move(await self._candidates(), workers, self._settings.worker_id)
             due = (self.job_id, move.job_id) if move is not None else None
             if self._session is not None and due is not None and due == due_before:

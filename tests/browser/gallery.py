@@ -8,9 +8,8 @@ from pathlib import Path
 
 from playwright.async_api import Locator, Page
 
-from onbeat.streams import inspection
 from onbeat.streams.ledger import Ledger
-from onbeat.types import JobState, WorkerRecord
+from onbeat.types import JobState, TrainerRecord, WorkerRecord
 from tests.browser.seeding import WORKERS, Content, seed_job
 from tests.integration.broker_fixtures import create_job
 from tests.integration.test_live_api import serving
@@ -43,7 +42,8 @@ async def open_gallery(ledger: Ledger, folder: Path) -> AsyncIterator[Gallery]:
     for worker in WORKERS:
         record = WorkerRecord(id=worker, job_id=ids["stuck"], state="generating", policy_version=3, last_seen_at=now)
         await ledger.workers.heartbeat("default", record)
-    await inspection.trainer_heartbeat(ledger, "default", "trainer-0", "training", ids["stuck"])
+    trainer = TrainerRecord(id="trainer-0", job_id=ids["stuck"], state="training", last_seen_at=now)
+    await ledger.trainers.heartbeat("default", trainer)
     async with serving(ledger, folder) as broker:
         yield Gallery(broker.url, ids)
 

@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from onbeat.streams import keys
-from onbeat.streams.inspection import existing_jobs, trainer_heartbeat
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
+from onbeat.types import EvaluationState, JobState, PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
 from services.broker.api import jobs as jobs_api
 from services.broker.retention import Retention
 from services.trainer.__main__ import candidates
@@ -759,8 +759,8 @@ async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) 
     now = await ledger.now()
     await ledger.workers.heartbeat("scaled", WorkerRecord(id="w1", state="idle", last_seen_at=now))
     await ledger.workers.heartbeat("scaled", WorkerRecord(id="dead", state="idle", last_seen_at=now - 60))
-    await trainer_heartbeat(ledger, "scaled", "t1", "idle", None)
-    await trainer_heartbeat(ledger, "scaled", "t2", "stopped", None)
+    await ledger.trainers.heartbeat("scaled", TrainerRecord(id="t1", state="idle", last_seen_at=now))
+    await ledger.trainers.heartbeat("scaled", TrainerRecord(id="t2", state="stopped", last_seen_at=now))
     job_id = await submit(broker, pool="scaled")
     there = {"num_jobs": 1, "num_trainers": 1, "num_rollouts": 1}
     assert await status("scaled") == nothing | there

@@ -17,7 +17,7 @@ import pytest_asyncio
 import uvicorn
 
 from onbeat.config import JobConfig
-from onbeat.streams import inspection, keys
+from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
@@ -55,7 +55,8 @@ def pool() -> str:
 
 
 async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
-    await inspection.trainer_heartbeat(ledger, pool, trainer, state, job_id)
+    record = TrainerRecord(id=trainer, job_id=job_id, state=state, last_seen_at=await ledger.now())
+    await ledger.trainers.heartbeat(pool, record)
 
 
 async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fields: Any) -> None:
@@ -516,13 +517,13 @@ async def connect_to(redis_url: str) -> Ledger:
 
 async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledger, redis_url: str, pool: str) -> None:
     old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
-    await ledger.redis.hset(keys.trainers(pool), old.id, old.model_dump_json())
+    await ledger.trainers.heartbeat(pool, old)
     background = Background()
     own = background.run(connect_to(redis_url))
     presence = Presence(background, own, pool, "trainer-a")
 
     async def is_listed_as(state: str) -> bool:
-        found = await inspection.trainers(ledger, pool)
+        found = await ledger.trainers.records(pool)
         return [(trainer.id, trainer.state) for trainer in found] == [("trainer-a", state)]
 
     await eventually("idle", lambda: is_listed_as("idle"), LATER_S)
@@ -583,7 +584,7 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, po
     for name in (keys.workers(pool), keys.trainers(pool)):
         await ledger.redis.hset(name, mapping={"evil": "not json", "of-a-later-version": '{"id": 7}'})
     assert [worker.id for worker in await ledger.workers.records(pool)] == ["good"]
-    assert [trainer.id for trainer in await inspection.trainers(ledger, pool)] == ["trainer-a"]
+    assert [trainer.id for trainer in await ledger.trainers.records(pool)] == ["trainer-a"]
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path) as broker:
         findings = (await broker.get("/v1/doctor")).json()["findings"]
@@ -595,8 +596,8 @@ async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, po
         assert len((await broker.get(f"/v1/workers?pool={pool}")).json()["workers"]) == 1
         assert (await broker.get(f"/v1/pools/{pool}")).json()["num_rollouts"] == 1
         assert 'onbeat_unreadable_records{kind="heartbeat"} 4.0' in (await broker.get("/metrics")).text
-    await inspection.forget_old_trainers(ledger, pool)
-    await inspection.forget_old_rollouts(ledger, pool)
+    for processes in (ledger.trainers, ledger.workers):
+        await processes.forget_old(pool)
     assert await ledger.redis.hkeys(keys.workers(pool)) == [b"good"]
     assert await ledger.redis.hkeys(keys.trainers(pool)) == [b"trainer-a"]
 

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from onbeat.rewards import RewardConfig
-from onbeat.streams.inspection import trainer_heartbeat
 from onbeat.streams.ledger import Ledger
+from onbeat.types import TrainerRecord
 from services.broker.admission.hub import review_hub_model
 from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import PromptItem
@@ -34,11 +34,16 @@ async def refusals(broker: httpx.AsyncClient, **sections: Any) -> list[dict[str,
     return list(answer.json()["errors"]) if answer.status_code == 422 else []
 
 
+async def beat_trainer(ledger: Ledger, pool: str, trainer: str, trackers: list[str]) -> None:
+    record = TrainerRecord(id=trainer, state="idle", last_seen_at=await ledger.now(), trackers=trackers)
+    await ledger.trainers.heartbeat(pool, record)
+
+
 # ---- all at once -------------------------------------------------------------------------------------------------
 
 
 async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    await trainer_heartbeat(ledger, "crowded", "t1", "idle", None, trackers=["wandb"])
+    await beat_trainer(ledger, "crowded", "t1", ["wandb"])
     wrong = {
         "pool": "crowded",
         "seed": "x",
@@ -137,11 +142,11 @@ async def test_answer_that_is_no_mathematics_is_refused() -> None:
 async def test_tracker_that_no_trainer_has_is_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     wanted = {"pool": "tracked", "tracking": [{"type": "mlflow"}]}
     assert await refusals(broker, **wanted) == []  # no trainer, so nothing is known
-    await trainer_heartbeat(ledger, "tracked", "t1", "idle", None, trackers=["wandb"])
+    await beat_trainer(ledger, "tracked", "t1", ["wandb"])
     (error,) = await refusals(broker, **wanted)
     assert error["field"] == "tracking.0.type"
     assert "mlflow is not installed where the trainers of pool tracked run" in error["message"]
-    await trainer_heartbeat(ledger, "tracked", "t2", "idle", None, trackers=["mlflow"])
+    await beat_trainer(ledger, "tracked", "t2", ["mlflow"])
     assert await refusals(broker, **wanted) == []
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from onbeat.streams import keys
 from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.streams.ledger.evaluations import Evaluations
 from onbeat.streams.ledger.event_log import EventLog
 from onbeat.streams.ledger.iterations import Iterations
 from onbeat.streams.ledger.job_lists import JobLists
 from onbeat.streams.ledger.jobs import Extension, Jobs
+from onbeat.streams.ledger.processes import Processes
 from onbeat.streams.ledger.rollout_side import Claim, RolloutSide
 from onbeat.streams.ledger.scripts import Scripts
 from onbeat.streams.ledger.trainer_side import TrainerSide
 from onbeat.streams.ledger.versions import Versions
-from onbeat.streams.ledger.workers import Workers
+from onbeat.types import TrainerRecord, WorkerRecord
 
 __all__ = ["Claim", "Extension", "Ledger"]
 
@@ -31,8 +33,9 @@ class Ledger:
         self.jobs = Jobs(scripts, self.lists)
         self.iterations, self.evaluations = Iterations(scripts), Evaluations(scripts)
         self.rollout, self.trainer = RolloutSide(scripts), TrainerSide(scripts, self.jobs)
-        self.versions, self.workers = Versions(scripts), Workers(scripts)
-        self.event_log, self.audit_log = EventLog(scripts), AuditLog(scripts)
+        self.versions, self.event_log, self.audit_log = Versions(scripts), EventLog(scripts), AuditLog(scripts)
+        self.workers = Processes(scripts, WorkerRecord, keys.workers)
+        self.trainers = Processes(scripts, TrainerRecord, keys.trainers)
 
     @property
     def redis(self) -> Any:  # redis-py types answers as unions over both protocols

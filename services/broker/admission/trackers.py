@@ -1,7 +1,6 @@
 """The check that a job's trackers are installed where a trainer may take the job."""
 
 from onbeat.config import JobConfig
-from onbeat.streams.inspection import trainers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S
 from services.broker.admission.review import FieldError
@@ -12,7 +11,7 @@ async def review_trackers(ledger: Ledger, config: JobConfig) -> list[FieldError]
     if not config.tracking:
         return []
     oldest = await ledger.now() - SILENT_S
-    alive = [trainer for trainer in await trainers(ledger, config.pool) if trainer.last_seen_at > oldest]
+    alive = [trainer for trainer in await ledger.trainers.records(config.pool) if trainer.last_seen_at > oldest]
     known = [set(trainer.trackers) for trainer in alive if trainer.trackers is not None]
     if not known or len(known) < len(alive):
         return []

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from onbeat.streams.inspection import existing_jobs, stream_lengths, trainers
+from onbeat.streams.inspection import existing_jobs, stream_lengths
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, JobState, PoolStatus, TrainerRecord, WorkerRecord
 from services.broker.api.context import Broker
@@ -26,7 +26,7 @@ async def get_pool(pool: PoolName, broker: Broker) -> PoolStatus:
     ledger = broker.ledger
     status = PoolStatus(
         pool=pool,
-        num_trainers=await num_alive(ledger, await trainers(ledger, pool)),
+        num_trainers=await num_alive(ledger, await ledger.trainers.records(pool)),
         num_rollouts=await num_alive(ledger, await ledger.workers.records(pool)),
     )
     started = await existing_jobs(ledger, await ledger.lists.started())

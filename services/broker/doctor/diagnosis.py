@@ -10,7 +10,7 @@ from redis.exceptions import RedisError, ResponseError
 from onbeat.errors import JobNotFound
 from onbeat.streams import inspection
 from onbeat.streams.connection import public_address, why_refused
-from onbeat.streams.inspection import existing_jobs, trainer_heartbeats
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Diagnosis, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.doctor.explain import RECENT_S, count, explain_job
@@ -139,7 +139,7 @@ async def examine_pools(ledger: Ledger) -> list[Finding]:
     findings: list[Finding] = []
     everywhere: list[TrainerRecord | WorkerRecord] = []
     for pool in sorted(pools):
-        of_trainers, of_rollouts = await trainer_heartbeats(ledger, pool), await ledger.workers.heartbeats(pool)
+        of_trainers, of_rollouts = await ledger.trainers.heartbeats(pool), await ledger.workers.heartbeats(pool)
         trainers, workers = of_trainers.records, of_rollouts.records
         findings.append(explain_pool(pool, trainers, workers, now))
         findings += explain_unreadable(pool, of_trainers.unreadable + of_rollouts.unreadable)

@@ -97,7 +97,7 @@ async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
         evaluations=evaluations,
         leases=await inspection.read_leases(ledger, job_id),
         workers={worker.id: worker for worker in await ledger.workers.records(config.pool)},
-        trainers={trainer.id: trainer for trainer in await inspection.trainers(ledger, config.pool)},
+        trainers={trainer.id: trainer for trainer in await ledger.trainers.records(config.pool)},
         events=await inspection.newest_events(ledger, job_id),
         num_before=num_before or 0,
     )

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 from onbeat.config import JobConfig
 from onbeat.hardware.processor import Hardware
-from onbeat.streams.inspection import live_workers
 from onbeat.streams.ledger import Ledger
 from onbeat.types import WorkerRecord
 from services.trainer.settings import Settings
@@ -41,7 +40,7 @@ async def resolve_dtype(
         )
     if "dtype" in fields:
         return config
-    slow = without_bfloat16(hardware, await live_workers(ledger, settings.pool))
+    slow = without_bfloat16(hardware, await ledger.workers.live(settings.pool))
     if wanted == "auto":
         dtype = "float32" if slow else "bfloat16"
         reason = f"{slow[0]} has no bfloat16 instructions" if slow else f"{hardware} multiplies it natively"

@@ -6,8 +6,8 @@ import logging
 from redis.exceptions import RedisError
 
 from onbeat.memory import read_host
-from onbeat.streams.inspection import forget_old_trainers, trainer_heartbeat
 from onbeat.streams.ledger import Ledger
+from onbeat.types import TrainerRecord
 from services.trainer.job.background import Background
 from services.trainer.trackers import installed_trackers
 
@@ -30,18 +30,22 @@ class Presence:
             try:
                 await self._send("training" if self.job_id else "idle")
                 if not has_cleaned:
-                    await forget_old_trainers(self._ledger, self._pool)
+                    await self._ledger.trainers.forget_old(self._pool)
                     has_cleaned = True
             except RedisError as error:  # claims and a job's lease decide when Redis has been away for too long
                 logger.warning("%s could not say that it is alive: %s", self._trainer_id, error)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _send(self, state: str) -> None:
-        await trainer_heartbeat(
-            *(self._ledger, self._pool, self._trainer_id, state, self.job_id),
+        record = TrainerRecord(
+            id=self._trainer_id,
+            job_id=self.job_id,
+            state=state,
+            last_seen_at=await self._ledger.now(),
             trackers=installed_trackers(),
             host=read_host(),
         )
+        await self._ledger.trainers.heartbeat(self._pool, record)
 
     def close(self) -> None:
         """Stop the heartbeat and report `stopped`, if Redis can be reached."""

@@ -1,0 +1,67 @@
+"""The processes behind the jobs, by their heartbeats. An unreadable heartbeat is skipped, and its id is returned.
+
+It may come from another version of Onbeat or from another program: no process may stop because of it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+
+from onbeat.streams.ledger.scripts import Part, Scripts
+from onbeat.types import SILENT_S, TrainerRecord, WorkerRecord
+
+FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
+
+RecordT = TypeVar("RecordT", WorkerRecord, TrainerRecord)
+
+
+@dataclass(frozen=True)
+class Heartbeats(Generic[RecordT]):
+    records: list[RecordT] = field(default_factory=list)  # by id
+    unreadable: list[str] = field(default_factory=list)  # ids
+
+
+class Processes(Part, Generic[RecordT]):
+    """The rollouts of all pools, or the trainers."""
+
+    def __init__(self, scripts: Scripts, kind: type[RecordT], key_of: Callable[[str], str]) -> None:
+        super().__init__(scripts)
+        self._kind: type[RecordT] = kind
+        self._key_of = key_of
+
+    async def heartbeat(self, pool: str, record: RecordT) -> None:
+        await self.redis.hset(self._key_of(pool), record.id, record.model_dump_json())
+
+    async def remove(self, pool: str, *ids: str) -> None:
+        await self.redis.hdel(self._key_of(pool), *ids)
+
+    async def heartbeats(self, pool: str) -> Heartbeats[RecordT]:
+        beats: Heartbeats[RecordT] = Heartbeats()
+        for name, text in sorted((await self.redis.hgetall(self._key_of(pool))).items()):
+            try:
+                beats.records.append(self._kind.model_validate_json(text))
+            except ValidationError:
+                beats.unreadable.append(name.decode(errors="replace"))
+        return beats
+
+    async def records(self, pool: str) -> list[RecordT]:
+        """Return the last heartbeats of a pool's processes, without unreadable ones."""
+        return (await self.heartbeats(pool)).records
+
+    async def live(self, pool: str) -> list[RecordT]:
+        """Return those of the pool's processes that are not silent."""
+        oldest = time.time() - SILENT_S
+        return [record for record in await self.records(pool) if record.last_seen_at > oldest]
+
+    async def forget_old(self, pool: str) -> None:
+        """Drop processes without a heartbeat for FORGET_S, and unreadable ones: a live one writes its own again.
+
+        Only a live process of the kind may call this: then none of those dropped is the pool's last sign of life. A
+        rollout that stops takes itself off the list; a trainer stays, and waits for a trainer count from there.
+        """
+        oldest, beats = await self._scripts.now() - FORGET_S, await self.heartbeats(pool)
+        if gone := [record.id for record in beats.records if record.last_seen_at < oldest] + beats.unreadable:
+            await self.remove(pool, *gone)
