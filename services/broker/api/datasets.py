@@ -12,7 +12,7 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.types import DatasetRecord, JobState
 from services.broker.api.context import Broker, Context
 from services.broker.api.problems import documented
-from services.broker.uploads import NAME, UploadRefused
+from services.broker.uploads import NAME
 
 router = APIRouter(prefix="/v1", tags=["datasets"], responses=documented(422, 503))
 
@@ -49,10 +49,7 @@ async def put_dataset(
     A file is never overwritten: the answer is 200 if the same file is already there, and 409 if another file has the
     name. With `sha256`, the upload is refused unless the body has this digest.
     """
-    try:
-        record, is_new = await broker.uploads.receive(name, request.stream(), sha256)
-    except UploadRefused as error:
-        raise HTTPException(error.status, str(error)) from error
+    record, is_new = await broker.uploads.receive(name, request.stream(), sha256)
     response.status_code = 201 if is_new else 200
     return record
 
@@ -69,11 +66,7 @@ async def delete_dataset(name: DatasetName, broker: Broker) -> None:
     user = await find_user(broker, name)
     if user is not None:
         raise HTTPException(409, f"job {user} reads {name}; delete it when the job is over")
-    try:
-        is_gone = await asyncio.to_thread(broker.uploads.remove, name)
-    except UploadRefused as error:
-        raise HTTPException(error.status, str(error)) from error
-    if not is_gone:
+    if not await asyncio.to_thread(broker.uploads.remove, name):
         raise HTTPException(404, f"there is no dataset {name}; GET /v1/datasets lists those that are there")
 
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from onbeat.api_keys import ApiKey
 from onbeat.config import JobConfig
-from onbeat.errors import IllegalTransition, JobDeleted, JobNotFound
+from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
@@ -116,10 +116,7 @@ async def create_job(
         async with broker.quota.place(submitter):
             notes = await review(broker, config)
             lengths = (config.schedule.num_iterations, config.max_staleness)
-            try:
-                is_new = await broker.ledger.jobs.create(job_id, wanted, *lengths, submitter)
-            except JobDeleted as error:
-                raise HTTPException(409, str(error)) from error
+            is_new = await broker.ledger.jobs.create(job_id, wanted, *lengths, submitter)
         for note in notes if is_new else []:
             await broker.ledger.event_log.emit(job_id, "job.warning", note)
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)

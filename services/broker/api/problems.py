@@ -13,21 +13,35 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from starlette.exceptions import HTTPException
 
 from onbeat.config.explain import explain_errors
-from onbeat.errors import IllegalTransition, JobNotFound
+from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.quota import QuotaExceeded
 from services.broker.admission.review import FieldError, JobRefused
 from services.broker.api.context import context_of
 from services.broker.api.review import examine_the_rest
 from services.broker.api.toml_body import MalformedToml, name_lines
+from services.broker.uploads import UploadRefused
+from services.broker.views.alike import StillReading
+from services.broker.views.groups import GroupNotFound
+from services.broker.views.live import TooManyWatchers
 
 logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "onbeat.request_id"  # in the scope
 MAX_REDIS_TEXT = 200  # characters of what Redis says
-QUOTA_RETRY_S = 60
 JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate")
+# Status, title (default: that of the status) and seconds until a retry of errors whose text is the detail.
+REFUSALS: dict[type[Exception], tuple[int, str, int | None]] = {
+    GroupNotFound: (404, "", None),
+    JobNotFound: (404, "Job not found", None),
+    IllegalTransition: (409, "Illegal transition", None),
+    JobDeleted: (409, "", None),
+    GroupsTrimmed: (410, "", None),
+    QuotaExceeded: (429, "Too many pending jobs", 60),
+    StillReading: (503, "", 1),
+    TooManyWatchers: (503, "", 5),
+}
 
 
 class Problem(BaseModel):
@@ -79,9 +93,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(MalformedToml, on_malformed_toml)
     app.add_exception_handler(JobRefused, on_refused)
-    app.add_exception_handler(QuotaExceeded, on_quota_exceeded)
-    app.add_exception_handler(JobNotFound, on_not_found)
-    app.add_exception_handler(IllegalTransition, on_illegal_move)
+    app.add_exception_handler(UploadRefused, on_refused_upload)
+    for kind in REFUSALS:
+        app.add_exception_handler(kind, on_refusal)
     app.add_exception_handler(RedisError, on_redis_error)
     app.add_exception_handler(Exception, on_defect)
     generate = app.openapi
@@ -145,16 +159,15 @@ async def on_refused(request: Request, error: Exception) -> ProblemResponse:
     return problem(422, "Job refused", detail, name_lines(request, error.errors))
 
 
-async def on_quota_exceeded(_: Request, error: Exception) -> ProblemResponse:
-    return problem(429, "Too many pending jobs", str(error), headers={"Retry-After": str(QUOTA_RETRY_S)})
+async def on_refused_upload(_: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, UploadRefused)
+    return problem(error.status, HTTPStatus(error.status).phrase, str(error))
 
 
-async def on_not_found(_: Request, error: Exception) -> ProblemResponse:
-    return problem(404, "Job not found", str(error))
-
-
-async def on_illegal_move(_: Request, error: Exception) -> ProblemResponse:
-    return problem(409, "Illegal transition", str(error))
+async def on_refusal(_: Request, error: Exception) -> ProblemResponse:
+    status, title, retry_s = next(REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS)
+    headers = None if retry_s is None else {"Retry-After": str(retry_s)}
+    return problem(status, title or HTTPStatus(status).phrase, str(error), headers=headers)
 
 
 async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:

@@ -2,22 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from onbeat.errors import GroupsTrimmed
 from onbeat.streams.inspection import group_advantages
 from onbeat.types import GroupDetail, GroupSummary, Sample
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.views.alike import StillReading
-from services.broker.views.groups import GroupNotFound, detail_json, read_alike, read_group
+from services.broker.views.groups import detail_json, read_alike, read_group
 from services.broker.views.records import RewardRange, read_evaluation_samples, read_samples
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
@@ -34,19 +30,6 @@ class SampleList(BaseModel):
 
 class GroupList(BaseModel):
     groups: list[GroupSummary]
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Turn what is not there, or not yet, into an HTTP error."""
-    try:
-        yield
-    except GroupNotFound as error:
-        raise HTTPException(404, str(error)) from error
-    except GroupsTrimmed as error:
-        raise HTTPException(410, str(error)) from error
-    except StillReading as error:
-        raise HTTPException(503, str(error), {"Retry-After": "1"}) from error
 
 
 @router.get("/jobs/{job_id}/samples", responses=documented(404, 410))
@@ -69,9 +52,7 @@ async def list_samples(
     )
     if rewards.least > rewards.most:
         raise HTTPException(422, f"no reward is from {min_reward:g} to {max_reward:g}: min_reward is above max_reward")
-    with refusals():
-        samples = await read_samples(broker.ledger, job_id, iteration, limit, offset, rewards)
-    return SampleList(samples=samples)
+    return SampleList(samples=await read_samples(broker.ledger, job_id, iteration, limit, offset, rewards))
 
 
 @router.get("/jobs/{job_id}/evaluations/{evaluation}/samples", responses=documented(404))
@@ -89,8 +70,7 @@ async def get_group(job_id: JobId, group_id: GroupId, broker: Broker) -> Respons
     empty. Groups of evaluations are not kept. The answer is 410 if the group is no longer kept (`retention` of the
     job).
     """
-    with refusals():
-        payload = await read_group(broker.ledger, job_id, group_id)
+    payload = await read_group(broker.ledger, job_id, group_id)
     advantages = await group_advantages(broker.ledger, job_id, int(group_id.partition("-")[0]), group_id)
     body = await asyncio.to_thread(detail_json, payload, advantages)
     return Response(body, media_type="application/json")
@@ -104,5 +84,4 @@ async def list_alike(job_id: JobId, group_id: GroupId, broker: Broker) -> GroupL
     held-out prompt in each evaluation that is done: `iteration` is then the number of the evaluation, and the values
     are those of the responses that were kept. The answer is 503 while the groups are being read; ask again.
     """
-    with refusals():
-        return GroupList(groups=await read_alike(broker.ledger, broker.alike, job_id, group_id))
+    return GroupList(groups=await read_alike(broker.ledger, broker.alike, job_id, group_id))

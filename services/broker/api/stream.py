@@ -6,13 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from services.broker.api.context import Broker
 from services.broker.api.jobs import JobId
 from services.broker.api.problems import documented
-from services.broker.views.live import TooManyWatchers
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
@@ -51,8 +49,5 @@ async def stream_job(
     The stream continues after the event with the id `Last-Event-ID` (or else `after`), and repeats the iterations that
     later events are about. Without either, it begins with the oldest event that is kept.
     """
-    try:
-        await broker.streams.check(job_id)
-    except TooManyWatchers as error:
-        raise HTTPException(503, str(error), {"Retry-After": "5"}) from error
+    await broker.streams.check(job_id)
     return EventStream(broker.streams.stream(job_id, last_event_id or after))
