@@ -21,7 +21,7 @@ async def call_with_row(method: Callable[..., Any], row: Mapping[str, Any]) -> A
     return await call(method, **{name: value for name, value in row.items() if takes_all or name in parameters})
 
 
-async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def call(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a method: an asynchronous one here, any other in a thread, so that it holds up no other episode."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)

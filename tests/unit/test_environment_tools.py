@@ -119,6 +119,25 @@ async def test_wrong_call_is_reported_to_the_policy(name, arguments, words):
     assert session.asked[1][-1]["content"].startswith(words)
 
 
+class Web:
+    def reset(self, **row: Any) -> None:
+        self.row = row
+
+    def request(self, method: str) -> str:
+        """Ask a server."""
+        return f"{method} is done"
+
+    def get_reward(self) -> float:
+        return float(self.row["method"])
+
+
+async def test_parameters_and_fields_may_have_any_name():
+    session = ScriptedSession(calls("request", {"method": "GET"}), says("ok"))
+    outcome = await play(session, Web, Task(TASK.messages, "", metadata={"method": 2}))
+    assert session.asked[1][-1]["content"] == "GET is done"
+    assert outcome.reward == 2.0
+
+
 async def test_broken_tool_is_a_failure_not_a_reward():
     with pytest.raises(ConnectionError, match="the database is gone"):
         await play(ScriptedSession(calls("fail", {}), says("well")))
