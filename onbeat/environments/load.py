@@ -1,8 +1,8 @@
 """The installed environments by name, and what becomes of each kind of class that a user may write."""
 
-import functools
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from onbeat.environments import GROUP
@@ -29,8 +29,13 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
         environment: Environment = built
         return environment
     if hasattr(target, "init") and hasattr(target, "step"):
-        return MessageEnvironment(functools.partial(target, **options))
+        return MessageEnvironment(maker(target, options))
     adapter, own = ToolsOptions.split(options)
     if adapter.reward is None and not hasattr(target, "get_reward"):
         raise ValueError(NO_REWARD)
-    return ToolsEnvironment(functools.partial(target, **own), adapter)
+    return ToolsEnvironment(maker(target, own), adapter)
+
+
+def maker(target: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function that makes an object for one episode, with options of its own: it may change them."""
+    return lambda: target(**copy.deepcopy(dict(options)))

@@ -40,6 +40,10 @@ class Behave:
     async def run(self, task, policy):
         key, place = policy.key, task.metadata.get("place", "")
         if key == "nap": await asyncio.sleep(0.3)
+        if key == "share":
+            task.messages.append({}); task.metadata["seen"].append(1)
+            await asyncio.sleep(0)
+            return Outcome(len(task.messages) + len(task.metadata["seen"]))
         if key == "raise": raise KeyError("no such thing")
         if key == "group": raise ExceptionGroup("several", [RuntimeError("the first"), ValueError()])
         if key == "cancel": raise asyncio.CancelledError()
@@ -190,6 +194,12 @@ async def test_as_many_groups_are_played_as_memory_is_free_for(monkeypatch):
     playing.cancel()
     await asyncio.wait({playing})
     await processes.close()
+
+
+async def test_no_episode_sees_how_another_changes_the_task(processes):
+    """A user's code may well append to the prompt's messages: the group's other episodes begin without that."""
+    results = await processes.play(request("share", "share", "share", metadata={"seen": []}))
+    assert [result.reward for result in results] == [3.0, 3.0, 3.0]
 
 
 async def test_process_stays_warm_for_the_same_environment(processes):

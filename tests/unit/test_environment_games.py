@@ -71,6 +71,24 @@ async def test_game_is_closed_whatever_happens():
     assert [game.closed for game in GAMES[-2:]] == [True, True]
 
 
+class Deck:
+    """A game that draws its cards from a list among its options."""
+
+    def __init__(self, cards: list[int]) -> None:
+        self.cards = cards
+
+    def init(self) -> None: ...
+
+    def step(self, message: dict[str, Any]) -> tuple[str, float, bool]:
+        return "drawn", self.cards.pop(), True
+
+
+async def test_game_that_changes_its_options_changes_no_other_game():
+    environment = build_environment(Deck, {"cards": [1, 2, 3]})
+    outcomes = [await environment.run(TASK, ScriptedSession(says("draw"))) for _ in range(3)]
+    assert [outcome.reward for outcome in outcomes] == [3.0, 3.0, 3.0]
+
+
 async def test_guesses_narrow_the_number_down():
     session = ScriptedSession(*(says(text) for text in ("50", "no idea", "10", "1", "8")))
     outcome = await play(session, GuessNumber, highest=20, max_guesses=5)

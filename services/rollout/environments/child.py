@@ -13,6 +13,7 @@ an environment blocks it, the parent kills this process.
 """
 
 import asyncio
+import copy
 import json
 import os
 import sys
@@ -53,10 +54,10 @@ async def serve(requests: TextIO, answers: "Answers") -> None:
     answers.send(0, "loaded")
     while line := await asyncio.to_thread(requests.readline):
         request = json.loads(line)
-        task, limit_s = Task(**request["task"]), request["timeout_s"]
         async with asyncio.TaskGroup() as episodes:
             for episode, (url, key) in enumerate(request["access"]):
-                playing = play(environment, task, Session(url, key), limit_s)
+                task = Task(**copy.deepcopy(request["task"]))  # an episode may change its messages or its answer
+                playing = play(environment, task, Session(url, key), request["timeout_s"])
                 episodes.create_task(report(playing, answers, request["request"], episode))
     os._exit(0)  # threads of an environment may hang
 
