@@ -9,6 +9,9 @@ from onbeat.environments.types import Message
 ANSWER_DEADLINE_S = 3600.0  # the rollout ends the episode long before
 
 
+OVER = ("no_turns_left", "context_length_exceeded", "body_too_large")  # codes of refusals that no other call escapes
+
+
 class SessionError(Exception):
     """The session refused a call; the message says why."""
 
@@ -55,4 +58,4 @@ def refusal(answer: httpx.Response) -> SessionError:
         message, code = str(error["message"]), str(error["code"])
     except (ValueError, KeyError, TypeError):
         message, code = answer.text[:500], ""
-    return EpisodeOver(message) if code in ("no_turns_left", "context_length_exceeded") else SessionError(message)
+    return EpisodeOver(message) if code in OVER else SessionError(message)

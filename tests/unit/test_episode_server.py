@@ -6,8 +6,10 @@ import json
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
+from services.rollout.episodes.bodies import ChatBody, GenerateBody
 from services.rollout.episodes.server import MAX_BODY_BYTES
 from tests.episode_rig import playing, post, until
 
@@ -124,6 +126,51 @@ async def test_episode_is_over_for_the_client_when_the_context_is_full():
     async with playing(run, context=100) as rig:
         await rig.group()
     assert "the context has 100 tokens" in seen[0]
+
+
+async def test_episode_is_over_when_a_tool_says_more_than_a_body_holds():
+    seen = []
+
+    async def run(task, policy):
+        await policy.chat([USER])
+        with pytest.raises(EpisodeOver) as refused:
+            await policy.chat([USER, {"role": "tool", "content": "x" * (MAX_BODY_BYTES + 1)}])
+        seen.append(str(refused.value))
+        return Outcome(0.5)
+
+    async with playing(run) as rig:
+        group = await rig.group()
+    assert f"the body has more than {MAX_BODY_BYTES} bytes" in seen[0]
+    assert group.responses[0].reward == 0.5
+
+
+@pytest.mark.parametrize("field", ["description", "arguments"])
+async def test_tools_and_calls_that_cannot_fit_are_not_tokenised(field):
+    described = {"name": "add", "description": "x" * 100_000}
+    called = {"function": {"name": "add", "arguments": json.dumps({"a": "x" * 100_000})}}
+    body = {
+        "description": {"messages": [USER], "tools": [{"type": "function", "function": described}]},
+        "arguments": {"messages": [USER, {"role": "assistant", "tool_calls": [called]}, USER]},
+    }[field]
+    (answer,), _ = await ask(body, context=100)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "characters, the context has 100 tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [1] * 9}),
+        (ChatBody, {"messages": [USER], "tools": [1] * 9}),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [1] * 9}]}),
+        (GenerateBody, {"token_ids": ["one"] * 9}),
+    ],
+)
+def test_of_many_wrong_items_only_the_first_is_an_error(kind, body):
+    """A body holds a million of them, and each error a kilobyte."""
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate(body)
+    assert wrong.value.error_count() == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ What is unknown is refused by name: a request that asks for another sampling tha
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from pydantic_core import from_json
 
 from onbeat.completions import ChatFailed
 from onbeat.environments import Message
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million wrong items would take gigabytes
 
 
 class Open(BaseModel):
@@ -36,9 +40,9 @@ class ToolCallBody(Open):
 
 class ChatMessage(Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: str | None = None
 
 
@@ -56,8 +60,8 @@ class StreamOptions(Open):
 
 
 class ChatBody(Open):
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[ChatMessage] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: PositiveInt | None = None
@@ -72,7 +76,7 @@ class SamplingParams(Open):
 
 
 class GenerateBody(Open):
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: Items[int] = Field(min_length=1)
     sampling_params: SamplingParams = SamplingParams()
 
 

@@ -133,7 +133,7 @@ class Episode:
         self._check_turns()
         messages = [to_template(message) for message in body.messages]
         tools = [tool.model_dump(mode="json", exclude_unset=True) for tool in body.tools or ()]
-        self._check_length(sum(len(message["content"]) for message in messages))
+        self._check_length(len(json.dumps([messages, tools], ensure_ascii=False)))
         try:
             prompt = self._conversations.prompt(messages, tools)
             new = [message.model_dump(exclude_unset=True) for message in body.messages[prompt.num_known :]]
@@ -227,7 +227,7 @@ class Episode:
     def _check_length(self, num_characters: int) -> None:
         limit = self._policy.max_context_tokens
         if limit is not None and num_characters > limit * MAX_CHARS_PER_TOKEN:
-            raise too_long(f"the messages have {num_characters} characters", limit)
+            raise too_long(f"messages and tools have {num_characters} characters", limit)
 
     def _fitting(self, num_prompt: int, wanted: int) -> int:
         """Return how many tokens the answer may have: fewer than wanted where the context ends before."""
