@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 from groups import make_group
-from harness import save
+from harness import ROOT, save
 from torch.utils.flop_counter import FlopCounterMode
 
+from onbeat.config import JobConfig
 from services.trainer.batch import pack
 from services.trainer.model.bundled import prepare
 from services.trainer.model.model import DTYPES, load_model, response_logprobs
 
-NUM_GROUPS, SHAPE = 8, (45, 24, 8)  # groups of an iteration; prompt tokens, response tokens, responses of each
+SHAPE = PROMPT_TOKENS, RESPONSE_TOKENS, NUM_RESPONSES = 45, 24, 8  # of each group
 SQUARE = 2048
 REPETITIONS = 7
 
@@ -44,7 +45,9 @@ def measure(dtype_name: str) -> dict:
     dtype = DTYPES[dtype_name]
     source = prepare("smollm2-135m-instruct", Path.home() / ".cache" / "onbeat")
     model = load_model(str(source), dtype, torch.device("cpu"))
-    batch = pack([make_group(*SHAPE) for _ in range(NUM_GROUPS)], torch.device("cpu"), is_prefix_shared=False)
+    row_tokens = JobConfig.from_file(ROOT / "examples/quickstart.toml").training.max_tokens_per_micro_batch
+    num_groups = row_tokens // (PROMPT_TOKENS + NUM_RESPONSES * RESPONSE_TOKENS)
+    batch = pack([make_group(*SHAPE) for _ in range(num_groups)], torch.device("cpu"), is_prefix_shared=False)
     operations = count_operations(model, batch)
     left, right = (torch.randn(SQUARE, SQUARE, dtype=dtype) for _ in range(2))
     rounds = []

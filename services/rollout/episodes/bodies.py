@@ -12,7 +12,6 @@ from pydantic_core import from_json
 from onbeat.completions import ChatFailed
 from onbeat.environments import Message
 
-
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]  # an error for each of a million wrong items would take gigabytes
 
