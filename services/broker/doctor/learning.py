@@ -47,8 +47,12 @@ class Course:
 
     @property
     def has_risen(self) -> bool:
-        """True if the reward is higher than it was at first."""
-        return rises(rewards_of(self.first), rewards_of(self.recent))
+        """True if the reward is higher than it was at first; of a young job, whose last iterations are also its first,
+        if it is higher in their second half."""
+        rewards = rewards_of(self.recent)
+        if self.num_committed < 2 * NUM_RECENT and rises(rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]):
+            return True
+        return rises(rewards_of(self.first), rewards)
 
     @property
     def equal_share(self) -> float:
