@@ -97,7 +97,6 @@ def test_resumed_job_has_every_point_once(tmp_path):
     dead = TensorBoard(tmp_path / "tensorboard")
     for each in [evaluation(0), *map(point, range(3))]:
         dead.log(each)
-    dead.flush()
     with tracking(LedgerOf(6, [0, 4]), tmp_path):
         pass
     assert [step for step, _, _ in read_curve(tmp_path / "tensorboard", "train/grad_norm")] == list(range(6))
@@ -108,7 +107,6 @@ def test_who_watches_across_the_resumption_sees_every_point_once(tmp_path):
     first = TensorBoard(tmp_path)
     for iteration in range(3):
         first.log(point(iteration))
-    first.flush()
     watcher = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     watcher.Reload()
     assert len(watcher.Scalars("train/grad_norm")) == 3
@@ -243,9 +241,6 @@ class Store:
             raise RuntimeError("503")
         self.steps.append(point.step)
 
-    def flush(self):
-        pass
-
     def finish(self, has_succeeded):
         pass
 
@@ -329,7 +324,6 @@ def log_twice(kind, num_first=3, num_second=5):
         for iteration in range(first, last):
             tracker.log(point(iteration))
         tracker.log(evaluation(first))
-        tracker.flush()
         tracker.finish(has_succeeded=first > 0)
 
     for first, last in ((0, num_first), (num_first, num_second)):

@@ -35,7 +35,6 @@ class Tracker(Protocol):
     """A third-party library: any method may raise anything, or take long."""
 
     def log(self, point: Point) -> None: ...
-    def flush(self) -> None: ...
     def finish(self, has_succeeded: bool) -> None: ...
 
 
@@ -151,7 +150,6 @@ class Follower:
                     if point.values:
                         self._tracker.log(point)
                     self._bookmark.cursor = self._bookmark.cursor.after(point)
-                self._tracker.flush()
             finally:  # points before one that failed must not be logged again
                 if not self._is_abandoned.is_set():  # another trainer may keep its own cursor there by then
                     self._bookmark.save()

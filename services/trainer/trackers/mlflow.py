@@ -34,9 +34,6 @@ class Mlflow:
         metrics = [Metric(name, value, time_ms, point.step) for name, value in point.values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def flush(self) -> None:
-        """Do nothing: each request is answered when it is stored."""
-
     def finish(self, has_succeeded: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if has_succeeded else "FAILED")
 

@@ -29,7 +29,6 @@ class TensorBoard:
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.SessionStatus.START)
         self._write(Event(wall_time=time.time(), step=0, session_log=start))
-        self._file.flush()
         for path in older[:-1]:
             path.unlink(missing_ok=True)
 
@@ -37,11 +36,9 @@ class TensorBoard:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
         self._write(Event(wall_time=point.time, step=point.step, summary=Summary(value=values)))
 
-    def flush(self) -> None:
-        self._file.flush()
-
     def finish(self, has_succeeded: bool) -> None:
         self._file.close()
 
     def _write(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
+        self._file.flush()

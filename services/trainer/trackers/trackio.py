@@ -21,8 +21,5 @@ class Trackio:
     def log(self, point: Point) -> None:
         self._run.log(point.values, step=point.step)
 
-    def flush(self) -> None:
-        """Do nothing: Trackio sends in its own thread."""
-
     def finish(self, has_succeeded: bool) -> None:
         self._run.finish()

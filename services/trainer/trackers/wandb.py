@@ -36,8 +36,5 @@ class Wandb:
             self._newest = point.step
             self._run.log(point.values, step=point.step)
 
-    def flush(self) -> None:
-        """Do nothing: W&B sends in its own process."""
-
     def finish(self, has_succeeded: bool) -> None:
         self._run.finish(exit_code=0 if has_succeeded else 1)
