@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.hardware.processor import read_processor
-from onbeat.temporary import private_folder, temporary_files_in
+from onbeat.temporary import private_folder
+from tests.temporary_files import temporary_files_in
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

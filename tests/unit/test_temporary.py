@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.temporary import MARK, PrivateFolder, private_folder, temporary_files_in
+from onbeat.temporary import MARK, PrivateFolder, private_folder
+from tests.temporary_files import temporary_files_in
 
 PREFIX = "onbeat-x-"
 OWNER = """
