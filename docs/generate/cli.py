@@ -15,8 +15,8 @@ Parameter = Any
 
 INTRODUCTION = """# The command line
 
-`onbeat COMMAND --help` says the same in a terminal. Exit codes: 0 done, 1 it failed, 2 wrong usage or a wrong job,
-130 interrupted."""
+`onbeat COMMAND --help` shows the same in a terminal. The exit code is 0 for success, 1 for a failure, 2 for wrong usage
+or a wrong job, and 130 after an interruption."""
 
 KINDS = {int: "number", float: "number", Path: "path"}
 

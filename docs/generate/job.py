@@ -13,13 +13,13 @@ Schema = dict[str, Any]
 
 INTRODUCTION = """# The job file
 
-A job is a TOML or JSON file. Unknown keys are refused, and every refusal names the field. A field without a default has
-to be given. How the parts belong together is in [training](../training.md); jobs to start from are
-[quickstart.toml](../../examples/quickstart.toml), [from_jsonl.toml](../../examples/from_jsonl.toml) and
-[bounded.toml](../../examples/bounded.toml). A broker tells the same as a JSON schema: `GET /v1/job-schema`.
+A job is a TOML or JSON file. Unknown keys are refused, and every refusal names the field. A field without a default
+must be given. [Training](../training.md) explains how the parts belong together. Start from
+[quickstart.toml](../../examples/quickstart.toml), [from_jsonl.toml](../../examples/from_jsonl.toml) or
+[bounded.toml](../../examples/bounded.toml). `GET /v1/job-schema` of a broker returns this page as a JSON schema.
 
-Where a section comes in several kinds, `type` or `mode` chooses one. The examples are fragments: put into the file of
-the quick start, each gives a valid job."""
+If a section comes in several kinds, `type` or `mode` chooses one. The examples are fragments: put into the file of the
+quick start, each gives a valid job."""
 
 LIMITS = {
     "minimum": "at least {}",

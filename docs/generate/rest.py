@@ -1,5 +1,6 @@
 """docs/reference/rest.md from the broker's OpenAPI document and its table of roles."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,11 @@ Schema = dict[str, Any]
 
 INTRODUCTION = """# REST
 
-The broker describes itself at `/openapi.json`; this page is written from that. Bodies are JSON; a job may be sent as
+This page is generated from the broker's OpenAPI document, `/openapi.json`. Bodies are JSON; a job may also be sent as
 TOML. Every error is a problem document ([RFC 9457](https://www.rfc-editor.org/rfc/rfc9457)): `type`, `title`, `status`,
-`detail`, and `errors` with one entry for each wrong field: `field`, `message` and, for TOML, `line`. Keys go into the
-header `Authorization: Bearer KEY`; what each role may do is in [security](../security.md). [The SDK](../sdk.md) has a
-method for nearly every call."""
+`detail`, and `errors` with one entry for each wrong field: `field`, `message` and, for TOML, `line`. Send the API key
+in the header `Authorization: Bearer KEY`; [security](../security.md#api-keys) says what each role may do.
+[The Python client](../sdk.md) has a method for nearly every call."""
 
 EVERYWHERE = {"401", "403", "429"}
 
@@ -44,14 +45,14 @@ def page() -> str:
     found = document()
     found = with_plain_values(found, found["components"]["schemas"])
     calls = list(operations(found))
-    overview = [(code(f"{method} {path}"), role_of(method, path), call["summary"]) for method, path, call in calls]
+    overview = [(code(f"{method} {path}"), role_of(method, path), first_sentence(call)) for method, path, call in calls]
     schemas = found["components"]["schemas"]
     return join(
         generated_note("the broker's OpenAPI document"),
         INTRODUCTION,
         "## All routes",
-        table(["route", "role", "what"], overview),
-        "Any route may answer 401 (no key in force), 403 (its role does not suffice) and 429 (too many requests).",
+        table(["route", "role", "effect"], overview),
+        "Any route may answer 401 (no valid key), 403 (insufficient role) and 429 (too many requests).",
         *(describe(method, path, call, schemas) for method, path, call in calls),
         "## Records",
         *(record(name, schemas[name]) for name in sorted(records(calls, schemas))),
@@ -67,6 +68,10 @@ def operations(found: Schema) -> Iterator[tuple[str, str, Schema]]:
 def role_of(method: str, path: str) -> str:
     role = required_role(method, path.replace("{job_id}", "job"))
     return code(role.value) if role else "none"
+
+
+def first_sentence(call: Schema) -> str:
+    return sentence(re.split(r"(?<=[.!?])\s", sentence(call.get("description") or call["summary"]))[0])
 
 
 def describe(method: str, path: str, call: Schema, schemas: Schema) -> str:

@@ -30,10 +30,10 @@ COMMANDS = {
 
 INTRODUCTION = """# Settings
 
-Where a service runs is said by environment variables; what is trained is said by the [job](job.md). A service ends at
-its start when a variable that it knows has a wrong value, and names it; of one whose name it nearly knows its log says
-so. `onbeat run` and `onbeat up` set what their services need themselves. Those of the command and of the Python client,
-`ONBEAT_URL`, `ONBEAT_API_KEY` and `ONBEAT_CA_FILE`, are explained with [the client](../sdk.md#a-client)."""
+Environment variables say where a service runs; the [job](job.md) says what is trained. If a variable has a wrong
+value, the service ends at its start and names it. If a variable looks like a misspelt one, the service logs that.
+`onbeat run` and `onbeat up` set the variables that their services need. The [client](../sdk.md#a-client) explains those
+of the command line and of Python: `ONBEAT_URL`, `ONBEAT_API_KEY` and `ONBEAT_CA_FILE`."""
 
 
 def page() -> str:
@@ -50,7 +50,7 @@ def page() -> str:
         own = names_of(settings) - shared
         if settings is not FollowerSettings:
             own -= wire_names() & names_of(TrainerSettings) & names_of(RolloutSettings)
-        note = " It has those of the trainer's weights, too." if settings is FollowerSettings else ""
+        note = " It also reads the variables of the trainer's weights." if settings is FollowerSettings else ""
         parts += [f"## {title}", f"`{COMMANDS[title]}`.{note}", rows_of(settings, own - wire_names() if note else own)]
     return join(*parts)
 

@@ -130,7 +130,7 @@ BEFORE: dict[int | str, dict[str, Any]] = {"4XX": documented(400)[400] | {"descr
 
 @router.get("/models", responses=documented(503))
 async def list_models(broker: Broker) -> ModelList:
-    """The policies that one can talk to: those of running and paused jobs."""
+    """List the policies that answer chats: those of running and paused jobs."""
     models = await broker.chats.models()
     return ModelList(data=[ModelCard(id=m.job_id, created=int(m.created_at), name=m.name) for m in models])
 

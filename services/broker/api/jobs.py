@@ -177,6 +177,7 @@ async def list_jobs(
 
 @router.get("/jobs/{job_id}", responses=documented(404))
 async def get_job(job_id: JobId, broker: Broker) -> JobRecord:
+    """Return the job's record: its state, configuration and progress."""
     return await read_job(broker.ledger, job_id)
 
 
