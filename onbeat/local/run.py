@@ -102,11 +102,11 @@ def run_job(
     job = config.model_dump(mode="json")
     files = take_local_files(job, job_folder, options.data_dir)
     config = JobConfig.model_validate(job)
-    with terminations_as_interrupts():
+    with terminations_as_interrupts() as has_hung_up:
         try:
             with open_stack(replace(options, pool=config.pool), console) as (url, tick):
                 run = JobRun(url, config, files, report_path, console)
-                exit_code = run_or_pause(run, is_fresh, tick, console)
+                exit_code = run_or_pause(run, is_fresh, tick, console, has_hung_up)
         except KeyboardInterrupt:
             console.print("stopped; the same command continues where the job stands")
             return INTERRUPTED
@@ -117,10 +117,14 @@ def run_job(
     return exit_code
 
 
-def run_or_pause(run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console) -> int:
+def run_or_pause(
+    run: JobRun, is_fresh: bool, tick: Callable[[], None], console: Console, has_hung_up: Callable[[], bool]
+) -> int:
     try:
         return 0 if asyncio.run(run.run(is_fresh, tick)) == JobState.SUCCEEDED else 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError) as reason:
+        if isinstance(reason, OSError) and not has_hung_up():
+            raise
         try:
             asyncio.run(run.pause())
             console.print("stopping (Ctrl-C again to stop at once)")
@@ -171,24 +175,37 @@ def open_stack(options: StackOptions, console: Console) -> Iterator[tuple[str, C
 
 
 @contextmanager
-def terminations_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal end a run as Ctrl-C does. They often come twice, and count once."""
+def terminations_as_interrupts() -> Iterator[Callable[[], bool]]:
+    """Let SIGTERM and a closed terminal end a run as Ctrl-C does. They often come twice, and count once.
+
+    Yield a function that returns whether the terminal has gone: a write to it may fail before the signal comes. From
+    then on the signal is ignored, and output is discarded.
+    """
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def interrupt(received: int, _: object) -> None:
+    def end(*, is_hung_up: bool) -> None:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        if received == signal.SIGHUP:  # writing to a terminal that has gone would fail
+        if is_hung_up:
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+    def interrupt(received: int, _: object) -> None:
+        end(is_hung_up=received == signal.SIGHUP)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: Ctrl-C is not for us
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
+    def has_hung_up() -> bool:
+        has_gone = any(not os.isatty(descriptor) for descriptor in terminals)
+        if has_gone:
+            end(is_hung_up=True)
+        return has_gone
+
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in numbers}  # under nohup a terminal may close
     try:
-        yield
+        yield has_hung_up
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -175,8 +175,16 @@ def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir:
     wait_until_gone(data_dir)
 
 
-def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path) -> None:
+@pytest.mark.parametrize("is_signal_late", [False, True])
+def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path, is_signal_late: bool) -> None:
+    """A write to a terminal that has gone may fail before its SIGHUP arrives, which is blocked here."""
     control, terminal = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if is_signal_late:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+
     process = subprocess.Popen(
         [*cli, "run", str(QUICKSTART)],
         cwd=data_dir.parent,
@@ -185,7 +193,7 @@ def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path) -> None:
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )
     os.close(terminal)
     shown = b""
