@@ -11,8 +11,10 @@ import math
 import os
 import signal
 import site
+import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +43,7 @@ class PythonResult:
 
 async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) -> PythonResult:
     """Run a program in an empty folder that is deleted afterwards. Raises OSError when no process can be started."""
-    with tempfile.TemporaryDirectory(prefix="onbeat-python-", ignore_cleanup_errors=True) as folder:
+    async with empty_folder() as folder:
         (Path(folder) / "main.py").write_text(code, errors="replace")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", confine.__file__, json.dumps(wishes(folder, timeout_s, memory_mb))),
@@ -56,6 +58,22 @@ async def run_python(code: str, timeout_s: float = 5.0, memory_mb: int = 512) ->
             return await read_result(process, timeout_s)
         finally:
             await end(process)
+
+
+@contextlib.asynccontextmanager
+async def empty_folder() -> AsyncIterator[str]:
+    """Create a folder and delete it in the end, whatever a program made of it."""
+    folder = tempfile.mkdtemp(prefix="onbeat-python-")
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(remove, folder)
+
+
+def remove(folder: str) -> None:
+    """Delete a folder by the system's programs: Python's own functions recurse, and fail when folders lie too deep."""
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*command, folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def wishes(folder: str, timeout_s: float, memory_mb: int) -> dict[str, object]:

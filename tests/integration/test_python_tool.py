@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ async def test_folder_is_empty_and_goes_with_the_program():
     folder, _, files = result.stdout.partition(" ")
     assert files.strip() == "['main.py', 'x']"
     assert not await asyncio.to_thread(os.path.exists, folder)
+
+
+async def test_deep_and_closed_folders_go_with_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    deep = "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed'); os.mkdir('closed/x')"
+    try:
+        result = await run_python(f"{deep}; os.chmod('closed', 0); print('done')", timeout_s=60.0)
+        assert result.stdout == "done\n"
+        assert not list(tmp_path.iterdir())
+    finally:  # pytest could not delete it either
+        await asyncio.to_thread(subprocess.run, ["rm", "-rf", *tmp_path.iterdir()], check=True)
 
 
 @pytest.mark.skipif(not HAS_LANDLOCK, reason="the kernel has no Landlock")
