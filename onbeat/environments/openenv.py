@@ -18,6 +18,7 @@ from onbeat.environments.types import Message
 
 CONNECT_S = 10.0
 ANSWER_S = 60.0
+CLOSE_S = 2.0  # a server that hangs must not hold up the end of an episode
 MAX_MESSAGE_BYTES = 16 << 20
 
 Observation = dict[str, Any]
@@ -52,7 +53,11 @@ class OpenEnvGame:
         from websockets.asyncio.client import connect
 
         self._socket = await connect(
-            f"{self._url}/ws", open_timeout=CONNECT_S, max_size=MAX_MESSAGE_BYTES, compression=None
+            f"{self._url}/ws",
+            open_timeout=CONNECT_S,
+            close_timeout=CLOSE_S,
+            max_size=MAX_MESSAGE_BYTES,
+            compression=None,
         )
         first = self._to_text((await self._ask("reset", {"seed": seed}))["observation"])
         return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}\n{first}"}]
@@ -71,10 +76,14 @@ class OpenEnvGame:
             await self._socket.close()
 
     async def _ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send one message and return the data of the answer. Raises RuntimeError when the server reports an error."""
+        """Send one message and return the data of the answer. Raises RuntimeError when the server reports an error,
+        TimeoutError when it is silent."""
         await self._send({"type": kind} | ({} if data is None else {"data": data}))
-        async with asyncio.timeout(ANSWER_S):
-            answer = json.loads(await self._socket.recv())
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = json.loads(await self._socket.recv())
+        except TimeoutError as error:
+            raise TimeoutError(f"the OpenEnv server has not answered {kind} for {ANSWER_S:g} s") from error
         if answer["type"] == "error":
             details = answer["data"]
             raise RuntimeError(f"the OpenEnv server refuses {kind}: {details.get('code')}: {details.get('message')}")

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
-from onbeat.environments import Task
+from onbeat.environments import Task, openenv
 from onbeat.environments.openenv import OpenEnvGame, openenv_environment
 from tests.conftest import free_port
 from tests.integration.test_environment_servers import is_listening
@@ -99,3 +100,22 @@ def game_of(url: str) -> OpenEnvGame:
 async def test_server_that_is_not_there_is_a_failure():
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         await openenv_environment("ws://127.0.0.1:9").run(TASK, ScriptedSession(says("a")))
+
+
+async def test_server_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(openenv, "ANSWER_S", 0.5)
+    monkeypatch.setattr(openenv, "CLOSE_S", 0.1)
+    is_over = asyncio.Event()
+
+    async def hang(connection: ServerConnection) -> None:
+        connection.transport.pause_reading()  # so that it never hears that the client closes
+        await is_over.wait()
+
+    async with serve(hang, "127.0.0.1", 0, close_timeout=0.1) as server:
+        port = server.sockets[0].getsockname()[1]
+        try:
+            with pytest.raises(TimeoutError, match=r"the OpenEnv server has not answered reset for 0\.5 s"):
+                async with asyncio.timeout(8):  # websockets by itself waits for ten seconds
+                    await openenv_environment(f"ws://127.0.0.1:{port}").run(TASK, ScriptedSession(says("a")))
+        finally:
+            is_over.set()
