@@ -195,6 +195,7 @@ def test_arguments_may_be_json_within_json():
         '{"name": ""}',
         '{"arguments": {}}',
         '{"name": "add", "arguments": {"a": "\\ud800"}}',
+        '{"name": "add", "arguments": {"a": 1e999}}',
         '{"name": "add"} and more',
         "[" * 100_000,
         '{"name": "add", "arguments": {"a": ' + "[" * 500 + "]" * 500 + "}}",

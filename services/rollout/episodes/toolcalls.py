@@ -60,7 +60,8 @@ def to_call(value: Any) -> ToolCall:
         arguments = DECODER.decode(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
-    from_json(json.dumps([name, arguments], ensure_ascii=False).encode())  # neither halves of characters nor too deep
+    # Neither halves of characters, nor too deep, nor a number like 1e999, which would be read as infinity.
+    from_json(json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode())
     return ToolCall(name, arguments)
 
 
