@@ -1,10 +1,11 @@
 """Episodes of a group: retries, failures, deadlines, the version gate, and what reaches the wire."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from onbeat.environments import Outcome, SessionError
+from onbeat.environments import EpisodeOver, Outcome, SessionError
 from services.rollout.episodes import episode as episode_module
 from services.rollout.episodes import runner as runner_module
 from services.rollout.episodes.episode import turn_seed
@@ -169,6 +170,19 @@ async def test_episode_without_a_call_is_a_failure_and_no_reward():
 
     async with playing(idle) as rig:
         with pytest.raises(EnvironmentFailed, match=r"no_call: .*without a call"):
+            await rig.group()
+
+
+async def test_prompt_beyond_the_context_is_named_as_the_failure():
+    """Adapters end an episode that is over: this one is over before it has begun."""
+
+    async def play(task, policy):
+        with suppress(EpisodeOver):
+            await policy.chat([{"role": "user", "content": "x" * 200}])
+        return Outcome(0.0)
+
+    async with playing(play, context=100) as rig:
+        with pytest.raises(EnvironmentFailed, match=r"no_call: .* refused: the messages .* the context has 100 tokens"):
             await rig.group()
 
 

@@ -69,6 +69,7 @@ class Episode:
 
     def __init__(self, policy: Policy, index: int) -> None:
         self.index = index
+        self.refusal = ""  # why the session has refused its last call
         self._policy = policy
         self._conversations = Conversations(policy.renderer, policy.messages)
         self._calls: list[Call] = []

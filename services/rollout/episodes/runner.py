@@ -138,7 +138,7 @@ class GroupPlay:
     def _settle(self, episode: Episode, result: PlayResult) -> EnvironmentFailed | None:
         calls = episode.calls
         if isinstance(result, Outcome):
-            result = judge(result, calls)
+            result = judge(result, calls, episode.refusal)
         if isinstance(result, Outcome):
             meters.EPISODES.labels(outcome="finished").inc()
             self._finished[episode.index] = (calls, result)
@@ -234,10 +234,11 @@ def to_request(task: PromptTask) -> PlayRequest:
     )
 
 
-def judge(outcome: Outcome, calls: Sequence[Call]) -> PlayResult:
-    """Return the outcome, or the failure that it is."""
+def judge(outcome: Outcome, calls: Sequence[Call], refusal: str) -> PlayResult:
+    """Return the outcome, or the failure that it is. `refusal`: of a call, if there was one."""
     if not calls:
         message = "it ended without a call of the policy, so there is nothing to train on"
+        message += f"; a call was refused: {refusal}" if refusal else ""
         return EpisodeFailure(EpisodeFailureKind.NO_CALL, message)
     for name, number in [("reward", outcome.reward), *outcome.parts.items(), *outcome.turn_rewards.items()]:
         if not -MAX_REWARD <= number <= MAX_REWARD:

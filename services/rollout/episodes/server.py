@@ -117,15 +117,18 @@ class SessionServer:
 
     def _endpoint(self, work: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            outcome = "answered"
+            outcome, episode = "answered", None
             try:
-                response = await work(request, self._find(request))
+                episode = self._find(request)
+                response = await work(request, episode)
                 if response is None:
                     outcome = "cancelled"
                     return Response(status_code=499)  # it reaches no client
                 return response
             except ChatFailed as refused:
                 outcome = refused.code
+                if episode is not None:
+                    episode.refusal = str(refused)
                 return to_response(refused.status, refused.to_body().model_dump())
             except ClientDisconnect:
                 outcome = "cancelled"
