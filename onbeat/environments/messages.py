@@ -47,16 +47,30 @@ async def play(game: Game, task: Task, policy: Session) -> dict[str, float]:
     try:
         while not is_over:
             answer = await policy.chat(messages)
-            said, reward, is_over = await call(game.step, answer)
-            turn_rewards[answer["id"]] = float(reward)
-            messages = [*messages, without_id(answer), *as_messages(said)]
+            said, turn_rewards[answer["id"]], is_over = check_step(await call(game.step, answer))
+            messages = [*messages, without_id(answer), *said]
     except EpisodeOver:
         pass
     return turn_rewards
 
 
+def check_step(result: Any) -> tuple[list[Message], float, bool]:
+    """Return what `step` returned, as messages, a reward, and whether the game is over. Raises ValueError."""
+    try:
+        said, reward, is_over = result
+        return as_messages(said), float(reward), bool(is_over)
+    except (TypeError, ValueError) as error:
+        wanted = "what the game says (a text, or a list of messages), the reward, and whether the game is over"
+        raise ValueError(f"step returned {result!r:.200}; it has to return {wanted}") from error
+
+
 def as_messages(said: list[Message] | str) -> list[Message]:
-    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+    """Return what a game says as messages. Raises ValueError when it is neither a text nor a list of messages."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if not isinstance(said, list | tuple) or not all(isinstance(message, dict) for message in said):
+        raise ValueError(f"{said!r:.200} is neither a text nor a list of messages")
+    return list(said)
 
 
 def without_id(answer: Message) -> Message:

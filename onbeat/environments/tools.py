@@ -52,6 +52,8 @@ class ToolsEnvironment:
         instance = self._make()
         said = await call_with_row(instance.reset, row_of(task)) if hasattr(instance, "reset") else None
         conversation = list(task.messages)
+        if not isinstance(said, str | None):
+            raise ValueError(f"reset returned {said!r:.200}; it has to return a text, which is appended to the prompt")
         if said is not None:
             conversation[-1] = {**conversation[-1], "content": conversation[-1]["content"] + said}
         tools = methods_as_tools(instance, NO_TOOLS)
@@ -109,4 +111,6 @@ def as_outcome(reward: float | Mapping[str, float]) -> Outcome:
     if not isinstance(reward, Mapping):
         return Outcome(reward)
     parts = dict(reward)
+    if "reward" not in parts:
+        raise ValueError(f"the reward is a mapping without 'reward', it has only {sorted(map(str, parts))}")
     return Outcome(parts.pop("reward"), parts)

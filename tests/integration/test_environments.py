@@ -24,10 +24,13 @@ from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, Pl
 from tests.integration.test_rewards import is_running, wait_until, wait_until_gone
 
 ENVIRONMENTS = '''
-import asyncio, os, resource, signal, subprocess, sys, time
+import asyncio, json, os, resource, signal, subprocess, sys, time
 from pathlib import Path
 from onbeat import confine
 from onbeat.environments import Outcome
+
+class Mute(Exception):
+    def __str__(self): raise KeyError("no text")
 
 class Behave:
     """Does what the key of the episode says; everything else ends with a reward."""
@@ -45,6 +48,7 @@ class Behave:
             await asyncio.sleep(0)
             return Outcome(len(task.messages) + len(task.metadata["seen"]))
         if key == "raise": raise KeyError("no such thing")
+        if key == "raise in a tool": await asyncio.to_thread(self.tool)
         if key == "group": raise ExceptionGroup("several", [RuntimeError("the first"), ValueError()])
         if key == "cancel": raise asyncio.CancelledError()
         if key == "half a character": raise ValueError(chr(0xD800))
@@ -65,7 +69,11 @@ class Behave:
         if key == "huge": return Outcome(1.0, {"length": -1e39})
         if key == "odd turn": return Outcome(1.0, turn_rewards=[1.0])
         if key == "number": return 1.0
-        if key == "exit": sys.exit(3)
+        if key == "quit": sys.exit(3)
+        if key == "quit in a thread": await asyncio.to_thread(sys.exit, 3)
+        if key == "mute": raise Mute()
+        if key == "parts": return Outcome(1.0, {f"part {n}": 1.0 for n in range(100_000)})
+        if key == "exit": os._exit(3)
         if key == "crash":
             print("last words", file=sys.stderr, flush=True)
             os.abort()
@@ -102,6 +110,10 @@ class Behave:
             parts |= {kind: parts[kind] >> 20 for kind in ("AS", "FSIZE")}
             parts["nice"] = os.nice(0)
         return Outcome(1.0, parts, {"call-1": 0.5})
+
+    def tool(self):
+        try: json.loads("{")
+        except ValueError: raise ValueError("bad")
 
 class Tools:
     def __init__(self, bonus=0.0): self.bonus = bonus
@@ -214,16 +226,21 @@ async def test_process_stays_warm_for_the_same_environment(processes):
 @pytest.mark.parametrize(
     ("key", "kind", "words"),
     [
-        ("raise", "raised", "KeyError: 'no such thing'"),
+        ("raise", "raised", "KeyError: 'no such thing' (onbeat_test_environments.py, line "),
+        ("raise in a tool", "raised", "ValueError: bad (onbeat_test_environments.py, line "),
         ("group", "raised", "RuntimeError: the first"),
         ("cancel", "raised", "CancelledError"),
+        ("quit", "raised", "SystemExit: 3"),
+        ("quit in a thread", "raised", "SystemExit: 3"),
+        ("mute", "raised", "Mute: (its text raises KeyError)"),
+        ("parts", "invalid", "bytes, of at most 524288: give it fewer parts"),
         ("own timeout", "raised", "TimeoutError"),
         ("half a character", "raised", "ValueError: ?"),
         ("close", "raised", "client has been closed"),
         ("chat", "raised", "SessionError: the session does not answer: ConnectError"),
         ("nan", "invalid", "reward is nan, not a number from -1000000 to 1000000"),
         ("huge", "invalid", "length is -1e+39, not a number from"),
-        ("odd turn", "invalid", "[1.0] is not a mapping of names to numbers"),
+        ("odd turn", "invalid", "turn_rewards is [1.0], not a mapping of names to numbers"),
         ("number", "invalid", "it returned 1.0, not an Outcome"),
     ],
 )

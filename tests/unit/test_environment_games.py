@@ -71,6 +71,20 @@ async def test_game_is_closed_whatever_happens():
     assert [game.closed for game in GAMES[-2:]] == [True, True]
 
 
+@pytest.mark.parametrize(
+    "result", ["well", ("well", None, True), (5, 1.0, False), ({"role": "user", "content": ""}, 1.0, True), None]
+)
+async def test_step_that_returns_something_else_is_told_what(result):
+    class Odd:
+        def init(self) -> None: ...
+
+        def step(self, message: dict[str, Any]) -> Any:
+            return result
+
+    with pytest.raises(ValueError, match=r"step returned .* it has to return what the game says"):
+        await play(ScriptedSession(says("a")), Odd)
+
+
 class Deck:
     """A game that draws its cards from a list among its options."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any, Literal
 
 import pytest
@@ -117,6 +118,25 @@ async def test_wrong_call_is_reported_to_the_policy(name, arguments, words):
     session = ScriptedSession(calls(name, arguments), says("well"))
     await play(session)
     assert session.asked[1][-1]["content"].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("reset", "reward", "words"),
+    [
+        (5, 1.0, "reset returned 5; it has to return a text"),
+        (None, {"score": 1.0}, "the reward is a mapping without 'reward', it has only ['score']"),
+    ],
+)
+async def test_method_that_returns_something_else_is_named(reset, reward, words):
+    class Odd:
+        def reset(self) -> Any:
+            return reset
+
+        def get_reward(self) -> Any:
+            return reward
+
+    with pytest.raises(ValueError, match=re.escape(words)):
+        await play(ScriptedSession(says("5")), Odd)
 
 
 class Web:

@@ -19,15 +19,18 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from traceback import walk_tb
 from typing import Any, TextIO
 
 from onbeat.confine import die_with_parent
 from onbeat.environments import Environment, Outcome, Session, Task
 from onbeat.environments.load import load_environment
-from services.rollout.children.limits import MAX_MESSAGE, restrict_this_process, take_protocol_streams
+from services.rollout.children.limits import MAX_ANSWER_BYTES, MAX_MESSAGE, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
 
 MAX_OPEN_FILES = 4096  # each episode has connections
+MAX_PLACE = 100  # characters
+MAX_OUTCOME_BYTES = MAX_ANSWER_BYTES // 2
 NUM_THREADS = 64  # methods that do not await, at a time
 
 
@@ -65,7 +68,7 @@ async def serve(requests: TextIO, answers: "Answers") -> None:
 async def report(playing: Any, answers: "Answers", request: int, episode: int) -> None:
     try:
         outcome = await playing
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  as above
+    except BaseException as error:  # noqa: BLE001  as above, and a tool may well call sys.exit
         answers.send(request, "failed", episode=episode, **describe(error, "raised"))
     else:
         answers.send(request, "ended", episode=episode, **outcome)
@@ -116,19 +119,47 @@ def describe(error: BaseException, kind: str) -> dict[str, str]:
         case InvalidReward():
             kind, message = "invalid", str(error)
         case _:
-            message = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {text_of(error)}"[: MAX_MESSAGE - MAX_PLACE] + place_of(error)
     return {"kind": kind, "message": message[:MAX_MESSAGE].encode(errors="replace").decode()}
+
+
+def place_of(error: BaseException) -> str:
+    """Return the place in the environment's own code that an error comes from, in brackets; '' if there is none."""
+    found = [(frame.f_globals.get("__name__", ""), frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    if not found or not is_ours(found[0][0]):  # an error of several at once, which was raised elsewhere
+        return ""
+    foreign = [(name.partition(".")[0], code, line) for name, code, line in found if not is_ours(name)]
+    own = [(code, line) for package, code, line in foreign if package == foreign[0][0]]  # not what that calls
+    if not own:
+        return ""
+    code, line = own[-1]
+    return f" ({os.path.basename(code.co_filename)}, line {line}, in {code.co_name})"[:MAX_PLACE]
+
+
+def is_ours(module: str) -> bool:
+    """Return whether a module only leads to the environment's code. As a program this one has another name."""
+    return module.partition(".")[0] in ("__main__", "services", "onbeat", "asyncio", "concurrent")
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001  as above
+        return f"(its text raises {type(broken).__name__})"
 
 
 def check_outcome(outcome: Any) -> dict[str, Any]:
     """Return an outcome as JSON. Raises InvalidReward."""
     if not isinstance(outcome, Outcome):
         raise InvalidReward(f"it returned {outcome!r:.200}, not an Outcome")
-    for given in (outcome.parts, outcome.turn_rewards):
+    checked: dict[str, Any] = check_numbers({"reward": outcome.reward})
+    for name, given in (("parts", outcome.parts), ("turn_rewards", outcome.turn_rewards)):
         if not isinstance(given, Mapping):
-            raise InvalidReward(f"{given!r:.200} is not a mapping of names to numbers")
-    rewards = check_numbers({"reward": outcome.reward})
-    return {**rewards, "parts": check_numbers(outcome.parts), "turn_rewards": check_numbers(outcome.turn_rewards)}
+            raise InvalidReward(f"{name} is {given!r:.200}, not a mapping of names to numbers")
+        checked[name] = check_numbers(given)
+    if (num_bytes := len(json.dumps(checked))) > MAX_OUTCOME_BYTES:
+        raise InvalidReward(f"its outcome has {num_bytes} bytes, of at most {MAX_OUTCOME_BYTES}: give it fewer parts")
+    return checked
 
 
 if __name__ == "__main__":
