@@ -20,7 +20,7 @@ def push(
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Upload a file, unless it is there, and print what a job writes as its data.path."""
+    """Upload a file, unless the broker has it, and print its path, the data.path of a job."""
     typer.echo(ask(url, api_key, data_dir, lambda client: client.datasets.push(file, name)).path)
 
 

@@ -13,7 +13,7 @@ def view(
     folder: Annotated[Path, typer.Argument(help="The data folder of a run.")] = Path(".onbeat"),
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8800 if it is free.")] = None,
 ) -> None:
-    """Show the dashboard of what was recorded in a data folder, until Ctrl-C. Nothing can be changed there."""
+    """Show the dashboard for the jobs of a data folder, read-only, until Ctrl-C."""
     from onbeat.local.redis_server import free_port
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.local.stack import LocalStack, StackOptions

@@ -56,14 +56,14 @@ def metrics(
     job_id: JobId,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="A curve, such as iteration/reward_mean. Default: all, in short."),
+        typer.Argument(metavar="NAME", help="A curve, such as iteration/reward_mean. Default: all, one per line."),
     ] = None,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Print the curves of a job in short; of named ones, the value at each iteration."""
+    """Print the curves of a job, one per line, or the values of the named curves at each iteration."""
     from onbeat.terminal.formatting import number, sparkline
 
     series = ask(url, api_key, data_dir, lambda client: client.jobs.metrics(job_id))
