@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +146,14 @@ def tiny_job(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     if "environment" in job:
         del job["reward"]  # episodes bring their own
     return job
+
+
+def replay(stack: RunningStack, job_id: str, iteration: int) -> tuple[int, str]:
+    """Exit status and output of `onbeat replay`, on the core that the trainer had."""
+    options = ["--iteration", str(iteration), "--cores", str(available_cores()[-1]), "--data-dir", str(stack.data_dir)]
+    command = [sys.executable, "-m", "onbeat.cli", "replay", job_id, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout or done.stderr
 
 
 def wait_until(is_true: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S, poll_s: float = 0.1) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from onbeat.types import JobState
 from tests.e2e.stack import running, tiny_job
+from tests.installed import install
 from tests.integration.tiny_models import write_mixtral_model, write_qwen3_moe_model
 
 STALE_ENGINE = """
@@ -21,12 +22,9 @@ class StaleEngine(TransformersEngine):
 @pytest.fixture
 def stale_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An installed engine that keeps one layer as it was at its start."""
-    info = tmp_path / "site" / "stale_engine-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stale-engine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[onbeat.engines]\nstale = stale_engine:StaleEngine\n")
-    (tmp_path / "site" / "stale_engine.py").write_text(STALE_ENGINE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    entry = "[onbeat.engines]\nstale = stale_engine:StaleEngine\n"
+    site = install(tmp_path / "site", "stale_engine", entry, stale_engine=STALE_ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(site))
     return "stale"
 
 

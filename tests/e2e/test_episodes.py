@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from onbeat.types import JobState
-from tests.e2e.stack import RunningStack, running, tiny_job
-from tests.e2e.test_replay import replay
+from tests.e2e.stack import RunningStack, replay, running, tiny_job
+from tests.installed import install
 
 NUM_ITERATIONS, NUM_PROMPTS, G = 2, 4, 4
 HEAVY = "say 2"
@@ -32,20 +32,11 @@ class Scale:
 '''
 
 
-def install(site: Path) -> None:
-    """Write what `pip install` would leave behind for the environment."""
-    info = site / "scale-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: scale\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[onbeat.environments]\nscale = scale:Scale\n")
-    (site / "scale.py").write_text(SCALE)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningStack, str]]:
     """A job that is over, with all prompts in each iteration."""
     folder = tmp_path_factory.mktemp("episodes")
-    install(folder / "site")
+    install(folder / "site", "scale", "[onbeat.environments]\nscale = scale:Scale\n", scale=SCALE)
     job = tiny_job(
         folder,
         environment={"name": "scale", "options": {"heavy": HEAVY}, "max_turns": 2, "max_attempts": 2},

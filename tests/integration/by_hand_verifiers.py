@@ -22,6 +22,7 @@ from services.rollout.environments import EnvironmentProcesses
 from services.rollout.episodes.runner import EnvironmentFailed
 from tests import episode_rig
 from tests.e2e.stack import running, tiny_job
+from tests.installed import install as install_package
 from tests.integration.test_openenv import packages, url
 
 __all__ = ["packages", "url"]  # fixtures
@@ -129,11 +130,8 @@ def python() -> str:
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
-    info = tmp_path / "onbeat_played-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onbeat-played\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[onbeat.environments]\nplayed = onbeat_played:played\n")
-    (tmp_path / "onbeat_played.py").write_text(INSTALLED.format(python=python))
+    entry = "[onbeat.environments]\nplayed = onbeat_played:played\n"
+    install_package(tmp_path, "onbeat_played", entry, onbeat_played=INSTALLED.format(python=python))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     spec = importlib.util.spec_from_file_location("install", ROOT / "requirements/install.py")
     install = importlib.util.module_from_spec(spec)

@@ -10,6 +10,7 @@ from onbeat.environments.examples.shop import Shop
 from onbeat.streams.codec import Environment
 from services.rollout.environments import EnvironmentProcesses
 from tests import episode_rig
+from tests.installed import install
 
 ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
@@ -31,11 +32,7 @@ class Sum:
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "onbeat_sum-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onbeat-sum\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    (tmp_path / "onbeat_sum.py").write_text(SUM)
+    install(tmp_path, "onbeat_sum", ENTRIES, onbeat_sum=SUM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
 
 

@@ -21,6 +21,7 @@ from services.rollout.environments import process as process_module
 from services.rollout.environments.child import MAX_OPEN_FILES
 from services.rollout.environments.pool import EnvironmentProcesses
 from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest
+from tests.installed import install
 from tests.integration.test_rewards import is_running, wait_until, wait_until_gone
 
 ENVIRONMENTS = '''
@@ -143,13 +144,9 @@ missing = no_such_package:Nothing
 
 @pytest.fixture(autouse=True)
 def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `pip install` would leave behind for a user's own environment, on the path of child processes."""
-    site = tmp_path / "site"
-    info = site / "onbeat_test_environments-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onbeat-test-environments\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    (site / "onbeat_test_environments.py").write_text(ENVIRONMENTS)
+    """A user's own environments, on the path of child processes."""
+    code = {"onbeat_test_environments": ENVIRONMENTS}
+    site = install(tmp_path / "site", "onbeat_test_environments", ENTRIES, **code)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
 

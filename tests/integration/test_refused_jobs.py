@@ -16,6 +16,7 @@ from onbeat.types import TrainerRecord
 from services.broker.admission.hub import review_hub_model
 from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import PromptItem
+from tests.installed import install
 from tests.integration.broker_fixtures import job_body, running_broker, write_prompts
 
 SOLUTION = "Tom has 3 + 4 = 7 apples.\n#### 7"
@@ -87,14 +88,12 @@ async def test_misspelt_key_hides_what_it_may_have_meant(broker: httpx.AsyncClie
 def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with rewards of a user, which this process and those that it starts see as installed."""
     site = tmp_path / "site"
-    info = site / "own-1.dist-info"
-    info.mkdir(parents=True)
-    (site / "own_rewards.py").write_text(
+    code = (
         "def short(response, context, *, limit):\n    return float(len(response) < limit)\n"
         "def strict(response, context):\n    return float(response.split('=')[1])\n"
     )
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[onbeat.rewards]\nshort = own_rewards:short\nstrict = own_rewards:strict\n")
+    entries = "[onbeat.rewards]\nshort = own_rewards:short\nstrict = own_rewards:strict\n"
+    install(site, "own", entries, own_rewards=code)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.syspath_prepend(str(site))
 

@@ -24,17 +24,12 @@ from services.broker.admission.review import RewardUse, review_reward
 from services.rollout import claim_loop
 from services.rollout.rewards import scorer as scorer_module
 from services.rollout.rewards.limits import MAX_ANSWER_BYTES
-from services.rollout.rewards.outcome import (
-    RewardRefused,
-    RewardRequest,
-    RewardUnavailable,
-    Score,
-    ServiceMissing,
-)
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score, ServiceMissing
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.rewards.service import MAX_RETRY_AFTER_S, read_retry_after
 from services.rollout.settings import RewardServiceSettings, Settings
 from tests.conftest import free_port
+from tests.installed import install
 from tests.integration.rollout_rig import G, Rig
 from tests.integration.test_rewards import installed_reward  # noqa: F401, fixture
 from tests.rollout_fakes import FakeEngine
@@ -415,11 +410,8 @@ def code_of_page(name: str) -> str:
 
 
 async def test_own_reward_of_the_page_works(scorer, tmp_path):
-    site = tmp_path / "site"
-    (site / "brevity.py").write_text(code_of_page("brevity.py"))
-    (site / "brevity-1.0.dist-info").mkdir()
-    (site / "brevity-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: brevity\nVersion: 1.0\n")
-    (site / "brevity-1.0.dist-info" / "entry_points.txt").write_text("[onbeat.rewards]\nbrevity = brevity:brevity\n")
+    entry = "[onbeat.rewards]\nbrevity = brevity:brevity\n"
+    install(tmp_path / "site", "brevity", entry, brevity=code_of_page("brevity.py"))
     scoring = RewardRequest("brevity", {"limit": 3}, {"answer": "4"}, ["4", "it is 4"], 30.0, 512, 1)
     short, long = await score(scorer, scoring)
     assert (short, long) == (Score(1.1, {"right": 1.0, "short": 1.0}), Score(1.0, {"right": 1.0, "short": 0.0}))

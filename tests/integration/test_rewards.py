@@ -21,6 +21,7 @@ from services.rollout.rewards.limits import Limits
 from services.rollout.rewards.outcome import RewardError, RewardRefused, RewardRequest, RewardUnavailable, Score
 from services.rollout.rewards.process import RewardProcess
 from services.rollout.rewards.scorer import Scorer
+from tests.installed import install
 from tests.integration.broker_fixtures import failed_group, make_group, tasks_for
 
 REWARDS = '''
@@ -122,13 +123,9 @@ def behave(response, context, **options):
 
 @pytest.fixture(autouse=True)
 def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `pip install` would leave behind for a user's own reward, on the path of child processes."""
-    site = tmp_path / "site"
-    info = site / "onbeat_test_rewards-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: onbeat-test-rewards\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\n")
-    (site / "onbeat_test_rewards.py").write_text(REWARDS)
+    """A user's own reward, on the path of child processes."""
+    entry = "[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\n"
+    site = install(tmp_path / "site", "onbeat_test_rewards", entry, onbeat_test_rewards=REWARDS)
     monkeypatch.setenv("PYTHONPATH", str(site))
     monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
 
@@ -381,10 +378,7 @@ def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("behaviour", "before", "end"),
-    [
-        ("spin", "", signal.SIGXCPU),
-        ("stubborn", "limits.LOAD_S, limits.RESPONSES_PER_LIFE = 0, 1", signal.SIGKILL),
-    ],
+    [("spin", "", signal.SIGXCPU), ("stubborn", "limits.LOAD_S, limits.RESPONSES_PER_LIFE = 0, 1", signal.SIGKILL)],
 )
 def test_unwatched_spinning_reward_runs_out_of_cpu_time(behaviour, before, end):
     process = child_alone(behaviour, before)

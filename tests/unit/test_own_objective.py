@@ -19,6 +19,7 @@ from services.trainer.batch import pack
 from services.trainer.session import run_job
 from services.trainer.world import ALONE
 from tests.docs.pages import blocks_of
+from tests.installed import install
 from tests.unit.trainer_fixtures import job_config, make_group, recorded_iterations, train
 
 PAGE = "docs/objectives.md"
@@ -47,15 +48,8 @@ grpo = half:Half
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """What `pip install` would leave behind, in a folder of its own."""
-    folder = tmp_path / "site"
-    info = folder / "lenient-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lenient\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    (folder / "lenient.py").write_text(MODULE)
-    (folder / "half.py").write_text(NO_TRAINING)
-    (folder / "broken.py").write_text("raise RuntimeError('no\\ndriver')\n")
+    broken = "raise RuntimeError('no\\ndriver')\n"
+    folder = install(tmp_path / "site", "lenient", ENTRIES, lenient=MODULE, half=NO_TRAINING, broken=broken)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
     INSTALLED.clear()

@@ -4,32 +4,25 @@ import pytest
 
 from onbeat.terminal.report import make_report
 from onbeat.types import EvaluationState, JobState
-from tests.e2e.stack import running, tiny_job
-from tests.e2e.test_replay import replay
+from tests.e2e.stack import replay, tiny_job
 
 NUM_ITERATIONS, MAX_STALENESS = 6, 2
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("bounded")
-    with running(tmp_path) as stack:
-        held_out = tmp_path / "data" / "held_out.jsonl"
-        held_out.write_text("\n".join(f'{{"prompt": "tell {index}", "answer": "x"}}' for index in range(6)))
-        job = tiny_job(
-            tmp_path,
-            schedule={"mode": "bounded", "max_staleness": MAX_STALENESS, "num_iterations": NUM_ITERATIONS},
-            checkpoint={"every_iterations": 2},
-            training={"num_updates_per_iteration": 2},
-        )
-        job["evaluation"] = {
-            "data": {"type": "jsonl", "path": str(held_out)},
-            "every_iterations": 4,
-            "num_prompts": 6,
-            "num_samples_per_prompt": 2,
-        }
-        job_id = stack.client.jobs.create(job).id
-        yield stack, job_id, stack.wait(job_id)
+def finished(stack, folder):
+    held_out = folder / "data" / "held_out.jsonl"
+    held_out.write_text("\n".join(f'{{"prompt": "tell {index}", "answer": "x"}}' for index in range(6)))
+    job = tiny_job(
+        folder,
+        schedule={"mode": "bounded", "max_staleness": MAX_STALENESS, "num_iterations": NUM_ITERATIONS},
+        checkpoint={"every_iterations": 2},
+        training={"num_updates_per_iteration": 2},
+    )
+    data = {"type": "jsonl", "path": str(held_out)}
+    job["evaluation"] = {"data": data, "every_iterations": 4, "num_prompts": 6, "num_samples_per_prompt": 2}
+    job_id = stack.client.jobs.create(job).id
+    return stack, job_id, stack.wait(job_id)
 
 
 def test_every_iteration_has_one_version_within_the_bound(finished):

@@ -6,7 +6,7 @@ import pytest
 
 from onbeat.terminal.report import make_report
 from onbeat.types import Event, IterationState, IterationUpdate, JobState
-from tests.e2e.stack import running, tiny_job
+from tests.e2e.stack import tiny_job
 
 NUM_ITERATIONS = 4
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
@@ -14,19 +14,17 @@ ROUNDING_S = 0.01  # of the trainer's spans
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("timeline")
-    with running(tmp_path) as stack:
-        job = tiny_job(
-            tmp_path,
-            rollout={"num_prompts_per_iteration": 8, "num_samples_per_prompt": 4, "max_response_tokens": 96},
-            schedule={"num_iterations": NUM_ITERATIONS},
-            checkpoint={"every_iterations": 1},
-        )
-        job_id = stack.client.jobs.create(job).id
-        updates = list(stack.client.jobs.stream(job_id))
-        assert stack.job(job_id).state is JobState.SUCCEEDED
-        yield stack, job_id, updates
+def finished(stack, folder):
+    job = tiny_job(
+        folder,
+        rollout={"num_prompts_per_iteration": 8, "num_samples_per_prompt": 4, "max_response_tokens": 96},
+        schedule={"num_iterations": NUM_ITERATIONS},
+        checkpoint={"every_iterations": 1},
+    )
+    job_id = stack.client.jobs.create(job).id
+    updates = list(stack.client.jobs.stream(job_id))
+    assert stack.job(job_id).state is JobState.SUCCEEDED
+    return stack, job_id, updates
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,7 @@ import pytest
 from onbeat.errors import ApiError
 from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
-from tests.e2e.stack import RunningStack, running, tiny_job, wait_until
-from tests.e2e.test_replay import replay
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("resume")
-
-
-@pytest.fixture(scope="module")
-def stack(folder):
-    with running(folder) as stack:
-        yield stack
-
+from tests.e2e.stack import RunningStack, replay, tiny_job, wait_until
 
 OTHER = ["optimizer.learning_rate=0.1", "schedule.num_iterations=4", "checkpoint.every_iterations=9"]
 

@@ -6,20 +6,18 @@ from statistics import fmean, stdev
 import pytest
 
 from onbeat.types import JobState
-from tests.e2e.stack import running, tiny_job
+from tests.e2e.stack import tiny_job
 from tests.integration.tiny_models import build_tokenizer
 
 NUM_ITERATIONS, NUM_PROMPTS, G = 6, 8, 4  # 48 prompts of 20 rows
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("samples")
-    with running(tmp_path) as stack:
-        job = tiny_job(tmp_path, schedule={"num_iterations": NUM_ITERATIONS}, objective={"type": "grpo"})
-        job_id = stack.client.jobs.create(job).id
-        assert stack.wait(job_id).state is JobState.SUCCEEDED
-        yield stack, job_id
+def finished(stack, folder):
+    job = tiny_job(folder, schedule={"num_iterations": NUM_ITERATIONS}, objective={"type": "grpo"})
+    job_id = stack.client.jobs.create(job).id
+    assert stack.wait(job_id).state is JobState.SUCCEEDED
+    return stack, job_id
 
 
 def groups_of(finished):
