@@ -14,7 +14,7 @@ from tests.browser.test_form import write
 from tests.e2e.stack import RunningStack, running, tiny_job
 
 TRAINED_MS = 90_000  # what a small job may take on a machine that does other things as well
-NUM_ITERATIONS = 5
+NUM_ITERATIONS = 3
 
 
 @pytest.fixture(scope="module")
