@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -148,7 +149,7 @@ def chaos(tmp_path_factory):
         ]
         return [obedient(spec, folder / "orders") for spec in specs]
 
-    with running(folder, num_rollouts=2, change=change) as stack:
+    with patch("onbeat.local.supervisor.FIRST_DELAY_S", 0.1), running(folder, num_rollouts=2, change=change) as stack:
         yield ChaosStack(stack, folder)
 
 
