@@ -252,6 +252,7 @@ class Follower:
     """Pulls each version as it is published, like a rollout."""
 
     def __init__(self, ledger, folder):
+        folder.mkdir()
         self._ledger, self._folder = ledger, folder
         self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
         self._puller = None
@@ -272,11 +273,13 @@ class Follower:
 
 async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, redis_url, model, tmp_path):
     arguments = (ledger, redis_url, model)
-    whole, sharded = Follower(ledger, tmp_path), Follower(ledger, tmp_path)
+    whole, sharded = Follower(ledger, tmp_path / "whole"), Follower(ledger, tmp_path / "sharded")
     sections = {"schedule": PERIODIC, "model": {"dtype": "bfloat16"}}
-    await train(*arguments, tmp_path / "alone", sections, on_version=whole)
-    options = {"num_ranks": 2, "parallelism": "fsdp", "on_version": sharded}
-    await train(*arguments, tmp_path / "fsdp", sections, **options)
+    options = {"num_ranks": 2, "parallelism": "fsdp", "on_version": sharded, "core": CORES[-1]}
+    await asyncio.gather(
+        train(*arguments, tmp_path / "alone", sections, on_version=whole),
+        train(*arguments, tmp_path / "fsdp", sections, **options),
+    )
     assert [len(sources) for sources in whole.sources] == [1] * NUM_ITERATIONS
     assert [len(sources) for sources in sharded.sources] == [2] * NUM_ITERATIONS
     full_bytes = sum(tensor.nbytes for tensor in whole.weights[0].values())
@@ -318,10 +321,7 @@ async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
     assert after == ["0-2", "0-0", "0-4", "0-1", "0-3"]
 
 
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
-async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
-    parallelism, ledger, redis_url, model, tmp_path, weights_of_one
-):
+async def test_a_killed_rank_loses_no_group_and_trains_none_twice(ledger, redis_url, model, tmp_path, weights_of_one):
     def kill_rank_1(process):
         async def after_group(iteration, index):
             if (iteration, index) == (2, 2):
@@ -335,7 +335,11 @@ async def test_a_killed_rank_loses_no_group_and_trains_none_twice(
     arguments = (ledger, redis_url, model)
     if name not in weights_of_one:
         weights_of_one[name], _ = await train(*arguments, tmp_path / "alone", JOBS[name])
-    options = {"num_ranks": 2, "parallelism": parallelism, "max_restarts": 1}
-    found, taken = await train(*arguments, tmp_path / "killed", JOBS[name], **options, chaos=kill_rank_1)
-    assert_each_group_once(taken)
-    assert_same_weights(found, weights_of_one[name])
+    options = {"num_ranks": 2, "max_restarts": 1, "chaos": kill_rank_1}
+    both = await asyncio.gather(
+        train(*arguments, tmp_path / "ddp", JOBS[name], **options),
+        train(*arguments, tmp_path / "fsdp", JOBS[name], **options, parallelism="fsdp", core=CORES[-1]),
+    )
+    for found, taken in both:
+        assert_each_group_once(taken)
+        assert_same_weights(found, weights_of_one[name])
