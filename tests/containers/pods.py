@@ -19,7 +19,11 @@ from tests.containers.leftovers import LABEL, new_project
 from tests.containers.pod_run import ContainerRun, Probe, docker_run_arguments
 
 READY_S = 180.0
-GET = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)"
+# A Python for each look would take the processor from what is looked at.
+GET = r"""
+exec 3<>/dev/tcp/127.0.0.1/"$0" && printf 'GET %s HTTP/1.0\r\n\r\n' "$1" >&3
+read -t 5 -r _ status _ <&3 && test "$status" = 200
+"""
 PORT = 8800  # of the broker
 
 
@@ -87,7 +91,7 @@ class Pods:
         """From inside the container, with what its image has: the probed port is not published."""
         command = {
             "exec": list(probe.command),
-            "http": ["python", "-I", "-c", GET, f"http://127.0.0.1:{probe.port}{probe.path}"],
+            "http": ["bash", "-c", GET, str(probe.port), probe.path],
             "tcp": ["bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{probe.port}"],
         }[probe.kind]
         container = self.container(name)

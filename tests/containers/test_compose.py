@@ -17,13 +17,13 @@ from tests.containers.conftest import ROOT, Images, checked, run, wait_until, wa
 from tests.containers.leftovers import UPGRADED, new_project
 
 UP_S, DOWN_S, JOB_S = 300.0, 180.0, 900.0
-NUM_ITERATIONS = 20
+NUM_ITERATIONS = 12
 SMALL_JOB = {
     "schedule.num_iterations": NUM_ITERATIONS,
     "rollout.num_prompts_per_iteration": 4,
     "rollout.num_samples_per_prompt": 4,
     "rollout.max_response_tokens": 24,
-    "checkpoint.every_iterations": 10,
+    "checkpoint.every_iterations": 6,
 }
 
 
@@ -87,7 +87,10 @@ def test_a_job_is_scaled_and_upgraded_in_the_middle(compose: Compose, client: Cl
         return any(i.iteration >= iteration and i.committed_at for i in client.jobs.iterations(job_id))
 
     wait_until(lambda: is_committed(0), "the first iteration is committed")
+    client.jobs.pause(job_id)  # it goes on when the second rollout is there
     compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=2", timeout_s=UP_S)
+    wait_until(lambda: len(client.workers()) == 2, "the second rollout has started")
+    client.jobs.resume(job_id)
     wait_until_served(client, job_id, 2)
     wait_until(lambda: len(generated(client, job_id)) == 2, "both have generated a group")
     assert client.jobs.get(job_id).state is JobState.RUNNING, "the job ended before it could be scaled"

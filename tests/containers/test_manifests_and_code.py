@@ -68,11 +68,7 @@ def settings_of(
     return SETTINGS[service]()
 
 
-GOOD_SECRETS = {
-    "redis-password": "secret",
-    "weights-key": "key",
-    "api-keys.json": '{"keys": []}',
-}
+GOOD_SECRETS = {"redis-password": "secret", "weights-key": "key", "api-keys.json": '{"keys": []}'}
 
 
 # ---- the environment and the settings --------------------------------------------------------------------------------
