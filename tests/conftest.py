@@ -3,6 +3,8 @@
 Tests share the server, as users may: they keep apart by their job ids.
 """
 
+import contextlib
+import secrets
 import socket
 import subprocess
 import time
@@ -56,10 +58,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Not one of those that the system gives to connections: one of these could take it before its server does."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start_redis(port: int, folder: str) -> subprocess.Popen[bytes]:

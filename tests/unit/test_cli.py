@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -314,18 +313,19 @@ def test_down_without_a_stack_says_so(
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys; sys.argv = ['onbeat', '--help']\n"
+        "import sys, time; sys.argv = ['onbeat', '--help']\n"
         "from onbeat.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = 'torch vllm transformers fastapi numpy httpx redis pydantic grpc services'.split()\n"
         "print('heavy imports:', [name for name in heavy if name in sys.modules])\n"
     )
-    started = time.monotonic()
+    code += "print('seconds:', time.process_time())\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert "Commands" in done.stdout
     assert "heavy imports: []" in done.stdout, done.stdout + done.stderr
-    assert time.monotonic() - started < 2  # 0.2 s on an idle machine; the promise of 0.5 s is measured, not tested
+    # Of the processor: 0.2 on an idle machine. The promise of half a second for the user is measured, not tested.
+    assert float(done.stdout.rpartition("seconds:")[2]) < 2
 
 
 def test_ctrl_c_while_modules_load_shows_no_traceback() -> None:
