@@ -20,7 +20,7 @@ from onbeat.streams.ledger import Ledger
 from tests.browser.gallery import Gallery, open_gallery
 from tests.browser.watch import Watch
 from tests.conftest import free_port, start_redis
-from tests.integration.test_live_api import Broker, serving
+from tests.integration.broker_fixtures import Broker, serving
 
 HERE = Path(__file__).parent
 INSTALL_S = 600.0

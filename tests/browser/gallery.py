@@ -11,8 +11,7 @@ from playwright.async_api import Locator, Page
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, TrainerRecord, WorkerRecord
 from tests.browser.seeding import WORKERS, Content, seed_job
-from tests.integration.broker_fixtures import create_job
-from tests.integration.test_live_api import serving
+from tests.integration.broker_fixtures import create_job, serving
 
 LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
 

@@ -8,8 +8,7 @@ from playwright.async_api import Locator, Page, expect
 
 from onbeat.streams.ledger import Ledger
 from tests.browser.conftest import Visitor
-from tests.integration.broker_fixtures import create_job, job_body
-from tests.integration.test_live_api import Broker
+from tests.integration.broker_fixtures import Broker, create_job, job_body
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 

@@ -12,8 +12,8 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
+from tests.integration.broker_fixtures import Broker
 from tests.integration.test_broker_security import Keys
-from tests.integration.test_live_api import Broker
 
 REFUSED = r"status of 40[13]"  # what the browser notes of each such answer
 

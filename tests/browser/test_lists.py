@@ -10,8 +10,7 @@ from onbeat.types import JobState
 from tests.browser.conftest import Visitor
 from tests.browser.gallery import Gallery
 from tests.browser.test_form import write
-from tests.integration.broker_fixtures import commit, create_job, drain, job_body, start_training, wait_open
-from tests.integration.test_live_api import Broker
+from tests.integration.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, wait_open
 
 LIST = re.compile(r"/v1/jobs\?")
 STEP_S = 10.0

@@ -9,8 +9,17 @@ from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from tests.browser.conftest import Visitor
 from tests.conftest import free_port
-from tests.integration.broker_fixtures import commit, create_job, drain, eventually, start_training, wait_open
-from tests.integration.test_live_api import Broker, ledger_events, serving, train
+from tests.integration.broker_fixtures import (
+    Broker,
+    commit,
+    create_job,
+    drain,
+    eventually,
+    serving,
+    start_training,
+    wait_open,
+)
+from tests.integration.test_live_api import ledger_events, train
 
 NOT_REACHED = r"ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|status of 503"
 

@@ -11,8 +11,8 @@ from onbeat.types import JobState, WorkerRecord
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
 from tests.browser.test_live import cursors, expect_progress
-from tests.integration.broker_fixtures import create_job, eventually, start_training
-from tests.integration.test_live_api import Broker, ledger_events, train
+from tests.integration.broker_fixtures import Broker, create_job, eventually, start_training
+from tests.integration.test_live_api import ledger_events, train
 
 HIDDEN_MS = 10_000  # as api.js has it
 SET_HIDDEN = """(isHidden) => {

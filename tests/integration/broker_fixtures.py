@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 from onbeat.config import JobConfig
 from onbeat.streams.codec import (
@@ -24,7 +26,10 @@ from onbeat.streams.codec import (
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import IterationState
 from services.broker.app import create_app
+from services.broker.connection import connection_class
 from services.broker.settings import Settings
+from services.broker.views.live import JobStreams
+from tests.conftest import free_port
 
 LEASE_S = 30.0
 
@@ -57,6 +62,50 @@ async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> Asy
     client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
     async with app.router.lifespan_context(app), client:
         yield client
+
+
+class Server(uvicorn.Server):
+    """In this process, so that a test can look into it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class Broker:
+    url: str
+    streams: JobStreams
+    server: Server
+
+    @property
+    def num_watchers(self) -> int:
+        return self.streams._num_watchers
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    ledger: Ledger, folder: Path, stall_s: float = 30.0, port: int = 0, has_conductor: bool = True, **more: Any
+) -> AsyncIterator[Broker]:
+    """The whole application at a port of this machine."""
+    write_prompts(folder)
+    port = port or free_port()
+    settings = Settings(data_dir=folder, port=port, **more)
+    app = create_app(settings, ledger, is_stopping=lambda: server.should_exit)
+    options: dict[str, Any] = {"http": connection_class(stall_s), "lifespan": "on" if has_conductor else "off"}
+    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=5, **options)
+    server = Server(config)
+    running = asyncio.create_task(server.serve())
+
+    async def has_started() -> bool:
+        return server.started
+
+    await eventually("the broker serves", has_started)
+    try:
+        yield Broker(f"http://127.0.0.1:{port}", app.state.context.streams, server)
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(running, 30.0)
 
 
 async def eventually(what: str, check: Callable[[], Awaitable[Any]], timeout_s: float = 10.0) -> Any:

@@ -1,27 +1,20 @@
 """A broker, a job and rollouts in this process, and OpenAI's own client before them."""
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import torch
-import uvicorn
 from transformers import AutoTokenizer
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import WorkerRecord
 from onbeat.weights.client import WeightsClient
-from services.broker.app import create_app
-from services.broker.connection import connection_class
-from services.broker.settings import Settings
 from services.rollout.engines.transformers_engine import Draft, TransformersEngine
-from tests.conftest import free_port
-from tests.integration.broker_fixtures import eventually
+from tests.integration.broker_fixtures import Server, serving
 from tests.integration.rollout_rig import Rig, serving_model
 
 HELLO = [{"role": "user", "content": "2+2="}]
@@ -47,12 +40,6 @@ class PacedEngine(TransformersEngine):
         return super()._draw_next(draft)
 
 
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class ChatRig(Rig):
     """A rig whose job a broker knows. The broker has no conductor: tests open iterations themselves."""
 
@@ -64,27 +51,9 @@ class ChatRig(Rig):
 
     @asynccontextmanager
     async def broker(self, folder: Path, **settings: Any) -> AsyncIterator[None]:
-        port = free_port()
-        app = create_app(
-            Settings(data_dir=folder, port=port, **settings), self.ledger, is_stopping=lambda: server.should_exit
-        )
-        config = uvicorn.Config(
-            app, port=port, log_config=None, http=connection_class(30.0), ws="none", lifespan="off",
-            timeout_graceful_shutdown=5,
-        )  # fmt: skip
-        self.server = server = Server(config)
-        serving = asyncio.create_task(server.serve())
-
-        async def has_started() -> bool:
-            return server.started
-
-        await eventually("the broker serves", has_started)
-        self.url = f"http://127.0.0.1:{port}"
-        try:
+        async with serving(self.ledger, folder, has_conductor=False, **settings) as broker:
+            self.url, self.server = broker.url, broker.server
             yield
-        finally:
-            server.should_exit = True
-            await asyncio.wait_for(serving, 30.0)
 
     def client(self, api_key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60.0)

@@ -7,8 +7,7 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from onbeat.api_keys import Role
-from onbeat.client import AsyncClient, BrokerUnreachable, Client
+from onbeat.client import AsyncClient, BrokerUnreachable
 from onbeat.errors import ApiError
 from onbeat.streams import inspection
 from onbeat.streams.ledger import Claim, Ledger
@@ -28,21 +26,20 @@ from onbeat.streams.ledger.audit_log import AuditLog
 from onbeat.streams.ledger.iterations import Iterations
 from onbeat.streams.ledger.scripts import Scripts
 from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, Timeline, WeightUpdate
-from services.broker.app import create_app
-from services.broker.connection import connection_class
-from services.broker.settings import Settings
 from services.broker.views import live
 from services.broker.views import timeline as timeline_module
 from services.broker.views.live import JobStreams
 from services.broker.views.timeline import Timelines
 from tests.conftest import free_port
 from tests.integration.broker_fixtures import (
+    Broker,
     commit,
     create_job,
     drain,
     eventually,
     make_group,
     running_broker,
+    serving,
     start_training,
     wait_open,
     write_prompts,
@@ -51,51 +48,6 @@ from tests.integration.test_broker_security import Keys
 
 LIMIT_S = 30.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read the authorities for each client takes its time
-
-
-class Server(uvicorn.Server):
-    """In this process, so that a test can look into it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass
-class Broker:
-    url: str
-    streams: JobStreams
-    server: Server
-
-    @property
-    def num_watchers(self) -> int:
-        return self.streams._num_watchers
-
-
-@asynccontextmanager
-async def serving(
-    ledger: Ledger, folder: Path, stall_s: float = 30.0, port: int = 0, **more: Any
-) -> AsyncIterator[Broker]:
-    write_prompts(folder)
-    port = port or free_port()
-    settings = Settings(data_dir=folder, port=port, **more)
-    app = create_app(settings, ledger, is_stopping=lambda: server.should_exit)
-    server = Server(
-        uvicorn.Config(
-            app, port=port, log_config=None, http=connection_class(stall_s), ws="none", timeout_graceful_shutdown=5
-        )
-    )
-    serving = asyncio.create_task(server.serve())
-
-    async def has_started() -> bool:
-        return server.started
-
-    await eventually("the broker serves", has_started)
-    try:
-        yield Broker(f"http://127.0.0.1:{port}", app.state.context.streams, server)
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(serving, LIMIT_S)
 
 
 @pytest_asyncio.fixture
@@ -620,24 +572,6 @@ async def test_client_gives_up_on_a_broker_that_stays_away(monkeypatch: pytest.M
     async with AsyncClient(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(BrokerUnreachable):
             await anext(client.jobs.stream("job"))
-
-
-async def test_blocking_client_streams_and_may_leave(broker: Broker, ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-
-    def look() -> tuple[str, str]:
-        with Client(broker.url) as client:
-            (first,) = [update for update, _ in zip(client.jobs.stream(job_id), range(1), strict=False)]
-            for update in client.jobs.stream(job_id):
-                if isinstance(update, Event):
-                    break
-            has_left.set()
-            return first.id, update.kind
-
-    has_left = threading.Event()
-    looking = asyncio.create_task(asyncio.to_thread(look))
-    assert await asyncio.wait_for(looking, LIMIT_S) == (job_id, "job.state")
-    assert has_left.is_set()
 
 
 # ---- the timeline ------------------------------------------------------------------------------------------------

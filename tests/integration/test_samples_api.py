@@ -31,12 +31,12 @@ from tests.integration.broker_fixtures import (
     failed_group,
     make_group,
     running_broker,
+    serving,
     start_training,
     tasks_for,
     wait_open,
     write_prompts,
 )
-from tests.integration.test_live_api import serving
 
 TEXT = "Hi 😀!"
 TOKEN_TEXTS = ["Hi", " ", "", "😀", "!", ""]  # the third is a part of the next one's character, the last a special one
