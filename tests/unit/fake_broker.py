@@ -33,7 +33,6 @@ class FakeJobs:
         self.by_key: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.failures: list[int] = []  # status codes to answer before doing the work
-        self.has_redis = True  # else it answers 503
         self.authorization: str | None = None
         self.audit: dict[str, Any] = {}  # over a clean report
         self.findings: list[dict[str, Any]] = []  # of the doctor
@@ -158,8 +157,6 @@ def make_app(fake: FakeJobs) -> FastAPI:
     async def watch(request: Request, call_next: Any) -> Any:
         fake.requests.append((request.method, request.url.path))
         fake.authorization = request.headers.get("authorization")
-        if not fake.has_redis:
-            return problem(503, "Redis does not answer", "Nothing is lost; try again in a moment.")
         if fake.failures:
             return problem(fake.failures.pop(0), "not now")
         return await call_next(request)

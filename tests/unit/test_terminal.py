@@ -132,19 +132,6 @@ def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
     assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
 
 
-def test_broker_without_redis_for_a_moment_is_survived(url: str, fake: FakeJobs) -> None:
-    job_id = create(url, ENDLESS)
-    with Terminal("jobs", "watch", job_id, columns=120, ONBEAT_URL=url) as terminal:
-        terminal.wait_for("reward")
-        fake.has_redis = False
-        terminal.wait_for("broker       does not answer, trying again")
-        fake.has_redis = True
-        terminal.wait_for("the broker answers again")
-        fake.jobs[job_id]["ended"] = "CANCELLED"
-        assert terminal.wait_for_end() == 1
-    assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
-
-
 def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
     with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
         terminal.wait_for("reward")
@@ -234,17 +221,6 @@ def test_top_goes_on_when_the_broker_comes_back(fake: FakeJobs) -> None:
         with serve(fake, port):
             terminal.wait_for("rollout-new")
             assert "does not answer" not in terminal.screen.text
-
-
-def test_top_goes_on_when_redis_comes_back(url: str, fake: FakeJobs) -> None:
-    with Terminal("top", columns=120, ONBEAT_URL=url) as terminal:
-        terminal.wait_for("rollout-0")
-        fake.has_redis = False
-        terminal.wait_for("the broker does not answer since")
-        fake.workers = [{"id": "rollout-new", "state": "idle"}]
-        fake.has_redis = True
-        terminal.wait_for("rollout-new")
-        assert "does not answer" not in terminal.screen.text
 
 
 def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs) -> None:
