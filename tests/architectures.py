@@ -40,12 +40,7 @@ smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu zamba zamba2 
 bert electra roberta xlnet reformer gemma3 gemma4 qwen3_5 llama4 mistral3 fuyu
 """.split()  # noqa: SIM905
 LONGROPE = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "rope_theta": 1e4,
-    }
+    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4}
 }
 # What types need besides their defaults, which transformers itself cannot build.
 NEEDED: dict[str, dict[str, Any]] = {

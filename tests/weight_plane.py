@@ -202,12 +202,7 @@ class Plane:
     """`egress` and `fanout` as in `Sources`. Ends with its context."""
 
     def __init__(
-        self,
-        folder: Path,
-        egress: int = 1,
-        fanout: int = 1,
-        security: WireSecurity = PLAIN,
-        max_calls: int = 1024,
+        self, folder: Path, egress: int = 1, fanout: int = 1, security: WireSecurity = PLAIN, max_calls: int = 1024
     ) -> None:
         self._folder, self._security = folder, security
         self.trainer = Trainer(egress, fanout, security, max_calls)

@@ -21,13 +21,11 @@ FOREIGN_ADDRESSES = {
     (
         "docs/vllm-serve.md",
         "http://127.0.0.1:8000/",
-    ): "vLLM's own server; tests/integration/test_stock_server.py uses it",
+    ): "vLLM's own server; tests/integration/test_stock_server.py uses it"
 }
 
 # Calls that are not the broker's: (page, call).
-FOREIGN_CALLS = {
-    ("docs/vllm-serve.md", "POST /pause?mode=wait"): "of vLLM's development mode",
-}
+FOREIGN_CALLS = {("docs/vllm-serve.md", "POST /pause?mode=wait"): "of vLLM's development mode"}
 
 # Variables that no settings class, compose file or script knows: (name, reason).
 FOREIGN_VARIABLES: dict[str, str] = {}

@@ -73,13 +73,7 @@ KEYS = st.builds(
     st.none() | LARGE,
     NUMBERS,
 )
-PEERS = st.builds(
-    weights_pb2.Peer,
-    worker_id=TEXTS,
-    address=TEXTS,
-    host_id=TEXTS,
-    zone=TEXTS,
-)
+PEERS = st.builds(weights_pb2.Peer, worker_id=TEXTS, address=TEXTS, host_id=TEXTS, zone=TEXTS)
 JOBS = st.sampled_from([JOB, JOB, JOB, "", "other", "\0"])
 REQUESTS = st.one_of(
     st.builds(weights_pb2.DescribeRequest, job_id=JOBS),

@@ -435,8 +435,7 @@ def write_nothing(good: Path, bad: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "write_bad_file",
-    [write_nothing, write_truncated_file, write_file_without_a_tensor, write_file_with_a_wrong_shape],
+    "write_bad_file", [write_nothing, write_truncated_file, write_file_without_a_tensor, write_file_with_a_wrong_shape]
 )
 async def test_failed_load_serves_nothing_until_a_good_one(
     either_engine: Subject, tmp_path: Path, write_bad_file

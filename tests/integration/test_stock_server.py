@@ -247,10 +247,7 @@ async def test_what_cannot_work_is_said_in_a_sentence(tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     not_in_dev_mode = await asyncio.get_running_loop().create_server(NotFound, "127.0.0.1", 0)
     port = not_in_dev_mode.sockets[0].getsockname()[1]
-    sentences = {
-        nobody: "no server answers at",
-        f"http://127.0.0.1:{port}": "start it with VLLM_SERVER_DEV_MODE=1",
-    }
+    sentences = {nobody: "no server answers at", f"http://127.0.0.1:{port}": "start it with VLLM_SERVER_DEV_MODE=1"}
     async with not_in_dev_mode:
         for url, sentence in sentences.items():
             server = StockServer(url)

@@ -123,13 +123,7 @@ def audit_is_clean(state: State) -> None:
     require(logged == accepted, f"the log has {logged}, accepted are {accepted}")
 
 
-STATES = (
-    one_version_per_iteration,
-    accepted_once,
-    nothing_lost,
-    trained_once,
-    iterations_in_order,
-)
+STATES = (one_version_per_iteration, accepted_once, nothing_lost, trained_once, iterations_in_order)
 
 
 # ---- along every call ------------------------------------------------------------------------------------------------

@@ -208,21 +208,11 @@ GOOD: dict[str, Any] = {
         ("rollout", {"num_samples_per_prompt": 0}, "rollout.num_samples_per_prompt", "got 0 (responses in a group"),
         ("rollout", {"max_response_tokens": "many"}, "rollout.max_response_tokens", "got 'many'"),
         ("optimizer", {"betas": [0.9, 2]}, "optimizer.betas.1", "got 2"),
-        (
-            "schedule",
-            {"mode": "fast"},
-            "schedule",
-            "has no mode 'fast'; set schedule.mode to one of: ",
-        ),
+        ("schedule", {"mode": "fast"}, "schedule", "has no mode 'fast'; set schedule.mode to one of: "),
         ("schedule", {"num_iterations": 0}, "schedule.num_iterations", "got 0"),
         ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to another mode of schedule"),
         ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (most iterations"),
-        (
-            "evaluation",
-            {"data": {"type": "csv"}},
-            "evaluation.data",
-            "no type 'csv'; set evaluation.data.type to ",
-        ),
+        ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
         (
             "evaluation",
             {"data": {"task": 1}},

@@ -315,8 +315,7 @@ def test_live_view_before_anything_happened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "line"),
-    [([], ""), ([1.0], "▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([3.0, 3.0], "▁▁"), ([1.0, 0.0], "█▁")],
+    ("values", "line"), [([], ""), ([1.0], "▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([3.0, 3.0], "▁▁"), ([1.0, 0.0], "█▁")]
 )
 def test_sparkline(values: list[float], line: str) -> None:
     assert sparkline(values) == line

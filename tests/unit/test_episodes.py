@@ -20,14 +20,7 @@ from services.trainer.batch import MIN_PREFIX, group_rewards, num_places, pack, 
 from services.trainer.episode import num_leaves, turn_paths, turn_spans
 from services.trainer.model.model import Passes, freeze_copy, response_logprobs, tri_model_logprobs, use_attention
 from services.trainer.stats import IterationStats
-from tests.unit.episode_fixtures import (
-    MIXED,
-    SHAPES,
-    make_episodes,
-    path_logprobs,
-    paths_of,
-    random_turns,
-)
+from tests.unit.episode_fixtures import MIXED, SHAPES, make_episodes, path_logprobs, paths_of, random_turns
 from tests.unit.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64, gradients  # noqa: F401
 from tests.unit.test_signal import CASES, config_of, moved
 from tests.unit.trainer_fixtures import job_config, make_group, model_of, tiny_model, train

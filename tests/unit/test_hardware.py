@@ -74,10 +74,6 @@ def test_vllm_chooses_its_kernels_below_the_limits():
         "print(cpu._is_avx512_bf16_supported(), cpu._is_avx512_supported(), cpu._is_amx_tile_supported())"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", question],
-        env={"ONEDNN_MAX_CPU_ISA": "AVX2"},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", question], env={"ONEDNN_MAX_CPU_ISA": "AVX2"}, capture_output=True, text=True, check=True
     )
     assert answer.stdout.split() == ["False", "False", "False"]

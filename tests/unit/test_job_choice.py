@@ -13,11 +13,7 @@ def job(job_id: str, num_prompts: int = 4, is_paused: bool = False) -> Candidate
         "model": {"path": "m"},
         "data": {"type": "jsonl", "path": "p.jsonl"},
         "reward": {"name": "exact"},
-        "rollout": {
-            "num_prompts_per_iteration": num_prompts,
-            "num_samples_per_prompt": 2,
-            "max_response_tokens": 8,
-        },
+        "rollout": {"num_prompts_per_iteration": num_prompts, "num_samples_per_prompt": 2, "max_response_tokens": 8},
         "schedule": {"num_iterations": 1},
     }
     return Candidate(job_id, JobConfig.model_validate(config), is_paused)

@@ -120,9 +120,7 @@ SHOWN: list[Record | Records[Record]] = [
     Records([Event(id="1-0", time=1.0, kind=EVIL, message=EVIL)]),
     Records([WorkerRecord(id=EVIL, state=EVIL, last_seen_at=1.0)]),
     Records([EvaluationRecord.model_validate(evaluation_json(1) | {"message": EVIL})]),
-    Timeline.model_validate(
-        {"start": 0, "end": 1, "iterations": [0], "lanes": [{"id": EVIL}], "spans": []},
-    ),
+    Timeline.model_validate({"start": 0, "end": 1, "iterations": [0], "lanes": [{"id": EVIL}], "spans": []}),
 ]
 
 

