@@ -5,8 +5,8 @@
     the trainer            is read from the job before every try: a restarted one has another address
 
 There is one copy of the weights here, so there is one pull at a time, and the copy stays at a version until the engine
-has read it. A version whose deltas fail is pulled in full by the next try. A copy that is not needed once the engine has
-read it, neither by peers nor for the next delta, gives its memory back until the next pull (`is_kept`).
+has read it. A version whose deltas fail is pulled in full by the next try. A copy that is not needed once the engine
+has read it, neither by peers nor for the next delta, gives its memory back until the next pull (`is_kept`).
 """
 
 import asyncio
