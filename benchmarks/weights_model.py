@@ -26,7 +26,7 @@ from harness import RESULTS
 from onbeat.weights.server import CHUNK_BYTES, CHUNKS_A_PAYLOAD, MIN_CHUNK_BYTES
 
 BYTES_A_PARAMETER = 2
-MODELS = {"7B": 7e9, "32B": 32e9, "235B": 235e9}  # parameters
+MODELS = {"7B": 7e9, "235B": 235e9}  # parameters
 LINKS_GBIT = (10, 100)
 NUM_ROLLOUTS = (8, 64, 512)
 SHARES = (0.01, 0.04)  # of the weights that change
