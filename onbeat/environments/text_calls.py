@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from onbeat.environments.tool_schema import Tool
 from onbeat.environments.types import Message
 
+MAX_BRACKETS = 16  # that are tried as the end of a call
+
 
 def announce(conversation: list[Message], tools: Mapping[str, Tool]) -> None:
     """Say in the first system message, which may be a new one, which tools there are and how they are called."""
@@ -25,9 +27,28 @@ async def call_in_text(text: str, tools: Mapping[str, Tool]) -> list[Message]:
     found = re.search(rf"\b({'|'.join(map(re.escape, tools))})\(([^\n]*?)\)", text) if tools else None
     if found is None:
         return []
-    tool = tools[found[1]]
-    said = await tool.call(read_arguments(parameters_of(tool), found[2]))
-    return [{"role": "user", "content": f"{found[0]} = {said}"}]
+    tool, written = tools[found[1]], arguments_in(text[found.start(2) :].partition("\n")[0])
+    said = await tool.call(read_arguments(parameters_of(tool), written))
+    return [{"role": "user", "content": f"{found[1]}({written}) = {said}"}]
+
+
+def arguments_in(line: str) -> str:
+    """Return the text before the first bracket that closes Python arguments; before the very first where none does.
+
+    >>> arguments_in('"a lamp (red)") and more')
+    '"a lamp (red)"'
+    """
+    brackets = [index for index, character in enumerate(line) if character == ")"][:MAX_BRACKETS]
+    ends = (index for index in brackets if parse_arguments(line[:index]) is not None)
+    return line[: next(ends, brackets[0])]
+
+
+def parse_arguments(text: str) -> ast.Call | None:
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return call if isinstance(call, ast.Call) else None
 
 
 def parameters_of(tool: Tool) -> list[str]:
@@ -41,8 +62,8 @@ def read_arguments(names: Sequence[str], text: str) -> dict[str, object]:
     {'a': 1, 'b': 2}
     """
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        assert isinstance(call, ast.Call)
+        call = parse_arguments(text)
+        assert call is not None
         values = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (ValueError, TypeError, SyntaxError, AssertionError, MemoryError, RecursionError):

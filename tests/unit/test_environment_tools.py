@@ -203,6 +203,29 @@ async def test_calls_as_text_for_models_without_tools():
         build_environment(Calculator, {"tool_calls": "xml"})
 
 
+@pytest.mark.parametrize(
+    ("written", "seen"),
+    [
+        ('the price("lamp (red)") is (perhaps) low', 'price("lamp (red)") = lamp (red)'),
+        ("price(price('cup'))", "price(price('cup')) = price('cup')"),
+        ("price(it's) or (not)", "price(it's) = it's"),
+        ("price('a'); price('b')", "price('a') = a"),
+    ],
+)
+async def test_call_in_text_ends_at_the_bracket_that_closes_it(written, seen):
+    class Prices:
+        def price(self, item: str) -> str:
+            """Look up a price."""
+            return item
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    session = ScriptedSession(says(written), says("ok"))
+    await play(session, Prices, tool_calls="text")
+    assert session.asked[1][-1]["content"] == seen
+
+
 def test_arguments_in_text_are_literals_or_the_text_itself():
     assert read_arguments(["a", "b"], "1, b='x'") == {"a": 1, "b": "x"}
     assert read_arguments(["expression"], "37 + 48") == {"expression": "37 + 48"}
