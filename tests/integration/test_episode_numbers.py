@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from onbeat.environments import Outcome
 from onbeat.streams.codec import check_group, check_logprobs
+from services.rollout.engines.interface import Sampling
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.prompts import PromptEncoder
-from tests.episode_rig import VERSION, Rig, flight_of, paths_of
+from tests.episode_rig import VERSION, Rig, flight_of, paths_of, until
 from tests.integration.tiny_models import write_untied_model
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -57,6 +58,29 @@ async def test_logprobs_of_all_turns_are_those_of_a_fresh_pass(model_dir):
         ]
         torch.testing.assert_close(torch.tensor(list(response.rollout_logprobs)), torch.tensor(logprobs))
         assert "characters" in json.loads(response.turns[1].messages_json)[0]["content"]
+
+
+async def test_generation_that_is_cancelled_computes_no_further(model_dir):
+    """An agent that gives up and asks again must not leave the engine ever more to do."""
+    engine = TransformersEngine(dtype="float32")
+    await engine.start(model_dir, VERSION)
+    engine._eos_token_ids = [-1]  # so that no response ends by chance
+    num_passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_passes
+        num_passes += 1
+
+    engine._model.register_forward_hook(count)
+    given_up = [
+        asyncio.create_task(engine.generate([1, 2, 3], 1, Sampling(400, 1.0, seed), VERSION)) for seed in range(3)
+    ]
+    await until(lambda: num_passes >= 2)
+    for each in given_up:
+        each.cancel()
+    await engine.generate([1, 2, 3], 1, Sampling(1, 1.0, 7), VERSION)  # the model is free only behind the others
+    assert num_passes < 600  # of 1200
+    await engine.stop()
 
 
 @torch.inference_mode()

@@ -90,9 +90,12 @@ class TransformersEngine:
         if sampling.temperature <= 0:
             raise ValueError(f"temperature {sampling.temperature} is not positive")
         self._num_in_flight += num_samples
+        is_over = threading.Event()
         try:
-            token_ids_GT, logprobs_GT = await asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling)
-        finally:
+            sampled = asyncio.to_thread(self._sample, prompt_token_ids, num_samples, sampling, is_over)
+            token_ids_GT, logprobs_GT = await sampled
+        finally:  # this may have been cancelled
+            is_over.set()
             self._num_in_flight -= num_samples
         return [
             self._to_response(token_ids, logprobs, expected_version)
@@ -100,9 +103,16 @@ class TransformersEngine:
         ]
 
     @torch.inference_mode()
-    def _sample(self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return token ids and their float32 logprobs, both [G, T], T the longest response. The prompt is read once."""
+    def _sample(
+        self, prompt_token_ids: list[int], num_samples: int, sampling: Sampling, is_over: threading.Event
+    ) -> tuple[Tensor, Tensor]:
+        """Return token ids and their float32 logprobs, both [G, T], T the longest response. The prompt is read once.
+
+        Nothing more is computed once `is_over` is set: the request was cancelled.
+        """
         with self._lock:
+            if is_over.is_set():
+                return torch.empty(num_samples, 0), torch.empty(num_samples, 0)
             generator = torch.Generator(self._device).manual_seed(sampling.seed)
             is_finished_G = torch.zeros(num_samples, dtype=torch.bool, device=self._device)
             eos_token_ids = torch.tensor(self._eos_token_ids, device=self._device)
@@ -117,7 +127,7 @@ class TransformersEngine:
                 tokens.append(token_G1)
                 logprobs.append(logprobs_GV.gather(1, token_G1))
                 is_finished_G |= torch.isin(token_G1[:, 0], eos_token_ids)
-                if is_finished_G.all():
+                if is_finished_G.all() or is_over.is_set():
                     break
                 output = self._model(token_G1, past_key_values=output.past_key_values, use_cache=True)
                 logits_GV = output.logits[:, -1]
