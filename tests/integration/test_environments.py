@@ -87,6 +87,12 @@ class Behave:
             for number in range(3, 20):
                 try: os.write(number, b"5\\\\n")
                 except OSError: pass
+        if key == "forge":
+            line = {"request": 1, "step": "failed", "episode": -1, "kind": "raised", "message": ""}
+            for number in range(3, 20):
+                try: os.write(number, json.dumps(line).encode() + b"\\n")
+                except OSError: pass
+            await asyncio.sleep(3600)
         if key == "twin" and os.fork() == 0: await asyncio.sleep(0.2)
         if key == "child":
             Path(place).write_text(str(os.fork() or time.sleep(3600)))
@@ -257,6 +263,7 @@ async def test_failed_episode_leaves_the_others_alone(processes, key, kind, word
         ("crash", "crashed", "was killed by SIGABRT; it said: "),
         ("flood", "output", "it printed more than 4194304 bytes"),
         ("scribble", "crashed", "wrote into the protocol"),
+        ("forge", "crashed", "wrote into the protocol"),
     ],
 )
 async def test_death_of_the_process_fails_what_had_not_ended(processes, key, kind, words):

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from onbeat.environments import Outcome
 from onbeat.types import EpisodeFailureKind as Kind
@@ -37,7 +37,7 @@ class Loaded(Answer):
 
 class Ended(Answer):
     step: Literal["ended"]
-    episode: int
+    episode: NonNegativeInt
     reward: Number
     parts: dict[str, Number]
     turn_rewards: dict[str, Number]
@@ -45,7 +45,7 @@ class Ended(Answer):
 
 class Failed(Answer):
     step: Literal["failed"]
-    episode: int
+    episode: NonNegativeInt
     kind: Literal["load", "raised", "timeout", "invalid", "memory"]
     message: str
 
