@@ -1,5 +1,6 @@
 """The session of an episode: the policy behind an OpenAI-compatible URL, on one version from begin to end."""
 
+import json
 from typing import Any
 
 import httpx
@@ -38,8 +39,10 @@ class Session:
         """
         body: dict[str, Any] = {"messages": messages}
         body |= {name: value for name, value in (("tools", tools), ("max_tokens", max_tokens)) if value is not None}
+        # Halves of characters, as in names of files that are no text, are replaced: no tokenizer takes them.
+        content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode(errors="replace")
         try:
-            answer = await self._http.post(f"{self.url}/chat/completions", json=body)
+            answer = await self._http.post(f"{self.url}/chat/completions", content=content)
         except httpx.HTTPError as error:
             raise SessionError(f"the session does not answer: {type(error).__name__}: {error}") from error
         if not answer.is_success:

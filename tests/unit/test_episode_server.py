@@ -144,6 +144,16 @@ async def test_episode_is_over_when_a_tool_says_more_than_a_body_holds():
     assert group.responses[0].reward == 0.5
 
 
+async def test_tool_may_return_what_is_no_text():
+    async def run(task, policy):
+        await policy.chat([USER, {"role": "user", "content": "a file named \udcff.txt"}])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        group = await rig.group()
+    assert json.loads(group.responses[0].turns[0].messages_json)[-1]["content"] == "a file named ?.txt"
+
+
 @pytest.mark.parametrize("field", ["description", "arguments"])
 async def test_tools_and_calls_that_cannot_fit_are_not_tokenised(field):
     described = {"name": "add", "description": "x" * 100_000}
