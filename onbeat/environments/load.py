@@ -33,6 +33,8 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
     adapter, own = ToolsOptions.split(options)
     if adapter.reward is None and not hasattr(target, "get_reward"):
         raise ValueError(NO_REWARD)
+    if adapter.reward is not None:
+        load_installed("onbeat.rewards", adapter.reward)  # before episodes are played in vain
     return ToolsEnvironment(maker(target, own), adapter)
 
 

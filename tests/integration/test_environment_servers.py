@@ -103,3 +103,5 @@ def test_mcp_environment_needs_one_reward():
     for rewards in ({}, {"reward": "exact", "reward_tool": "grade"}):
         with pytest.raises(ValueError, match="either `reward`, an installed one, or `reward_tool`"):
             McpEnvironment(STDIO, **rewards)
+    with pytest.raises(ValueError, match="no reward 'exakt' is installed here; there are: exact, "):
+        McpEnvironment(STDIO, reward="exakt")

@@ -187,6 +187,8 @@ async def test_class_without_reward_takes_an_installed_one():
     assert (await play(ScriptedSession(), Bare, reward="exact")).reward == 0.0
     with pytest.raises(ValueError, match=r"write get_reward, or name an installed one in options\.reward"):
         build_environment(Bare, {})
+    with pytest.raises(ValueError, match="no reward 'exakt' is installed here; there are: exact, "):
+        build_environment(Bare, {"reward": "exakt"})
 
 
 async def test_calls_as_text_for_models_without_tools():
