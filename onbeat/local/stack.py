@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from onbeat.errors import OnbeatError
 from onbeat.hardware.accelerators import available_devices, device_environments
 from onbeat.hardware.cores import available_cores, format_cores, plan_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import HOST, free_port, redis_service
-from onbeat.local.scratch import make_scratch
 from onbeat.local.state import StackLock, StackState, create_data_dir
 from onbeat.local.supervisor import ServiceSpec, Supervisor
 from onbeat.temporary import PrivateFolder
@@ -34,6 +35,9 @@ SPLIT_MAX_NUM_SEQS, SHARED_MAX_NUM_SEQS = "24", "64"
 SHARED_SPINS = "10000"
 LOCAL_DRAIN_S = "5"  # below the grace period of the supervisor
 TRAINER_GRACE_S = 60.0  # for the checkpoint that it writes when it is asked to stop
+SCRATCH_PREFIX = "onbeat-"
+MAX_SOCKET_PATH_BYTES = 103  # for a UNIX socket on macOS; Linux has four more
+LONGEST_INSIDE = "/onbeat-12345678/rollout-999/71c596d2-5304-430f-a62c-53895bd8e4a1"  # the path of a vLLM socket
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,23 @@ class LocalStack:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
+
+
+def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
+    """Make the directory of temporary files, in TMPDIR, or in /tmp where paths of sockets would get too long.
+
+    Each service has a folder of its own in it. Raise OnbeatError.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) + len(LONGEST_INSIDE) > MAX_SOCKET_PATH_BYTES:
+        report(f"temporary files go to /tmp: TMPDIR={parent} is too long for the paths of sockets inside")
+        parent = Path("/tmp")
+    try:
+        return PrivateFolder(SCRATCH_PREFIX, parent)
+    except OSError as error:
+        raise OnbeatError(
+            f"no temporary folder can be made in {parent}: {error}; free disk space there or set TMPDIR"
+        ) from error
 
 
 def service_specs(options: StackOptions, redis_url: str, port: int) -> list[ServiceSpec]:

@@ -22,8 +22,7 @@ from onbeat.errors import OnbeatError
 from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
 from onbeat.hardware.processor import read_processor
 from onbeat.local.redis_server import free_port, redis_service
-from onbeat.local.scratch import make_scratch
-from onbeat.local.stack import StackOptions, describe_places, service_specs
+from onbeat.local.stack import StackOptions, describe_places, make_scratch, service_specs
 from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
 from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
 
