@@ -19,10 +19,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from onbeat.confine import PR_SET_PDEATHSIG
+from onbeat.confine import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 IS_LINUX = sys.platform == "linux"
@@ -39,10 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     stop = StopSignal()
-    prctl = load_prctl()
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the processes that a dying service leaves become our children
+    if IS_LINUX:  # the processes that a dying service leaves become our children
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    child = subprocess.Popen(command, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    child = subprocess.Popen(command, preexec_fn=die_with_parent)
     exit_code = supervise(child.pid, options.parent, options.grace_s, stop)
     kill_descendants()
     if os.getppid() != options.parent:
@@ -142,13 +141,6 @@ def children_of(parent: int) -> list[int]:
             if int(state_and_parent[1]) == parent:
                 children.append(int(stat.parent.name))
     return children
-
-
-def load_prctl() -> Callable[[int, int], object]:
-    if not IS_LINUX:
-        return lambda option, value: None
-    prctl: Callable[[int, int], object] = ctypes.CDLL(None, use_errno=True).prctl
-    return prctl
 
 
 if __name__ == "__main__":
