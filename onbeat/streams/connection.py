@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import SSLConnection, parse_url
@@ -16,9 +16,10 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
 
-from onbeat.network import check_certificate, trust
+from onbeat.network import OptionalFile, check_certificate, read_file, trust
 
 MAX_CONNECTIONS = 10_000  # as many as Redis accepts; with redis-py's default of 100, the 101st blocking read would fail
+PASSWORD_FILE = "ONBEAT_REDIS_PASSWORD_FILE"
 
 
 class RedisSettings(BaseModel):
@@ -33,20 +34,14 @@ class RedisSettings(BaseModel):
     )
     redis_retry_s: float = Field(60.0, gt=0, description="how long an unreachable Redis is retried before giving up")
     redis_username: str = Field("", description="user of Redis, if the URL names none; empty: its default user")
-    redis_password_file: Path | None = Field(
+    redis_password_file: OptionalFile = Field(
         None, description="holds the password of Redis, instead of the URL; read anew for every connection"
     )
-    redis_ca_file: Path | None = Field(
+    redis_ca_file: OptionalFile = Field(
         None, description="PEM authority of the certificate of Redis; default: those of the system"
     )
-    redis_cert_file: Path | None = Field(None, description="PEM certificate shown to Redis; with redis_key_file")
-    redis_key_file: Path | None = Field(None, description="PEM private key of redis_cert_file, not encrypted")
-
-    @field_validator("redis_password_file", "redis_ca_file", "redis_cert_file", "redis_key_file", mode="before")
-    @classmethod
-    def take_empty_redis_file_as_unset(cls, value: object) -> object:
-        """Treat an empty path as unset: Compose passes an unset variable on as an empty one, the current folder."""
-        return None if value == "" else value
+    redis_cert_file: OptionalFile = Field(None, description="PEM certificate shown to Redis; with redis_key_file")
+    redis_key_file: OptionalFile = Field(None, description="PEM private key of redis_cert_file, not encrypted")
 
     def connect_redis(self, retry_s: float | None = None) -> Redis:
         """Return a client that survives a restart of Redis for about `retry_s` (default: redis_retry_s), then raises
@@ -60,7 +55,7 @@ class RedisSettings(BaseModel):
                 raise ValueError(
                     "ONBEAT_REDIS_URL has a password and ONBEAT_REDIS_PASSWORD_FILE is set; keep one of them"
                 )
-            read_password(self.redis_password_file)
+            read_file(PASSWORD_FILE, self.redis_password_file)
             username = options.pop("username", self.redis_username)
             options["credential_provider"] = PasswordFile(username, self.redis_password_file)
         elif self.redis_username:
@@ -122,7 +117,7 @@ class PasswordFile(CredentialProvider):
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
         try:
-            password = read_password(self._path)
+            password = read_file(PASSWORD_FILE, self._path)
         except ValueError as error:  # the file may just be changing: try again
             raise ConnectionError(str(error)) from None
         return (self._username, password) if self._username else (password,)
@@ -186,25 +181,12 @@ def public_address(redis: Redis) -> str:
     return f"{options.get('host', options.get('path', 'localhost'))}:{options.get('port', 6379)}/{options.get('db', 0)}"
 
 
-def read_password(path: Path) -> str:
-    try:
-        password = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"ONBEAT_REDIS_PASSWORD_FILE={path} cannot be read: {type(error).__name__}") from None
-    if not password:
-        raise ValueError(f"ONBEAT_REDIS_PASSWORD_FILE={path} is empty")
-    return password
-
-
 def check_tls_files(
     options: dict[str, Any], ca_file: Path | None, cert_file: Path | None, key_file: Path | None
 ) -> None:
     """Check the TLS files: redis-py would retry with a wrong one as if Redis were away. Raise ValueError."""
     if options.get("connection_class") is not SSLConnection:
         raise ValueError("there are TLS files for Redis, but ONBEAT_REDIS_URL is without TLS; make it rediss://")
-    if (cert_file is None) != (key_file is None):
-        raise ValueError("ONBEAT_REDIS_CERT_FILE and ONBEAT_REDIS_KEY_FILE work only together; set both or neither")
     if ca_file is not None:
         trust("ONBEAT_REDIS_CA_FILE", ca_file)
-    if cert_file is not None and key_file is not None:
-        check_certificate(("ONBEAT_REDIS_CERT_FILE", cert_file), ("ONBEAT_REDIS_KEY_FILE", key_file))
+    check_certificate(("ONBEAT_REDIS_CERT_FILE", cert_file), ("ONBEAT_REDIS_KEY_FILE", key_file))

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from onbeat.errors import WeightsError
-from onbeat.network import check_certificate, host_of, is_loopback, trust
+from onbeat.network import OptionalFile, check_certificate, host_of, is_loopback, read_file, trust
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,6 @@ class WireSecurity:
     def __post_init__(self) -> None:
         if not all("!" <= character <= "~" for character in self.api_key):
             raise ValueError(f"{API_KEY} has a blank, a line end or a character beyond ASCII; use letters and digits")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = (TLS_CERT, TLS_KEY) if self.tls_cert else (TLS_KEY, TLS_CERT)
-            raise ValueError(f"{given} is set but {missing} is not; a certificate works only together with its key")
         if self.tls_server_name and not self.has_tls:
             raise ValueError(f"{TLS_SERVER_NAME} is set but there is no TLS to use it; set {TLS_CA}")
         self._check_files()
@@ -84,9 +81,8 @@ class WireSecurity:
         """Check the files now: gRPC would only log a problem, and fail later. Raise ValueError."""
         for variable, path in [(TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key), (TLS_CA, self.tls_ca)]:
             if path is not None:
-                _read(variable, path)
-        if self.tls_cert is not None and self.tls_key is not None:
-            check_certificate((TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key))
+                read_file(variable, path)
+        check_certificate((TLS_CERT, self.tls_cert), (TLS_KEY, self.tls_key))
         if self.tls_ca is not None:
             trust(TLS_CA, self.tls_ca)
 
@@ -102,23 +98,17 @@ class WireSettings(BaseModel):
     weights_api_key: SecretStr = Field(
         SecretStr(""), description="shared by trainers and rollouts: without it no weights are served; empty: no key"
     )
-    weights_api_key_file: Path | None = Field(
+    weights_api_key_file: OptionalFile = Field(
         None, description="holds the key instead of weights_api_key; read once, at the start"
     )
-    weights_tls_cert: Path | None = Field(None, description="PEM certificate of this side; with weights_tls_key")
-    weights_tls_key: Path | None = Field(None, description="PEM private key of this side, not encrypted")
-    weights_tls_ca: Path | None = Field(
+    weights_tls_cert: OptionalFile = Field(None, description="PEM certificate of this side; with weights_tls_key")
+    weights_tls_key: OptionalFile = Field(None, description="PEM private key of this side, not encrypted")
+    weights_tls_ca: OptionalFile = Field(
         None, description="PEM authority that the other side's certificate must come from; then servers ask for one too"
     )
     weights_tls_server_name: str = Field(
         "", description="name in the servers' certificates when it is not the address they are reached by"
     )
-
-    @field_validator("weights_api_key_file", "weights_tls_cert", "weights_tls_key", "weights_tls_ca", mode="before")
-    @classmethod
-    def take_empty_as_unset(cls, value: object) -> object:
-        """Treat an empty path as unset: Compose passes an unset variable on as an empty one, the current folder."""
-        return None if value == "" else value
 
     def wire_security(self) -> WireSecurity:
         """Return the security that the settings describe. Raise ValueError for a combination that cannot work."""
@@ -136,7 +126,7 @@ class WireSettings(BaseModel):
             return given
         if given:
             raise ValueError(f"{API_KEY} and {API_KEY}_FILE are both set; set one of them")
-        return _read(f"{API_KEY}_FILE", self.weights_api_key_file).decode(errors="replace").strip()
+        return read_file(f"{API_KEY}_FILE", self.weights_api_key_file)
 
 
 def reachable_host(host: str, advertise: str = "") -> str:
@@ -275,28 +265,21 @@ def _authorization(api_key: str) -> str:
 def _server_credentials(security: WireSecurity) -> grpc.ServerCredentials:
     assert security.tls_cert is not None
     assert security.tls_key is not None
-    pair = (_read(TLS_KEY, security.tls_key), _read(TLS_CERT, security.tls_cert))
-    if security.tls_ca is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], _read(TLS_CA, security.tls_ca), require_client_auth=True)
+    pair = (read_file(TLS_KEY, security.tls_key).encode(), read_file(TLS_CERT, security.tls_cert).encode())
+    has_authority = security.tls_ca is not None
+    return grpc.ssl_server_credentials([pair], _pem(TLS_CA, security.tls_ca), require_client_auth=has_authority)
+
+
+def _pem(variable: str, path: Path | None) -> bytes | None:
+    return read_file(variable, path).encode() if path is not None else None
 
 
 def _channel_credentials(security: WireSecurity) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
-        root_certificates=_read(TLS_CA, security.tls_ca) if security.tls_ca else None,
-        private_key=_read(TLS_KEY, security.tls_key) if security.tls_key else None,
-        certificate_chain=_read(TLS_CERT, security.tls_cert) if security.tls_cert else None,
+        root_certificates=_pem(TLS_CA, security.tls_ca),
+        private_key=_pem(TLS_KEY, security.tls_key),
+        certificate_chain=_pem(TLS_CERT, security.tls_cert),
     )
-
-
-def _read(variable: str, path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{variable}={path} cannot be read: {error.strerror}") from error
-    if not content.strip():
-        raise ValueError(f"{variable}={path} is empty")
-    return content
 
 
 def _warn_if_key_in_clear(security: WireSecurity, address: str) -> None:

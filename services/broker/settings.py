@@ -95,11 +95,7 @@ class Settings(RedisSettings, BaseSettings):
     @model_validator(mode="after")
     def check_tls(self) -> Self:
         """Check certificate and key: the server itself would report less, and ask a terminal for a password."""
-        if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("CERT", "KEY") if self.tls_cert else ("KEY", "CERT")
-            raise ValueError(f"ONBEAT_TLS_{given} is set but ONBEAT_TLS_{missing} is not; set both or neither")
-        if self.tls_cert is not None and self.tls_key is not None:
-            check_certificate(("ONBEAT_TLS_CERT", self.tls_cert), ("ONBEAT_TLS_KEY", self.tls_key))
+        check_certificate(("ONBEAT_TLS_CERT", self.tls_cert), ("ONBEAT_TLS_KEY", self.tls_key))
         return self
 
     @model_validator(mode="after")

@@ -244,7 +244,7 @@ WRONG = [
     ({"url": "redis://h", "ca_file": "ca.pem"}, "make it rediss://"),
     ({"url": "rediss://h", "ca_file": "password"}, "has no PEM certificate"),
     ({"url": "rediss://h", "ca_file": "missing"}, "No such file"),
-    ({"url": "rediss://h", "cert_file": "password"}, "work only together"),
+    ({"url": "rediss://h", "cert_file": "password"}, "set both or neither"),
     ({"url": "redis://:s3cr3t/x@h:1/0"}, "no URL of Redis"),
     ({"url": "redis://:12/s3cr3t@h:1/0"}, "no URL of Redis"),
     ({"url": "redis://:12?s3cr3t@h:1/0"}, "no URL of Redis"),
