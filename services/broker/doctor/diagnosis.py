@@ -93,10 +93,8 @@ async def examine_storage(ledger: Ledger) -> list[Finding]:
     try:
         info = await ledger.redis.info("persistence") | await ledger.redis.info("memory")
     except ResponseError as error:
-        sentence = (
-            f"Redis does not report whether it keeps its data on disk, because this user may not run INFO: {error}"
-        )
-        return [Finding(sentence=sentence, who="redis")]
+        why = f"because this user may not run INFO: {error}"
+        return [Finding(sentence=f"Redis does not report whether it keeps its data on disk, {why}", who="redis")]
     findings = [await explain_persistence(ledger, info)]
     limit, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
     if limit and info.get("maxmemory_policy") != "noeviction":
@@ -104,9 +102,8 @@ async def examine_storage(ledger: Ledger) -> list[Finding]:
         sentence += f"{info['maxmemory_policy']}; set it to noeviction"
         findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
     if limit and used > FULL * limit:
-        sentence = (
-            f"Redis uses {used / 1e6:.0f} of {limit / 1e6:.0f} MB (maxmemory); give it more memory, or run fewer jobs"
-        )
+        sentence = f"Redis uses {used / 1e6:.0f} of {limit / 1e6:.0f} MB (maxmemory); "
+        sentence += "give it more memory, or run fewer jobs"
         findings.append(Finding(sentence=sentence, who="redis", is_problem=True))
     return findings
 
@@ -166,13 +163,10 @@ def explain_unreadable(pool: str, names: list[str]) -> list[Finding]:
     if not names:
         return []
     shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
-    sentence = (
-        f"{count(len(names), 'heartbeat')} of pool {pool} cannot be read, and {'is' if len(names) == 1 else 'are'} "
-    )
-    sentence += (
-        f"left out ({shown}): another version of Onbeat wrote them, or another program. The next trainer and the next "
-    )
-    sentence += "rollout that start in this pool remove those that are not written again"
+    are = "is" if len(names) == 1 else "are"
+    sentence = f"{count(len(names), 'heartbeat')} of pool {pool} cannot be read, and {are} left out ({shown}): another "
+    sentence += "version of Onbeat wrote them, or another program. The next trainer and the next rollout that start in "
+    sentence += "this pool remove those that are not written again"
     return [Finding(sentence=sentence, who=pool, is_problem=True)]
 
 
@@ -201,10 +195,8 @@ async def explain_hang(ledger: Ledger, process: TrainerRecord | WorkerRecord, no
     over_s = now - float(fields.get("finished_at", now))
     if over_s < LEAVING_S:
         return None
-    sentence = (
-        f"{process.id} still works on {process.job_id}, which has been {fields['state']} for {over_s:.0f} s: it hangs; "
-    )
-    sentence += "kill it, and its supervisor starts it again"
+    sentence = f"{process.id} still works on {process.job_id}, which has been {fields['state']} for {over_s:.0f} s: "
+    sentence += "it hangs; kill it, and its supervisor starts it again"
     return Finding(sentence=sentence, job_id=process.job_id, who=process.id, is_problem=True, since_s=over_s)
 
 
@@ -221,10 +213,8 @@ async def examine_jobs(ledger: Ledger) -> list[Finding]:
         except JobNotFound:
             continue
         except (ValueError, LookupError) as error:
-            sentence = (
-                f"the record of {job_id} cannot be read ({type(error).__name__}: {error}); cancel the job, and let "
-            )
-            sentence += "an admin delete it"
+            sentence = f"the record of {job_id} cannot be read ({type(error).__name__}: {error}); "
+            sentence += "cancel the job, and let an admin delete it"
             findings.append(Finding(sentence=sentence, job_id=job_id, is_problem=True))
     num_unfinished, num_ended = len(started) + counts.pop(JobState.PENDING), sum(counts.values())
     total = f"{count(num_unfinished + num_ended, 'job')}, {num_unfinished} of them unfinished"

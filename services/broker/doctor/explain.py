@@ -169,10 +169,9 @@ def explain_losses(s: Situation) -> list[Finding]:
     num_lost, limit = num_lost_trainers(s.events), s.config.schedule.max_lost_trainers
     if not num_lost:
         return []
-    sentence = (
-        f"{count(num_lost, 'trainer')} in a row ended without committing iteration {s.fields['next_iteration']}; "
-    )
-    sentence += f"the job fails after {limit} (schedule.max_lost_trainers). The log of a trainer that ended may say why"
+    sentence = f"{count(num_lost, 'trainer')} in a row ended without committing iteration "
+    sentence += f"{s.fields['next_iteration']}; the job fails after {limit} (schedule.max_lost_trainers). The log of a "
+    sentence += "trainer that ended may say why"
     return [s.find(sentence, who=s.owner, is_problem=num_lost > 1)]
 
 
@@ -180,9 +179,8 @@ def explain_trainer(s: Situation) -> Finding:
     pool, left_s = s.config.pool, s.lease_left_s
     if left_s <= 0:
         others = s.live_trainers("idle")
-        sentence = (
-            f"{s.owner} stopped, died or lost its connection: its lease of {s.job_id} ran out {-left_s:.0f} s ago; "
-        )
+        sentence = f"{s.owner} stopped, died or lost its connection: its lease of {s.job_id} ran out "
+        sentence += f"{-left_s:.0f} s ago; "
         none = f"no trainer of pool {pool} is free to take over; start one: {START_TRAINER}{pool}"
         sentence += f"{others[0]} takes over" if others else none
         about = {"waits_for": f"a trainer of pool {pool}", "since_s": -left_s, "next": "another trainer takes over"}

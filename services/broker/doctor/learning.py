@@ -123,9 +123,8 @@ def findings_of(course: Course) -> list[Finding]:
 
 def sum_up(c: Course) -> Finding:
     before, now = fmean(rewards_of(c.first)[:5] or [0.0]), fmean(rewards_of(c.recent)[-5:] or [0.0])
-    sentence = (
-        f"{c.job_id} has a mean reward of {now:.3f}, and had {before:.3f} at first, {c.num_committed} iterations ago"
-    )
+    sentence = f"{c.job_id} has a mean reward of {now:.3f}, and had {before:.3f} at first, "
+    sentence += f"{c.num_committed} iterations ago"
     if (truncated := c.mean("rollout/truncated_frac")) is not None:
         sentence += f"; {c.lately} {truncated:.0%} of the responses were truncated"
         sentence += f", and {1 - c.equal_share:.0%} of the groups had something to teach"
@@ -152,14 +151,12 @@ def look_at_signal(c: Course) -> Finding | None:
     if c.mean("rollout/solved_all_frac") == 1:
         return explain_solved(c)
     mean, wanted = fmean(rewards_of(c.recent) or [0.0]), f"solved_at = {c.config.solved_at:g}"
-    sentence = (
-        f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, {mean:g} on average"
-    )
+    sentence = f"{c.job_id} learns nothing: {c.lately} the responses of each group had equal rewards, "
+    sentence += f"{mean:g} on average"
     if c.mean("rollout/solved_none_frac") in (None, 1):
-        sentence += (
-            f", and none reached {wanted}: read samples, then let the reward pay for parts of an answer (reward), "
-        )
-        return c.find(f"{sentence}{more}, or take easier prompts (data)", "reward", is_problem=not c.has_risen)
+        sentence += f", and none reached {wanted}: read samples, then let the reward pay for parts of an answer "
+        sentence += f"(reward), {more}, or take easier prompts (data)"
+        return c.find(sentence, "reward", is_problem=not c.has_risen)
     return c.find(f"{sentence}: {more}, or raise rollout.temperature", NUM_SAMPLES, is_problem=not c.has_risen)
 
 
@@ -181,10 +178,8 @@ def look_at_held_out(c: Course) -> Finding | None:
     if not rises(rewards_of(c.around_best), rewards_of(c.recent)):
         return None
     was, now = (f"{each.reward_mean:.3f} after {each.evaluation}" for each in (best, newest[-1]))
-    sentence = (
-        f"the held-out reward of {c.job_id} fell from {was} iterations to {now}, while that of training rose: it "
-    )
-    sentence += "learns its prompts by heart, or what the reward overlooks. Let it end at that best point "
+    sentence = f"the held-out reward of {c.job_id} fell from {was} iterations to {now}, while that of training rose: "
+    sentence += "it learns its prompts by heart, or what the reward overlooks. Let it end at that best point "
     sentence += f"(schedule.num_iterations = {best.evaluation}), raise objective.kl.coef, or take more prompts (data)"
     return c.find(sentence, "schedule.num_iterations", is_problem=True)
 
@@ -198,11 +193,9 @@ def look_at_entropy(c: Course) -> Finding | None:
     is_solved = (c.mean("rollout/solved_all_frac") or 0.0) >= 0.5
     if is_solved or rises(rewards_of(c.recent[:half]), rewards_of(c.recent[half:])):
         return None
-    sentence = (
-        f"the entropy of {c.job_id} has collapsed, from {before:.3g} to {now:.2g} nats per token, and its reward "
-    )
-    sentence += f"does not rise: lower optimizer.learning_rate below {c.config.optimizer.learning_rate:g}, or raise "
-    return c.find(f"{sentence}objective.kl.coef", "optimizer.learning_rate", is_problem=True)
+    sentence = f"the entropy of {c.job_id} has collapsed, from {before:.3g} to {now:.2g} nats per token, and its "
+    sentence += f"reward does not rise: lower optimizer.learning_rate below {c.config.optimizer.learning_rate:g}, or "
+    return c.find(f"{sentence}raise objective.kl.coef", "optimizer.learning_rate", is_problem=True)
 
 
 def look_at_mismatch(c: Course) -> Finding | None:
@@ -222,13 +215,10 @@ def look_at_parts(c: Course) -> Finding | None:
     steady = [name for name in parts_of(c.recent[-1].metrics) if not varies(c.recent, name)]
     if not steady:
         return None
-    what = (
-        f"part {steady[0]} of the reward was" if len(steady) == 1 else f"parts {', '.join(steady)} of the reward were"
-    )
-    sentence = (
-        f"{c.lately} of {c.job_id}, {what} the same for every response, and distinguished none of them: read samples, "
-    )
-    return c.find(f"{sentence}then correct it or leave it out (reward)", "reward", is_problem=False)
+    parts, were = ("part", "was") if len(steady) == 1 else ("parts", "were")
+    sentence = f"{c.lately} of {c.job_id}, {parts} {', '.join(steady)} of the reward {were} the same for every "
+    sentence += "response, and distinguished none of them: read samples, then correct it or leave it out (reward)"
+    return c.find(sentence, "reward", is_problem=False)
 
 
 def varies(records: Iterable[IterationRecord], part: str) -> bool:
