@@ -21,8 +21,6 @@ INT_METRICS = ("num_responses", "prompt_tokens", "response_tokens", "staleness_m
 FLOAT_METRICS = ("reward_mean", "reward_std", "train_s", "mismatch_mean", "mismatch_max")
 DERIVED = ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd")
 SERIES_OF_RECORD = (*INT_METRICS, *FLOAT_METRICS, *DERIVED)
-EVALUATION_FIELDS = ("evaluation", "state", "policy_version", "num_groups", "num_accepted", "num_failed_groups")
-EVALUATION_END_FIELDS = ("opened_at", "ended_at", "message")
 SCORES = ("reward_mean", "reward_std", "pass_at_k", "response_tokens_mean", "truncated_frac")
 
 
@@ -132,9 +130,7 @@ def first_iteration(job: Fields) -> int:
 
 
 def evaluation_record(fields: Fields) -> EvaluationRecord:
-    known: dict[str, Any] = {
-        name: fields[name] for name in (*EVALUATION_FIELDS, *EVALUATION_END_FIELDS) if name in fields
-    }
+    known: dict[str, Any] = {name: fields[name] for name in EvaluationRecord.model_fields if name in fields}
     scores = json.loads(fields.get("scores", "{}"))
     known |= {name: scores.pop(name) for name in SCORES if name in scores}
     return EvaluationRecord.model_validate(known | {"metrics": scores})

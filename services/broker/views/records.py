@@ -20,14 +20,10 @@ from onbeat.types import EpisodeTurn, JobRecord, JobState, Sample, WeightsRecord
 
 Advantages = Mapping[str, Sequence[float | None]]  # group id -> that of each response
 
-JOB_FIELDS = ("id", "name", "pool", "state", "error", "created_at", "started_at", "finished_at", "num_iterations")
-JOB_PROGRESS_FIELDS = ("first_iteration", "num_opened", "next_iteration", "policy_version", "dtype", "checkpoint")
-
 
 def job_record(fields: Fields) -> JobRecord:
     """Return the job, or as much of it as can be read: one odd job must not take a whole list with it."""
-    names = (*JOB_FIELDS, *JOB_PROGRESS_FIELDS, "num_training_devices")
-    known = {name: fields[name] for name in names if name in fields}
+    known = {name: fields[name] for name in JobRecord.model_fields if name in fields}
     try:
         config = from_json(fields["config"])  # it refuses depths and half characters that could not be written again
         return JobRecord.model_validate(known | {"config": config})
