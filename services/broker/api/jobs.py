@@ -223,12 +223,7 @@ async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
 
     Groups that are being generated are finished and kept. Repeating the request changes nothing.
     """
-    try:
-        await broker.ledger.jobs.move(job_id, JobState.PAUSED)
-    except IllegalTransition as conflict:
-        if conflict.current != JobState.PAUSED:
-            raise
-    return job_record(await broker.ledger.jobs.fields(job_id))
+    return await move_once(broker.ledger, job_id, JobState.PAUSED)
 
 
 @router.post("/jobs/{job_id}:resume", responses=documented(400, 404, 409))
@@ -250,12 +245,17 @@ async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Re
         return await read_job(broker.ledger, job_id)
     if state is JobState.PENDING:  # it also becomes RUNNING, but only by its trainer
         raise IllegalTransition(job_id, state, JobState.RUNNING)
+    return await move_once(broker.ledger, job_id, JobState.RUNNING)
+
+
+async def move_once(ledger: Ledger, job_id: str, wanted: JobState) -> JobRecord:
+    """Move the job, unless it is in the wanted state already. Raises IllegalTransition, JobNotFound."""
     try:
-        await broker.ledger.jobs.move(job_id, JobState.RUNNING)
+        await ledger.jobs.move(job_id, wanted)
     except IllegalTransition as conflict:
-        if conflict.current != JobState.RUNNING:
+        if conflict.current != wanted:
             raise
-    return job_record(await broker.ledger.jobs.fields(job_id))
+    return job_record(await ledger.jobs.fields(job_id))
 
 
 # ---- what happens in a job ---------------------------------------------------------------------------------------
