@@ -1,13 +1,16 @@
 """`onbeat data`: the data files that a broker has."""
 
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.jobs import print_json, print_table
+from onbeat.cli.jobs import print_records, when
 from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask
+
+if TYPE_CHECKING:
+    from onbeat.types import DatasetRecord
 
 app = typer.Typer(help="Upload, list and delete the data files of a broker.", no_args_is_help=True)
 
@@ -28,19 +31,12 @@ def push(
 def list_files(as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
     """List the uploaded files, newest first."""
     found = ask(url, api_key, data_dir, lambda client: client.datasets.list())
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        (
-            record.path,
-            f"{record.num_bytes:,}",
-            datetime.fromtimestamp(record.uploaded_at).strftime("%Y-%m-%d %H:%M:%S"),
-            (record.sha256 or "-")[:16],
-        )
-        for record in found
-    ]
-    print_table(["path", "bytes", "uploaded", "sha256"], rows)
+    columns = ["path", "bytes", "uploaded", "sha256"]
+    print_records(found, as_json, columns, file_row)
+
+
+def file_row(file: "DatasetRecord") -> Sequence[str]:
+    return file.path, f"{file.num_bytes:,}", when(file.uploaded_at), (file.sha256 or "-")[:16]
 
 
 @app.command()

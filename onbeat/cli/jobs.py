@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -13,8 +13,9 @@ from onbeat.cli.options import ApiKey, AsJson, DataDir, Job, JobId, Overrides, U
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
-    from onbeat.types import JobRecord, Record, Sample
+    from onbeat.types import EvaluationRecord, IterationRecord, JobRecord, Record, Sample
 
+RecordT = TypeVar("RecordT", bound="Record")
 INTERRUPTED = 130
 
 app = typer.Typer(help="Submit, watch and control jobs.", no_args_is_help=True)
@@ -82,12 +83,13 @@ def list_jobs(
 ) -> None:
     """List the jobs, newest first, with the reward of their newest iteration."""
     from onbeat.terminal.formatting import number
+    from onbeat.terminal.top import newest_iteration
 
     wanted = state.upper() if state else None
 
-    async def look(client: "AsyncClient") -> list[tuple["JobRecord", float | None]]:
+    async def look(client: "AsyncClient") -> list[tuple["JobRecord", "IterationRecord | None"]]:
         jobs = await client.jobs.list(wanted, limit)
-        return [(job, None if as_json else await newest_reward(client, job)) for job in jobs]
+        return [(job, None if as_json else await newest_iteration(client, job)) for job in jobs]
 
     found = ask(url, api_key, data_dir, look)
     if as_json:
@@ -96,19 +98,11 @@ def list_jobs(
     rows = [
         (
             *(job.id, job.name, job.pool, job.state.value, f"{job.next_iteration}/{job.num_iterations}"),
-            *(number(reward, ".3f"), time_of(job), when(job)),
+            *(number(newest.reward_mean if newest else None, ".3f"), time_of(job), when(job.created_at)),
         )
-        for job, reward in found
+        for job, newest in found
     ]
     print_table(["id", "name", "pool", "state", "iterations", "reward", "time", "created"], rows)
-
-
-async def newest_reward(client: "AsyncClient", job: "JobRecord") -> float | None:
-    """Return the mean reward of the newest committed iteration."""
-    if job.next_iteration <= job.first_iteration:
-        return None
-    records = await client.jobs.iterations(job.id, after=job.next_iteration - 2)
-    return records[0].reward_mean if records else None
 
 
 def time_of(job: "JobRecord") -> str:
@@ -238,13 +232,8 @@ def evaluations(
     """Show the scores on the held-out set."""
     from onbeat.terminal.formatting import number
 
-    found = ask(url, api_key, data_dir, lambda client: client.jobs.evaluations(job_id))
-    if as_json:
-        print_json(found)
-        return
-    columns = ["evaluation", "version", "state", "reward", "solved", "tokens", "truncated", "failed"]
-    rows = [
-        (
+    def row(record: "EvaluationRecord") -> Sequence[str]:
+        return (
             str(record.evaluation),
             number(record.policy_version, "d"),
             record.state.value,
@@ -254,9 +243,10 @@ def evaluations(
             number(record.truncated_frac, ".0%"),
             f"{record.num_failed_groups}/{record.num_groups}",
         )
-        for record in found
-    ]
-    print_table(columns, rows)
+
+    found = ask(url, api_key, data_dir, lambda client: client.jobs.evaluations(job_id))
+    columns = ["evaluation", "version", "state", "reward", "solved", "tokens", "truncated", "failed"]
+    print_records(found, as_json, columns, row)
 
 
 @app.command()
@@ -290,14 +280,12 @@ def workers(
     from onbeat.terminal.job_view import worker_line
 
     found = ask(url, api_key, data_dir, lambda client: client.workers(pool))
-    if as_json:
-        print_json(found)
-        return
-    print_table(["id", "job", "doing"], [(worker.id, worker.job_id or "-", worker_line(worker)) for worker in found])
+    columns = ["id", "job", "doing"]
+    print_records(found, as_json, columns, lambda worker: (worker.id, worker.job_id or "-", worker_line(worker)))
 
 
-def when(job: "JobRecord") -> str:
-    return datetime.fromtimestamp(job.created_at).strftime("%Y-%m-%d %H:%M:%S")
+def when(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def print_json(records: "Record | Sequence[Record]") -> None:
@@ -307,6 +295,16 @@ def print_json(records: "Record | Sequence[Record]") -> None:
         typer.echo(records.model_dump_json(indent=2))
     else:
         typer.echo(json.dumps([record.model_dump(mode="json") for record in records], indent=2))
+
+
+def print_records(
+    records: "Sequence[RecordT]", as_json: bool, titles: Sequence[str], row_of: "Callable[[RecordT], Sequence[str]]"
+) -> None:
+    """Print one row for each record, or all of them as JSON."""
+    if as_json:
+        print_json(records)
+    else:
+        print_table(titles, map(row_of, records))
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

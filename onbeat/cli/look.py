@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.jobs import app, print_json, print_table
+from onbeat.cli.jobs import app, print_records, print_table, when
 from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, ask
 
 if TYPE_CHECKING:
@@ -28,11 +27,8 @@ def iterations(
 ) -> None:
     """List iterations: reward, time, tokens and idle shares."""
     found = ask(url, api_key, data_dir, lambda client: client.jobs.iterations(job_id))[-last:]
-    if as_json:
-        print_json(found)
-        return
     columns = ["iteration", "state", "version", "reward", "std", "seconds", "tokens", "rollouts idle", "trainer idle"]
-    print_table(columns, [iteration_row(record) for record in found])
+    print_records(found, as_json, columns, iteration_row)
 
 
 def iteration_row(record: "IterationRecord") -> Sequence[str]:
@@ -95,11 +91,8 @@ def events(
 ) -> None:
     """List the events of a job, oldest first."""
     found = ask(url, api_key, data_dir, lambda client: client.jobs.events(job_id))[-last:]
-    if as_json:
-        print_json(found)
-        return
-    rows = [(datetime.fromtimestamp(one.time).strftime("%m-%d %H:%M:%S"), one.kind, one.message) for one in found]
-    print_table(["time", "kind", "message"], rows)
+    columns = ["time", "kind", "message"]
+    print_records(found, as_json, columns, lambda one: (when(one.time)[5:], one.kind, one.message))
 
 
 def logs(

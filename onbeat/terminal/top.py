@@ -76,6 +76,9 @@ async def find_active(client: AsyncClient) -> list[JobRecord]:
 
 
 async def newest_iteration(client: AsyncClient, job: JobRecord) -> IterationRecord | None:
+    """Return the newest committed iteration of a job; None without one of its own."""
+    if job.next_iteration <= job.first_iteration:
+        return None
     try:
         records = await client.jobs.iterations(job.id, after=job.next_iteration - 2)
     except ApiError as error:
