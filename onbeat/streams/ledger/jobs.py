@@ -9,7 +9,7 @@ from onbeat.errors import CannotResume, IllegalTransition, JobDeleted, JobNotFin
 from onbeat.streams import keys
 from onbeat.streams.codec import payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
-from onbeat.streams.ledger.job_lists import JobLists
+from onbeat.streams.ledger.job_lists import FINAL, JobLists
 from onbeat.streams.ledger.scripts import Part, Scripts
 from onbeat.types import JOB_MOVES, JobState
 
@@ -144,8 +144,7 @@ class Jobs(Part):
         """
         job = JobKeys(job_id)
         await self.file(job_id)  # the process that ended the job may have died before it filed it
-        final = [state for state in JobState if state.is_final]
-        outcome = (await self._run("delete_job", job, [job.deleted], *final)).decode()
+        outcome = (await self._run("delete_job", job, [job.deleted], *FINAL)).decode()
         if not outcome:
             raise JobNotFound(job_id)
         if outcome != "deleting":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import httpx
 
-from services.broker.admission.models import HUB_ID, Complaint, is_folder_path
+from services.broker.admission.models import Complaint, is_folder_path
+from services.broker.datasets.hub import HUB_ID
 
 HUB = "https://huggingface.co"
 ASK_S = 5.0

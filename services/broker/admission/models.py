@@ -1,17 +1,14 @@
 """The checks of a model that the broker can make without loading it: complete files, and the length of its context."""
 
 import json
-import re
 import struct
 from pathlib import Path
 from typing import Any
 
 from onbeat.config import JobConfig
+from services.broker.datasets.hub import HUB_ID
 
 BUNDLED_CONTEXT_TOKENS = {"smollm2-135m-instruct": 8192}
-HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-HUB_ID = re.compile(rf"{HUB_NAME}(/{HUB_NAME})?")
-
 PICKLED = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken*")
 MAX_HEADER_BYTES = 32 << 20  # a longer header is left to the trainer
