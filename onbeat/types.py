@@ -89,6 +89,7 @@ class Verdict(StrEnum):
     CLOSED = "closed"  # the job is not running
 
 
+MAX_TRAINER_SPANS = 500  # of an iteration, in Redis; where there are as many, neighbours may have been merged
 MAX_LISTED_JOBS = 500  # in one answer: other requests wait while a list is read and written
 DATASETS_FOLDER = "datasets"  # of uploaded files, in the broker's data folder
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-MAX_SPANS = 500  # per iteration, in Redis
+from onbeat.types import MAX_TRAINER_SPANS
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Span:
     end: float
 
 
-def merged(spans: Sequence[Span], limit: int = MAX_SPANS) -> list[Span]:
+def merged(spans: Sequence[Span], limit: int = MAX_TRAINER_SPANS) -> list[Span]:
     """Merge neighbours of one kind, the smallest gaps first, until at most `limit` spans are left, in order. If that is
     not enough, the oldest are left out.
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from services.trainer.spans import MAX_SPANS, Span, merged, to_record
+from onbeat.types import MAX_TRAINER_SPANS
+from services.trainer.spans import Span, merged, to_record
 from tests.unit.trainer_fixtures import job_config, recorded_iterations, train
 
 
@@ -24,7 +25,7 @@ def test_other_kinds_in_between_are_kept_apart():
 def test_commit_holds_few_spans_for_any_number_of_micro_batches():
     spans = [Span("micro_batch", i, i + 0.5) for i in range(20_000)]
     record = to_record(spans, clock_offset_s=1e9)
-    assert len(record) == MAX_SPANS
+    assert len(record) == MAX_TRAINER_SPANS
     assert record[0][:2] == ("micro_batch", 1e9)
     assert record[-1][1] + record[-1][2] == pytest.approx(1e9 + 19_999.5)
     assert len(json.dumps(record)) < 25_000

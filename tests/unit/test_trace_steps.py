@@ -2,10 +2,9 @@
 
 import pytest
 
-from onbeat.types import Span
-from services.broker.tracing.steps import MERGED_FROM, find_steps, update_of
+from onbeat.types import MAX_TRAINER_SPANS, Span
+from services.broker.tracing.steps import find_steps, update_of
 from services.trainer.loop import shares
-from services.trainer.spans import MAX_SPANS
 from tests.unit.trainer_fixtures import job_config
 
 COMMITTED_AT = 100.0
@@ -70,10 +69,9 @@ def test_spans_that_do_not_fit_the_record_give_bounds_only(told):
 
 
 def test_merged_spans_give_bounds_only():
-    assert MERGED_FROM == MAX_SPANS
-    recorded = [(0, [f"7-{index}"]) for index in range(MERGED_FROM - 1)]
-    told = spans(*["micro_batch"] * (MERGED_FROM - 1), "optimizer")
-    assert not found(told, recorded, num_groups=MERGED_FROM - 1).of("7-0", 9.0).is_timed
+    recorded = [(0, [f"7-{index}"]) for index in range(MAX_TRAINER_SPANS - 1)]
+    told = spans(*["micro_batch"] * (MAX_TRAINER_SPANS - 1), "optimizer")
+    assert not found(told, recorded, num_groups=MAX_TRAINER_SPANS - 1).of("7-0", 9.0).is_timed
 
 
 @pytest.mark.parametrize("told", [[], spans("optimizer", "optimizer"), spans("micro_batch")])

@@ -6,9 +6,7 @@ A trainer reports the spans of its first rank, in order, without names. The reco
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onbeat.types import Span
-
-MERGED_FROM = 500  # with this many spans, neighbours may have been merged (services/trainer/spans.py)
+from onbeat.types import MAX_TRAINER_SPANS, Span
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def find_steps(
             if update_of(ids[0], num_updates, num_groups) == number
         ]
         reported = [index for index, rank, _ in of_update if rank % max(1, num_replicas) == 0]
-        spans = updates[number].micro_batches if updates and len(trained) < MERGED_FROM else []
+        spans = updates[number].micro_batches if updates and len(trained) < MAX_TRAINER_SPANS else []
         # There may be one more span, the last: the row without gradient of an update without signal.
         is_clear = len(spans) - len(reported) in (0, 1)
         span_of = dict(zip(reported, spans, strict=False)) if is_clear else {}

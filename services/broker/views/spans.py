@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.rollout_side import failure_text
 from onbeat.streams.records import Fields
 from onbeat.streams.stream_ids import id_before, order, time_of
 from onbeat.types import Event, Span
@@ -76,7 +77,7 @@ def accepted_group(entry: str, group: RolloutGroup) -> AcceptedGroup:
         generate_s=group.timings.generate_s,
         score_s=group.timings.score_s,
         in_engine=tuple((each.start_s, each.end_s) for each in group.timings.in_engine[:MAX_INTERVALS]),
-        failure=f"{group.failure.kind}: {group.failure.message}" if group.HasField("failure") else "",
+        failure=failure_text(group),
         num_responses=len(rewards),
         prompt_tokens=len(group.prompt_token_ids),
         response_tokens=sum(len(response.token_ids) for response in group.responses),
