@@ -15,7 +15,7 @@ from onbeat.streams.ledger import Ledger
 from onbeat.streams.stream_ids import time_of
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
 from services.broker.doctor.learning import explain_learning
-from services.broker.doctor.situation import Fields, Situation, Unit, read_situation
+from services.broker.doctor.situation import Fields, Situation, Unit, held_by_worker, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
 CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
@@ -251,20 +251,16 @@ def explain_unit(s: Situation, unit: Unit) -> Finding:
 
 def describe_leases(s: Situation, unit: Unit) -> list[str]:
     """Describe where the groups are that have not been accepted."""
-    held: dict[str, list[Lease]] = {}
-    for entry in unit.waiting.values():
-        if (lease := s.leases.get(entry)) and not lease.is_handed_back:
-            held.setdefault(lease.worker, []).append(lease)
+    waiting = [lease for entry in unit.waiting.values() if (lease := s.leases.get(entry))]
     parts = []
-    for worker, leases in sorted(held.items()):
+    for worker, leases in sorted(held_by_worker(waiting).items()):
         renewed_s, attempt = min(lease.idle_s for lease in leases), max(lease.attempt for lease in leases)
         who = f"{len(leases)} with {worker}"
         record = s.workers.get(worker)
         doing = f"; {record.doing}" if record and record.doing and record.waiting_episode is None else ""
         parts.append(f"{who} (claimed or renewed {renewed_s:.0f} s ago, attempt {attempt} at most{doing})")
-    back = [entry for entry in unit.waiting.values() if (lease := s.leases.get(entry)) and lease.is_handed_back]
-    if back:
-        attempt = max(s.leases[entry].attempt for entry in back)
+    if back := [lease for lease in waiting if lease.is_handed_back]:
+        attempt = max(lease.attempt for lease in back)
         parts.append(f"{len(back)} handed back and free again (attempt {attempt} at most)")
     if fresh := [entry for entry in unit.waiting.values() if entry not in s.leases]:
         since_s = max(0.0, s.now - min(map(time_of, fresh)))
@@ -325,7 +321,7 @@ def missing_rollouts(s: Situation) -> list[Finding]:
 
 def silent_rollouts(s: Situation) -> list[Finding]:
     """Explain silent rollouts that hold prompts of this job or have served it recently."""
-    held = s.held_by_worker()
+    held = held_by_worker(s.leases.values())
     ours = [worker for worker in s.workers.values() if worker.job_id == s.job_id]
     served = {worker.id for worker in ours if s.silence_s(worker) < RECENT_S}
     return [

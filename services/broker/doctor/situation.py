@@ -1,5 +1,6 @@
 """The ledger's data of one active job at one moment, read once, to be explained. Nothing is written here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +66,16 @@ class Situation:
     def live_workers(self) -> list[WorkerRecord]:
         return [worker for worker in self.workers.values() if self.silence_s(worker) < SILENT_S]
 
-    def held_by_worker(self) -> dict[str, list[Lease]]:
-        held: dict[str, list[Lease]] = {}
-        for lease in self.leases.values():
-            if not lease.is_handed_back:
-                held.setdefault(lease.worker, []).append(lease)
-        return held
-
     def find(self, sentence: str, **details: Any) -> Finding:
         return Finding(sentence=sentence, job_id=self.job_id, **details)
+
+
+def held_by_worker(leases: Iterable[Lease]) -> dict[str, list[Lease]]:
+    held: dict[str, list[Lease]] = {}
+    for lease in leases:
+        if not lease.is_handed_back:
+            held.setdefault(lease.worker, []).append(lease)
+    return held
 
 
 async def read_situation(ledger: Ledger, fields: Fields) -> Situation:
