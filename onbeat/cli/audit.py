@@ -29,9 +29,8 @@ def audit(
 
 
 def describe(report: "AuditReport") -> str:
-    counts = (
-        f"{report.num_entries} entries, {report.num_commits} iterations committed, {report.num_groups} groups accepted"
-    )
+    counts = f"{report.num_entries} entries, {report.num_commits} iterations committed, "
+    counts += f"{report.num_groups} groups accepted"
     if not report.is_clean:
         return f"VIOLATION: {report.violation}\nbefore that: {counts}"
     contents = f"{report.num_contents} of their contents compared"

@@ -68,10 +68,8 @@ class ChatDesk:
             message = f"job {name} is PENDING: it has no policy yet; `onbeat doctor {name}` says what it waits for"
             raise ChatFailed(503, "no_rollout", message)
         if model.state not in SERVED_STATES:
-            message = (
-                f"job {name} is {model.state}: no rollout serves it any more; GET /v1/models lists those there are"
-            )
-            raise ChatFailed(404, "model_not_found", message, "model")
+            message = f"job {name} is {model.state}: no rollout serves it any more; "
+            raise ChatFailed(404, "model_not_found", message + "GET /v1/models lists those there are", "model")
         return model
 
     async def _read(self, job_id: str) -> TrainedModel | None:

@@ -18,9 +18,8 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     try:
         config = JobConfig.model_validate_json(fields["config"])
     except ValidationError as error:
-        raise CannotResume(
-            job_id, state, "another version of Onbeat wrote its configuration; submit it again"
-        ) from error
+        reason = "another version of Onbeat wrote its configuration; submit it again"
+        raise CannotResume(job_id, state, reason) from error
     if num_iterations is None:
         await admission.review(config)
         await ledger.jobs.resume(job_id, state)
@@ -42,10 +41,8 @@ def check_resumable(job_id: str, state: JobState, num_before: int, num_iteration
     if not state.is_final:
         raise CannotResume(job_id, state, "only a job that SUCCEEDED can get more iterations; wait until it has")
     if state is JobState.SUCCEEDED and num_iterations is None:
-        reason = (
-            f"all of its {num_before} iterations are done; ask for more: `onbeat jobs resume {job_id} --iterations N`"
-        )
-        raise CannotResume(job_id, state, reason)
+        more = f"`onbeat jobs resume {job_id} --iterations N`"
+        raise CannotResume(job_id, state, f"all of its {num_before} iterations are done; ask for more: {more}")
     if state is not JobState.SUCCEEDED and num_iterations is not None:
         reason = f"resume it without more iterations first; it can get more than its {num_before} once it has SUCCEEDED"
         raise CannotResume(job_id, state, reason)

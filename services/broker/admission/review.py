@@ -128,14 +128,12 @@ def review_numbers(config: JobConfig) -> list[FieldError]:
     rollout = config.rollout
     num_responses = rollout.num_prompts_per_iteration * rollout.num_samples_per_prompt
     if num_responses > MAX_RESPONSES_PER_ITERATION:
-        message = (
-            f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, lower it"
-        )
+        message = f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
+        message += "lower it"
         errors.append(FieldError(field="rollout.num_prompts_per_iteration", message=message))
     if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
-        message = (
-            f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; lower it or the prompts per iteration"
-        )
+        message = f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; "
+        message += "lower it or the prompts per iteration"
         errors.append(FieldError(field="schedule.num_iterations", message=message))
     return errors
 

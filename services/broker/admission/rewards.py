@@ -44,9 +44,8 @@ async def review_on_data(
         return [], []
     if failed["kind"] == "options":
         return [(f"{field}.options", f"reward {reward.name} does not take these: {failed['message']}")], []
-    message = (
-        f"reward {reward.name} fails on the first prompt's own answer {str(answer)[:MAX_SHOWN]!r}: {failed['message']}"
-    )
+    shown = repr(str(answer)[:MAX_SHOWN])
+    message = f"reward {reward.name} fails on the first prompt's own answer {shown}: {failed['message']}"
     return ([(f"{field}.name", message)], []) if reward.name in OWN_REWARDS else ([], [message])
 
 

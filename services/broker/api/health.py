@@ -36,10 +36,8 @@ async def readyz(broker: Broker) -> Response:
             await broker.ledger.redis.ping()
     except (RedisError, TimeoutError):
         refusal = await find_refusal(broker.ledger)
-        reason = (
-            f"Redis: {refusal}" if refusal else f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL"
-        )
-        return problem(503, "Not ready", reason)
+        silence = f"Redis does not answer within {PING_S:g} s; check ONBEAT_REDIS_URL"
+        return problem(503, "Not ready", f"Redis: {refusal}" if refusal else silence)
     return JSONResponse({"status": "ready"})
 
 

@@ -182,10 +182,8 @@ def redis_problem(error: Exception) -> tuple[str, str]:
         return "Redis refuses the broker", f"Nothing is lost. Redis: {explain_refusal(error)}"
     if not isinstance(error, ResponseError):
         return "Redis does not answer", "Nothing is lost; try again in a moment."
-    remedy = (
-        "Is the data of another version of Onbeat, does the user lack rights, or is memory full? See the broker's log."
-    )
-    return "Redis refused a command", f"{str(error)[:MAX_REDIS_TEXT]}. {remedy}"
+    causes = "Is the data of another version of Onbeat, does the user lack rights, or is memory full?"
+    return "Redis refused a command", f"{str(error)[:MAX_REDIS_TEXT]}. {causes} See the broker's log."
 
 
 async def on_defect(request: Request, _: Exception) -> ProblemResponse:

@@ -44,10 +44,9 @@ def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object
 
 def count_in_process(items: Iterator[PromptItem], model_path: str) -> list[int]:
     if importlib.util.find_spec("transformers") is None:
-        message = (
-            "prompts are counted with the model's tokenizer, and the package `transformers` is not installed where"
-        )
-        raise DatasetError(FIELD, f"{message} the broker runs; leave too long prompts out of the data, and this away")
+        message = "prompts are counted with the model's tokenizer, and the package `transformers` is not installed "
+        message += "where the broker runs; leave too long prompts out of the data, and this away"
+        raise DatasetError(FIELD, message)
     with tempfile.TemporaryFile("w+") as prompts:
         for item in items:
             prompts.write(json.dumps(item.model_dump(include={"messages", "text"})) + "\n")

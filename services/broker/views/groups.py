@@ -113,10 +113,8 @@ async def read_alike_evaluations(ledger: Ledger, job_id: str, group_id: str) -> 
             found[record.evaluation] = [sample for sample in samples if sample.group_id == place]
     own = found.get(int(number))
     if not own:
-        reason = (
-            f"is not among the responses of evaluation {number} that are kept: those of a few prompts, once it is done"
-        )
-        raise GroupNotFound(f"{group_id} {reason}")
+        what = f"the responses of evaluation {number} that are kept: those of a few prompts, once it is done"
+        raise GroupNotFound(f"{group_id} is not among {what}")
     return [
         GroupSummary(
             iteration=evaluation,
