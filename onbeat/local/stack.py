@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -62,8 +63,7 @@ class LocalStack:
         self._command = command
         self._report = report
         self._supervisor: Supervisor | None = None
-        self._lock: StackLock | None = None
-        self._scratch: PrivateFolder | None = None
+        self._held = ExitStack()  # the lock and the temporary files, which are given up when the services have ended
 
     def __enter__(self) -> Self:
         try:
@@ -82,15 +82,17 @@ class LocalStack:
         """Start all services. Raises OnbeatError (StackFailed included) with what to do about it."""
         options = self.options
         create_data_dir(options.data_dir)
-        self._lock = StackLock(options.data_dir)
-        self._scratch = make_scratch(self._report)
+        lock = StackLock(options.data_dir)
+        self._held.callback(lock.release)
+        scratch = make_scratch(self._report)
+        self._held.callback(scratch.remove)
         redis, redis_url = redis_service(options.data_dir)
         port = options.port or free_port()
         self.url = f"http://{HOST}:{port}"
-        held_fds = [self._lock.children_fd, self._scratch.lock_fd]
-        self._supervisor = Supervisor(options.data_dir / "logs", self._report, held_fds, self._scratch.path)
+        held_fds = [lock.children_fd, scratch.lock_fd]
+        self._supervisor = Supervisor(options.data_dir / "logs", self._report, held_fds, scratch.path)
         self._supervisor.start([redis, *service_specs(options, redis_url, port)])
-        self._lock.write(
+        lock.write(
             StackState(
                 pid=os.getpid(),
                 command=self._command,
@@ -109,15 +111,9 @@ class LocalStack:
 
     def stop(self, *, is_urgent: bool = False) -> None:
         """Stop all services. `is_urgent`, or a Ctrl-C meanwhile: kill them instead of asking them to end."""
-        try:
+        with self._held:
             if self._supervisor is not None:
                 self._supervisor.stop(is_urgent=is_urgent)
-        finally:
-            if self._scratch is not None:
-                self._scratch.remove()
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
 
 
 def make_scratch(report: Callable[[str], None]) -> PrivateFolder:
