@@ -6,7 +6,7 @@ The files are those of the package at start. A name is looked up among them and 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import PurePath
@@ -46,7 +46,10 @@ HEADERS = {
 class Asset:
     body: bytes
     media_type: str
-    etag: str
+
+    @cached_property
+    def etag(self) -> str:
+        return f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
 
 
 @cache
@@ -60,14 +63,10 @@ def assets() -> dict[str, Asset]:
 def read_assets(found: Iterable[Traversable]) -> dict[str, Asset]:
     """Read the assets by name. Files that an editor or a system leaves beside them have another ending."""
     return {
-        file.name: asset_of(file.read_bytes(), media_type)
+        file.name: Asset(file.read_bytes(), media_type)
         for file in found
         if file.is_file() and (media_type := MEDIA_TYPES.get(PurePath(file.name).suffix))
     }
-
-
-def asset_of(body: bytes, media_type: str) -> Asset:
-    return Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 def answer(request: Request, asset: Asset) -> Response:
