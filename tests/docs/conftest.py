@@ -38,9 +38,10 @@ class Workplace:
         return folder
 
     def shortened(self, text: str) -> str:
-        """A job, a command or a snippet with the tiny model instead of the bundled one, and two iterations."""
+        """A job, a command or a snippet with the tiny model instead of the bundled one, two iterations, two layers."""
         text = text.replace(f'path = "{BUNDLED}"', f'path = "{self.folder / "model"}"\ndtype = "float32"')
         text = re.sub(r"num_iterations ?= ?\d+", lambda found: re.sub(r"\d+", "2", found[0]), text)
+        text = text.replace('"num_hidden_layers": 28', '"num_hidden_layers": 2')
         return text.replace(PYTHON_DEFAULT, self.stack.url)
 
     def new_job(self, num_iterations: int) -> str:

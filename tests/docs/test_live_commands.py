@@ -66,7 +66,7 @@ def write_shown_files(workplace: Workplace, page: str, folder: Path) -> None:
     for name, text in shown_files(page).items():
         (folder / name).write_text(workplace.shortened(text))
         if name.startswith("make_"):
-            exec(compile(text, name, "exec"), {})
+            exec(compile(workplace.shortened(text), name, "exec"), {})
 
 
 def run(words: list[str]) -> int:

@@ -42,7 +42,7 @@ def test_mixtures_of_experts_train_end_to_end_on_vllm(tmp_path):
     with running(tmp_path, engine="vllm") as stack:
         for write_model in (write_qwen3_moe_model, write_mixtral_model):
             model = {"path": str(write_model(tmp_path / write_model.__name__)), "dtype": "float32"}
-            job = tiny_job(tmp_path, model=model, schedule={"num_iterations": 3})
+            job = tiny_job(tmp_path, model=model, schedule={"num_iterations": 2})
             record = stack.wait(stack.client.jobs.create(job).id)
             assert record.state is JobState.SUCCEEDED, record.error
             assert all(iteration.mismatch_mean < 1e-4 for iteration in stack.client.jobs.iterations(record.id))

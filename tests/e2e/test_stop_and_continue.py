@@ -54,6 +54,6 @@ def test_stopped_run_goes_on_where_it_was(tmp_path):
     assert "(replayed)" not in (tmp_path / "data" / "logs" / "trainer.log").read_text()
     assert len(json.loads((tmp_path / "report.json").read_text())["iterations"]) == NUM_ITERATIONS
     assert psutil.Process().children(recursive=True) == []
-    with running(tmp_path) as stack:  # its records, to be compared with one undisturbed pass
+    with running(tmp_path, is_view=True) as stack:  # its records, to be compared with one undisturbed pass
         assert stack.job(job_folder.name).state is JobState.SUCCEEDED
         check_exactly_once(stack, job_folder.name, tmp_path / "scratch")

@@ -608,8 +608,10 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
     assert line["address"] == "127.0.0.1"  # nobody was named as a trusted proxy
 
 
-@pytest.mark.parametrize("service", ["broker", "trainer", "rollout"])
-@pytest.mark.parametrize("user_info", ["me:s3cr3t%2Fword", ":1234#s3cr3tword"])
+@pytest.mark.parametrize(
+    ("service", "user_info"),
+    [*((name, "me:s3cr3t%2Fword") for name in ("broker", "trainer", "rollout")), ("broker", ":1234#s3cr3tword")],
+)
 def test_redis_password_is_not_logged_when_redis_is_unreachable(tmp_path: Path, service: str, user_info: str) -> None:
     url = f"redis://{user_info}@127.0.0.1:{free_port()}/0"
     process = start(service, tmp_path, REDIS_URL=url, REDIS_RETRY_S="1", LOG_LEVEL="DEBUG")

@@ -29,7 +29,6 @@ from services.rollout.rewards.scorer import Scorer
 from services.rollout.rewards.service import MAX_RETRY_AFTER_S, read_retry_after
 from services.rollout.settings import RewardServiceSettings, Settings
 from tests.conftest import free_port
-from tests.installed import install
 from tests.integration.rollout_rig import G, Rig
 from tests.integration.test_rewards import installed_reward  # noqa: F401, fixture
 from tests.rollout_fakes import FakeEngine
@@ -407,14 +406,6 @@ def code_of_page(name: str) -> str:
     """The block of docs/rewards.md that begins with this file's name."""
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     return next(block for block in page.split("```python\n") if block.startswith(f"# {name}")).partition("```")[0]
-
-
-async def test_own_reward_of_the_page_works(scorer, tmp_path):
-    entry = "[onbeat.rewards]\nbrevity = brevity:brevity\n"
-    install(tmp_path / "site", "brevity", entry, brevity=code_of_page("brevity.py"))
-    scoring = RewardRequest("brevity", {"limit": 3}, {"answer": "4"}, ["4", "it is 4"], 30.0, 512, 1)
-    short, long = await score(scorer, scoring)
-    assert (short, long) == (Score(1.1, {"right": 1.0, "short": 1.0}), Score(1.0, {"right": 1.0, "short": 0.0}))
 
 
 async def test_service_of_the_page_works(tmp_path):

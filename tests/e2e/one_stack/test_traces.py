@@ -6,8 +6,7 @@ import pytest
 
 from onbeat.types import JobState
 from services.broker.tracing.tree import span_id, trace_id
-from tests.e2e.stack import running, tiny_job
-from tests.otlp_receiver import Receiver
+from tests.e2e.stack import tiny_job
 
 NUM_ITERATIONS, NUM_GROUPS = 3, 6
 SLACK_S = 0.5  # clocks, and how long a process may be kept from telling what it has measured
@@ -15,26 +14,23 @@ PATH = ["wait_for_rollout", "generate", "score", "wait_for_trainer", "micro_batc
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
+def exported(stack, folder, receiver):
     """(stack, job id, {iteration: {span id: span}})"""
-    tmp_path = tmp_path_factory.mktemp("traces")
-    with Receiver() as receiver, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONBEAT_OTLP_ENDPOINT", receiver.url)
-        with running(tmp_path, num_rollouts=2) as stack:
-            job = tiny_job(
-                tmp_path,
-                rollout={"num_prompts_per_iteration": NUM_GROUPS, "num_samples_per_prompt": 4},
-                training={"num_updates_per_iteration": 2, "max_tokens_per_micro_batch": 64},
-                schedule={"num_iterations": NUM_ITERATIONS},
-                checkpoint={"every_iterations": 1},
-            )
-            job_id = stack.client.jobs.create(job).id
-            assert stack.wait(job_id).state is JobState.SUCCEEDED
-            ids = {trace_id(job_id, iteration): iteration for iteration in range(NUM_ITERATIONS)}
-            receiver.wait(lambda: receiver.traces.keys() == ids.keys(), "a trace of every iteration is there")
-            assert receiver.most_often() == 1
-            traces = {ids[id_]: {span.id: span for span in spans} for id_, spans in receiver.traces.items()}
-            yield stack, job_id, traces
+    job = tiny_job(
+        folder,
+        rollout={"num_prompts_per_iteration": NUM_GROUPS, "num_samples_per_prompt": 4},
+        training={"num_updates_per_iteration": 2, "max_tokens_per_micro_batch": 64},
+        schedule={"num_iterations": NUM_ITERATIONS},
+        checkpoint={"every_iterations": 1},
+    )
+    job_id = stack.client.jobs.create(job).id
+    assert stack.wait(job_id).state is JobState.SUCCEEDED
+    ids = {trace_id(job_id, iteration): iteration for iteration in range(NUM_ITERATIONS)}
+    receiver.wait(lambda: receiver.traces.keys() >= ids.keys(), "a trace of every iteration is there")
+    sent = {iteration: receiver.traces[id_] for id_, iteration in ids.items()}
+    traces = {iteration: {span.id: span for span in spans} for iteration, spans in sent.items()}
+    assert all(len(traces[iteration]) == len(spans) for iteration, spans in sent.items()), "a span was sent twice"
+    return stack, job_id, traces
 
 
 def test_every_accepted_group_has_one_path_in_order(exported):
@@ -87,7 +83,7 @@ def test_trace_covers_the_iteration(exported):
         assert root.end == pytest.approx(record.committed_at, abs=SLACK_S)
         assert root.attributes["onbeat.reward_mean"] == pytest.approx(record.reward_mean)
         loads = [span for span in trace.values() if span.name == "load"]
-        assert 1 <= len(loads) <= 2
+        assert len(loads) == 1
         if record.iteration > 0:
             before = traces[record.iteration - 1]
             published = before[span_id(job_id, record.iteration - 1, "publish")]
