@@ -13,23 +13,14 @@ from tests.fuzz import FUZZ_FACTOR
 from tests.integration.broker_fixtures import (
     claim_all,
     commit,
-    create_job,
     drain,
     failed_group,
     make_group,
-    start_training,
+    open_job,
     tasks_for,
 )
 
 LARGE = 2**31 - 1
-
-
-async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
-    """A job whose iteration 0 is open; (job id, epoch)."""
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
-    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
-    return job_id, epoch
 
 
 async def number(ledger: Ledger, job_id: str, name: str) -> int:

@@ -144,6 +144,14 @@ def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
     return [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text=f"prompt {i}") for i in range(num_groups)]
 
 
+async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
+    """A running job with iteration 0 open; returns (job id, epoch)."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
+    return job_id, epoch
+
+
 def make_group(task: PromptTask, worker: str = "w1", version: int | None = None, num_samples: int = 2) -> RolloutGroup:
     version = task.policy_version if version is None else version
     return RolloutGroup(

@@ -29,6 +29,7 @@ from tests.integration.broker_fixtures import (
     drain,
     failed_group,
     make_group,
+    open_job,
     start_training,
     tasks_for,
 )
@@ -43,14 +44,6 @@ WAY_TO = {
     JobState.SUCCEEDED: [JobState.RUNNING, JobState.SUCCEEDED],
     JobState.FAILED: [JobState.FAILED],
 }
-
-
-async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
-    """A running job with iteration 0 open; returns (job id, epoch)."""
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
-    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
-    return job_id, epoch
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,8 @@
 """Prompts of further turns: sampled tokens stay as they are, and the tree forks where a template rewrites history."""
 
 import json
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from onbeat.environments import Outcome
 from services.rollout.engines.interface import GeneratedResponse
@@ -13,7 +10,6 @@ from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Renderer
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
 from services.rollout.episodes.toolcalls import ToolCall, parse
-from services.trainer.model.bundled import BUNDLED_MODELS, find_gguf
 from tests.episode_rig import QWEN_LIKE, WITHOUT_SYSTEM, playing, tokenizer_of
 
 QUESTION = {"role": "user", "content": "2+2="}
@@ -213,16 +209,6 @@ def test_call_that_is_not_closed_stays_text_and_hides_none():
 
 
 # ---- a real tokenizer ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    package, file_name = BUNDLED_MODELS["smollm2-135m-instruct"]
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"the package {package} is not installed")
-    gguf = find_gguf(Path(spec.origin).parent, file_name)
-    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
 
 
 def test_bundled_model_extends_as_its_template_renders(smollm2):

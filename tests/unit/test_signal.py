@@ -16,7 +16,7 @@ from services.trainer.model.model import freeze_copy, response_logprobs, tri_mod
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from services.trainer.world import World
-from tests.unit.trainer_fixtures import RecordedJob, job_config, make_group, tiny_config, tiny_model, train
+from tests.unit.trainer_fixtures import RecordedJob, job_config, make_group, moved_model, tiny_config, tiny_model, train
 
 CPU = torch.device("cpu")
 KINDS = list(BUILT_IN)
@@ -50,20 +50,10 @@ def config_of(kind, extra, **sections):
     return job_config(objective={"type": kind} | EXTRAS[extra], schedule={"mode": "bounded"}, **sections)
 
 
-def moved(seed):
-    """A tiny float64 model some way from where it started."""
-    model = tiny_model(tiny_config())
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-    return model
-
-
 @pytest.fixture(scope="module")
 def models():
     """Policy, old and reference, all different."""
-    return moved(0), freeze_copy(moved(1)), freeze_copy(moved(2))
+    return moved_model(0), freeze_copy(moved_model(1)), freeze_copy(moved_model(2))
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,15 @@
 """Lengths of tokens add up to the text, whatever the tokenizer does with spaces, bytes and special tokens."""
 
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from services.rollout import token_text
 from services.rollout.token_text import MAX_RUN, TokenText
-from services.trainer.model.bundled import BUNDLED_MODELS, find_gguf
 
 VOCAB_SIZE = 49152  # of SmolLM2
 SPECIAL = range(17)  # its special tokens
@@ -24,16 +21,6 @@ TEXTS = {
     "replacement characters": "a\ufffdb \ufffd\ufffd",
     "nothing": "",
 }
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    package, file_name = BUNDLED_MODELS["smollm2-135m-instruct"]
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"the package {package} is not installed")
-    gguf = find_gguf(Path(spec.origin).parent, file_name)
-    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
 
 
 @pytest.fixture(scope="module")

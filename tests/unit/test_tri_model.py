@@ -1,5 +1,7 @@
 """Policy, old and reference in one pass give what each gives alone; frozen copies hold published weights."""
 
+import functools
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from services.trainer.model.model import (
     tri_model_logprobs,
     use_attention,
 )
-from tests.unit.trainer_fixtures import make_group, tiny_config, tiny_model
+from tests.unit.trainer_fixtures import make_group, moved_model
 
 
 @pytest.fixture
@@ -23,14 +25,7 @@ def batch():
     return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
 
 
-def moved(seed):
-    """A tiny model some way from where it started."""
-    model = tiny_model(tiny_config(), torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
-    return model
+moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
 
 
 @pytest.mark.parametrize("attention", ["onbeat_shared_prompt", "sdpa"])

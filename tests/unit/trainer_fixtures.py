@@ -46,6 +46,16 @@ def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
     return model
 
 
+def moved_model(seed, dtype=torch.float64, by=0.01):
+    """A tiny model some way from where it started."""
+    model = tiny_model(tiny_config(), dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
+    return model
+
+
 def make_group(group_id="0-0", prompt_length=5, response_lengths=(3, 1, 4), version=0, seed=0, rewards=None):
     rng = random.Random(f"{seed}-{group_id}")
     iteration = int(group_id.partition("-")[0])
