@@ -53,6 +53,9 @@ build() {
     fi
 }
 
+# Of two builds at a time the second one waits, and finds the layers of the first.
+exec 9<deploy/docker/build-images.sh
+flock 9
 fetch_local_versions
 base=$(deploy/docker/base-image.sh)
 build broker "$base"
