@@ -55,7 +55,7 @@ build() {
 
 # Of two builds at a time the second one waits, and finds the layers of the first.
 exec 9<deploy/docker/build-images.sh
-flock 9
+if command -v flock >/dev/null; then flock 9; fi
 fetch_local_versions
 base=$(deploy/docker/base-image.sh)
 build broker "$base"
