@@ -22,8 +22,8 @@ from services.trainer.model.model import Passes, freeze_copy, response_logprobs,
 from services.trainer.stats import IterationStats
 from tests.unit.episode_fixtures import MIXED, SHAPES, make_episodes, path_logprobs, paths_of, random_turns
 from tests.unit.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64, gradients  # noqa: F401
-from tests.unit.test_signal import CASES, config_of, moved
-from tests.unit.trainer_fixtures import job_config, make_group, model_of, tiny_model, train
+from tests.unit.test_signal import CASES, config_of
+from tests.unit.trainer_fixtures import job_config, make_group, model_of, moved_model, tiny_model, train
 
 CPU = torch.device("cpu")
 EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, max_size=4)
@@ -211,7 +211,7 @@ def test_trees_in_bfloat16_stay_within_its_noise():
 @pytest.fixture(scope="module")
 def models():
     """Policy, old and reference, all different."""
-    return moved(0), freeze_copy(moved(1)), freeze_copy(moved(2))
+    return moved_model(0), freeze_copy(moved_model(1)), freeze_copy(moved_model(2))
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def groups(models):
         for index, three in enumerate(shapes)
     ]
     for group in found:
-        values = iter(path_logprobs(moved(1), [group]).tolist())
+        values = iter(path_logprobs(moved_model(1), [group]).tolist())
         for response in group.responses:
             response.rollout_logprobs[:] = [next(values) + rng.uniform(-0.4, 0.4) for _ in response.token_ids]
     return found
@@ -234,9 +234,9 @@ def groups(models):
 @pytest.fixture(scope="module")
 def by_paths(groups):
     """The policy, and the logprobs of it, of the old one and of the reference, one path at a time."""
-    policy = moved(0)
+    policy = moved_model(0)
     with torch.no_grad():
-        others = [path_logprobs(moved(seed), groups) for seed in (1, 2)]
+        others = [path_logprobs(moved_model(seed), groups) for seed in (1, 2)]
     return policy, Logprobs(path_logprobs(policy, groups), *others)
 
 
