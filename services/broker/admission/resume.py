@@ -20,19 +20,15 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     except ValidationError as error:
         reason = "another version of Onbeat wrote its configuration; submit it again"
         raise CannotResume(job_id, state, reason) from error
-    if num_iterations is None:
-        await admission.review(config)
-        await ledger.jobs.resume(job_id, state)
-        return
-    if num_iterations <= num_before:
-        message = f"the job has done {num_before} iterations; give a larger total, got {num_iterations}"
-        raise JobRefused([FieldError(field="num_iterations", message=message)])
-    config = config.extended(num_iterations)
+    extension = None
+    if num_iterations is not None:
+        if num_iterations <= num_before:
+            message = f"the job has done {num_before} iterations; give a larger total, got {num_iterations}"
+            raise JobRefused([FieldError(field="num_iterations", message=message)])
+        config, every = config.extended(num_iterations), config.evaluation and config.evaluation.every_iterations
+        due = following_evaluation(num_before, every, num_iterations) if every else None
+        extension = Extension(config.model_dump(mode="json"), num_iterations, due)
     await admission.review(config)
-    next_evaluation = None
-    if config.evaluation is not None:
-        next_evaluation = following_evaluation(num_before, config.evaluation.every_iterations, num_iterations)
-    extension = Extension(config.model_dump(mode="json"), num_iterations, next_evaluation)
     await ledger.jobs.resume(job_id, state, extension)
 
 
