@@ -59,16 +59,16 @@ async def wait_for_redis(redis: Redis, settings: Settings) -> bool:
             try:
                 await probe.ping()
                 return True
+            except AuthenticationError as error:
+                logger.critical("%s", describe_loss(redis, error))
+                return False
             except RedisError as error:
-                waited_s = time.monotonic() - started
-                if isinstance(error, AuthenticationError) or waited_s > settings.redis_retry_s:
-                    if isinstance(error, AuthenticationError):
-                        logger.critical("%s", describe_loss(redis, error))
-                    else:
-                        where, remedy = public_address(redis), "start it, or set ONBEAT_REDIS_URL"
-                        logger.critical("no Redis at %s after %.0f s (%s); %s", where, waited_s, error, remedy)
+                waited_s, where = time.monotonic() - started, public_address(redis)
+                if waited_s > settings.redis_retry_s:
+                    remedy = "start it, or set ONBEAT_REDIS_URL"
+                    logger.critical("no Redis at %s after %.0f s (%s); %s", where, waited_s, error, remedy)
                     return False
-                logger.warning("waiting for Redis at %s (%s)", public_address(redis), error)
+                logger.warning("waiting for Redis at %s (%s)", where, error)
                 await asyncio.sleep(1.0)
     finally:
         await probe.aclose()
