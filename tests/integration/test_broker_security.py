@@ -597,7 +597,7 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
     old.maximum_version = ssl.TLSVersion.TLSv1_1
     old.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.raises(httpx.ConnectError):
-        await asyncio.to_thread(httpx.get, f"{tls_broker}/livez", verify=old, trust_env=False)
+        await asyncio.to_thread(httpx.get, f"{tls_broker}/livez", verify=old, trust_env=False, timeout=30)
     trusted = ssl.create_default_context(cafile=authority.cert)
     async with httpx.AsyncClient(base_url=tls_broker, verify=trusted, trust_env=False, timeout=30) as client:
         for path, headers in (("/livez", {"X-Long": "x" * 200_000}), (f"/livez?{'x' * 60_000}", {})):
