@@ -21,7 +21,7 @@ from tests.containers.pod_run import ContainerRun, Probe, docker_run_arguments
 READY_S = 180.0
 # A Python for each look would take the processor from what is looked at.
 GET = r"""
-exec 3<>/dev/tcp/127.0.0.1/"$0" && printf 'GET %s HTTP/1.0\r\n\r\n' "$1" >&3
+exec 3<>/dev/tcp/127.0.0.1/"$0" && printf 'GET %s HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n' "$1" >&3
 read -t 5 -r _ status _ <&3 && test "$status" = 200
 """
 PORT = 8800  # of the broker
