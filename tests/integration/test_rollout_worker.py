@@ -154,10 +154,13 @@ async def test_engine_starts_on_its_version_and_then_gets_the_newest(rig):
         await asyncio.sleep(0.1)
     assert rig.trainer.pulls == [0]  # one copy, which the engine reads
     engine.may_start.set()
-    await rig.until(lambda: engine.version() == 2)
-    assert engine.loads == [2]
+
+    async def has_reported_both() -> bool:
+        return set(await rig.ledger.versions.ready_times(rig.job_id)) == {0, 2}
+
+    await rig.until(has_reported_both)
+    assert (engine.version(), engine.loads) == (2, [2])
     assert rig.trainer.pulls == [0, 2]
-    assert set(await rig.ledger.versions.ready_times(rig.job_id)) == {0, 2}
 
 
 async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
