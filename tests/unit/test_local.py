@@ -242,6 +242,15 @@ def test_services_get_the_addresses_of_each_other(tmp_path: Path) -> None:
     assert broker.wave < trainer.wave == rollouts[0].wave
 
 
+@pytest.mark.parametrize(("num_rollouts", "is_relay"), [(1, "False"), (2, "True")])
+def test_a_rollout_without_peers_relays_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rollouts: int, is_relay: str
+) -> None:
+    monkeypatch.delenv("ONBEAT_WEIGHTS_RELAY", raising=False)
+    _, _, *rollouts = service_specs(StackOptions(tmp_path, num_rollouts=num_rollouts), "redis://r", 8801)
+    assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {is_relay}
+
+
 @pytest.mark.parametrize(
     ("cores", "places"),
     [
