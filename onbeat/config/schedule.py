@@ -6,9 +6,11 @@ from pydantic import Field, model_validator
 
 from onbeat.section import Float, PositiveFloat, PositiveInt, Section
 
+MAX_NUM_ITERATIONS = 1_000_000
+
 
 class Schedule(Section):
-    num_iterations: PositiveInt = Field(le=1_000_000, description="iterations of the whole job")
+    num_iterations: PositiveInt = Field(le=MAX_NUM_ITERATIONS, description="iterations of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
         description="numbers of iterations before each `onbeat jobs resume` with `--iterations`, which writes them; "

@@ -8,7 +8,7 @@ are all equal has no pair. The loss needs no importance ratio, which is why it b
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from onbeat.objectives.base import Logprobs, Loss, Objective, Responses, Tensor
 from onbeat.objectives.base.kl import kl_estimate
@@ -23,6 +23,16 @@ class OnlineDpoObjective(Objective):
 
     has_importance_ratio: ClassVar[bool] = False
     has_advantages: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def check_terms(self) -> "OnlineDpoObjective":
+        for name, has_effect in (("kl.coef", self.kl.coef > 0), ("importance", self.importance is not None)):
+            if has_effect:
+                raise ValueError(
+                    f"objective.{name}: online_dpo has neither a KL term nor importance weights; leave it out, and use "
+                    "beta to stay closer to the reference"
+                )
+        return self
 
     @property
     def needs_reference(self) -> bool:

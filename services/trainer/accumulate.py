@@ -58,11 +58,14 @@ class GradientSum:
             with self._stats.busy("train/micro_batches_s"):
                 self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1])
 
+    def sum_counts(self) -> None:
+        """Sum the counts over all replicas, which waits for the last one: the beginning of the barrier."""
+        self._stats.tally = Tally(*map(int, self._world.sum_scalars(astuple(self._stats.tally))))
+
     def reduce(self) -> None:
         """Sum over all replicas: the first half of the barrier. A sharded model has summed its gradients on the way."""
         if not self._policy.is_sharded:
             self._world.sum_tensors(list(self._policy.optimizer.gradients().values()))
-        self._stats.tally = Tally(*map(int, self._world.sum_scalars(astuple(self._stats.tally))))
 
     def groups_to_blame(self) -> str:
         """Return the groups of this replica whose own gradient is not finite, each tried again by itself."""

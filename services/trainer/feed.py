@@ -45,6 +45,7 @@ class GroupFeed:
                 while not (recorded := self._pick(group_ids)):
                     self._wait(iteration, len(group_ids))
                 yield self._begin(iteration, recorded)
+                self._quiet_since = time.monotonic()
         left = set(wanted) - self._job.groups.taken(iteration)
         while left:
             ready = self._receive_ready(left)
@@ -105,7 +106,9 @@ class GroupFeed:
                 return ready
 
     def _is_complete(self, iteration: int, ready: list[RolloutGroup], left: set[str]) -> bool:
-        return len(ready) == len(left) or (self._num_replicas > 1 and self._job.groups.is_drained(iteration))
+        """Return whether no group of the iteration is generated any more, and this replica has what it can get."""
+        is_ready = len(ready) == len(left) or self._num_replicas > 1
+        return is_ready and self._job.groups.is_drained(iteration)
 
     def _take_budget(self, ready: list[RolloutGroup]) -> list[RolloutGroup]:
         budget = self._config.training.max_tokens_per_micro_batch
@@ -128,11 +131,12 @@ class GroupFeed:
         now = time.monotonic()
         if not is_new and now - self._looked_at > LOOK_AGAIN_S:
             self._looked_at = now
-            is_new = self._add(self._job.groups.accepted(iteration))
-        if is_new or self._job.check() is JobState.PAUSED:
+            is_new = self._add(self._job.groups.accepted(iteration, self._known))
+        state = self._job.check()
+        if is_new or state is JobState.PAUSED:
             self._quiet_since = now
         if now - self._quiet_since > deadline_s + BROKER_FIRST_S:
             raise JobFailed(
                 f"iteration {iteration}: no group arrived for {deadline_s:.0f} s, {num_left} are missing; "
-                "are rollouts running? (`onbeat workers`)"
+                "are rollouts running? (`onbeat top`)"
             )

@@ -24,6 +24,11 @@ class OpenIteration:
         return old_version(self.config, self.behaviour_version, self.current_version, self.num_updates_done)
 
     @property
+    def place_of_step(self) -> int:
+        """The place of the next update's step in the job's schedule, from 1."""
+        return self.index * self.config.training.num_updates_per_iteration + self.num_updates_done + 1
+
+    @property
     def has_behaviour_logprobs(self) -> bool:
         """True if the pass for the loss includes the policy that generated."""
         is_on_policy = self.behaviour_version == self.current_version and self.num_updates_done == 0

@@ -117,6 +117,7 @@ class TrainLoop:
         gradient.complete()
         self._probe_engines(stats)
         self._job.doing = f"at the barrier of iteration {opened.index}: sum over replicas and optimizer step"
+        gradient.sum_counts()
         with stats.busy("train/step_s"):
             gradient.reduce()
             self.step(gradient, stats)
@@ -140,7 +141,7 @@ class TrainLoop:
         else:
             is_last = self._opened.num_updates_done == self._config.training.num_updates_per_iteration - 1
             callbacks = self._publisher.begin() if is_last else ()
-            stats.values["train/learning_rate"] = optimizer.step(*callbacks)
+            stats.values["train/learning_rate"] = optimizer.step(*callbacks, place=self._opened.place_of_step)
 
     def _clip(self, gradient: GradientSum) -> float:
         """Clip the gradient. Raises JobFailed, naming groups, when it is not finite: it never reaches the weights."""

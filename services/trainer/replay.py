@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class RecordedGroups:
     def __init__(self, groups: Iterable[RolloutGroup], micro_batches: dict[int, list[list[str]]]) -> None:
         self._groups, self._micro_batches = list(groups), micro_batches
 
-    def accepted(self, first_iteration: int) -> list[RolloutGroup]:
+    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
         return self._groups
 
     def take(self, count: int, timeout_s: float) -> list[RolloutGroup]:

@@ -112,6 +112,7 @@ def begin(data_dir: Path, job_id: str, config: JobConfig, policy: Policy, world:
         )
     state = restore(checkpoints, parent, config, policy, before=iteration, world=world)
     assert state is not None, f"{folder_name(iteration)} is there"
+    policy.old.snapshots.clear()  # of open iterations of the parent
     return state.forked(job_id)
 
 

@@ -10,5 +10,8 @@ for i = 3, #ARGV do
   if redis.call('SADD', KEYS[4], ARGV[i]) == 1 then granted[#granted + 1] = ARGV[i] end
 end
 local ids = table.concat(granted, ',')
-if ids ~= '' then redis.call('HSET', KEYS[3], ARGV[2], redis.call('HLEN', KEYS[3]) .. '|' .. ids) end
+if ids ~= '' then
+  redis.call('HSET', KEYS[3], ARGV[2], redis.call('HLEN', KEYS[3]) .. '|' .. ids)
+  redis.call('HSET', job, 'progress_at', now())
+end
 return ids

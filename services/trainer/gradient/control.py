@@ -53,6 +53,8 @@ class GradientControl:
         return {f"gac.{name}": tensor for name, tensor in self._history.items()}
 
     def load_state_tensors(self, tensors: Gradients) -> None:
+        if self._config.mode == "off":  # a fork's; the job that it starts from may have a history
+            return
         self._history = {
             name.removeprefix("gac."): tensor.clone() for name, tensor in tensors.items() if name.startswith("gac.")
         }

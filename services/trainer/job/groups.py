@@ -1,5 +1,7 @@
 """The groups of a live job as one replica takes them: from the stream, and after a crash those taken before it."""
 
+from collections.abc import Container
+
 from onbeat.streams.codec import RolloutGroup
 from onbeat.types import IterationState
 from services.trainer.job.lease import Lease
@@ -17,14 +19,15 @@ class GroupSource:
         """Return up to `count` accepted groups in completion order, or an empty list when none came in time."""
         return self._lease.run(self._ledger.trainer.take(self._job.id, self._consumer, count, timeout_s))
 
-    def accepted(self, first_iteration: int) -> list[RolloutGroup]:
-        """Return all accepted groups from an iteration on, in completion order, including those taken before."""
+    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
+        """Return the accepted groups from an iteration on, in completion order, including those taken before. Those
+        that are `known` (ids) are not read."""
 
         async def collect() -> list[RolloutGroup]:
             num_opened = int((await self._ledger.jobs.fields(self._job.id))["num_opened"])
             groups = []
             for iteration in range(first_iteration, num_opened):
-                groups += await self._ledger.iterations.accepted_groups(self._job.id, iteration)
+                groups += await self._ledger.iterations.accepted_groups(self._job.id, iteration, known)
             return groups
 
         return self._lease.run(collect())

@@ -1,6 +1,6 @@
 """The job as the training loop sees it, whether it is live or recorded."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class Commit:
 class Groups(Protocol):
     """The groups of a job, as one replica takes them: live (`groups.GroupSource`) or recorded."""
 
-    def accepted(self, first_iteration: int) -> list[RolloutGroup]: ...
+    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]: ...
     def take(self, count: int, timeout_s: float) -> list[RolloutGroup]: ...
     def policy_version(self, iteration: int) -> int: ...
     def is_drained(self, iteration: int) -> bool: ...

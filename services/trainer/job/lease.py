@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost, OnbeatError
+from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.trainer.job.background import Background
@@ -99,10 +100,8 @@ class Lease:
         self._background.cancel(self._heartbeat)
         if self._lost is None and self.job.rank == 0:
             giving_back = self.ledger.trainer.give_back(self.job.id, self.job.epoch, is_handover)
-            try:
+            with best_effort(f"the lease of job {self.job.id} was not handed back; it runs out by itself", LeaseLost):
                 self._background.run(giving_back, timeout_s=5)
-            except (LeaseLost, RedisError, TimeoutError):
-                logger.warning("the lease of job %s was not handed back; it runs out by itself", self.job.id)
 
     # ---- in the background ---------------------------------------------------------------------------------------
 

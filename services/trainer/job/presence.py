@@ -6,6 +6,7 @@ import logging
 from redis.exceptions import RedisError
 
 from onbeat.memory import read_host
+from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Ledger
 from onbeat.types import TrainerRecord
 from services.trainer.job.background import Background
@@ -51,7 +52,5 @@ class Presence:
         """Stop the heartbeat and report `stopped`, if Redis can be reached."""
         self._background.cancel(self._heartbeats)
         self.job_id = None
-        try:
+        with best_effort(f"Redis still lists {self._trainer_id}"):
             self._background.run(self._send("stopped"), timeout_s=5)
-        except (RedisError, TimeoutError) as error:
-            logger.warning("Redis still lists %s: %s", self._trainer_id, error)

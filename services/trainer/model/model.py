@@ -2,8 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -43,15 +43,23 @@ class Passes:
         return self.attention == PACKED_ATTENTION
 
 
-def load_config(source: str) -> Any:
-    """Load the model's configuration. Raises ValueError naming the model."""
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """Raise ValueError naming the model when transformers cannot load it."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source)
+        yield
     except (OSError, StrictDataclassError, ValueError) as error:
         raise ValueError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def load_config(source: str) -> Any:
+    """Load the model's configuration. Raises ValueError naming the model."""
+    from transformers import AutoConfig
+
+    with loading(source):
+        return AutoConfig.from_pretrained(source)
 
 
 def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Passes = Passes()) -> Any:
@@ -62,10 +70,8 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device, passes: Pa
     from transformers import AutoModelForCausalLM
 
     register_attention()
-    try:
+    with loading(source):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=passes.attention)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {source!r} cannot be loaded: {error}") from error
     return set_up(model, passes, device)
 
 

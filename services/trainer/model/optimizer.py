@@ -111,15 +111,21 @@ class MasterAdamW:
         return norm.item()
 
     @torch.no_grad()
-    def step(self, on_written: Named | None = None, on_changing: Named | None = None) -> float:
+    def step(
+        self, on_written: Named | None = None, on_changing: Named | None = None, place: int | None = None
+    ) -> float:
         """Take one AdamW step; parameters become the rounded masters. Returns the learning rate used.
+
+        `place`: of the step in the job's schedule, from 1, if it is not the number of steps taken: steps that GAC
+        skipped have a place, and those of the job that a fork starts from may have been fewer or more.
 
         `on_written` is called with the names of each bucket of updated parameters before the next bucket is stepped, in
         the same order on every rank; `on_changing` before they are updated.
         """
         self.num_steps += 1
-        end = next((end for end in self._decay_ends if self.num_steps <= end), self._decay_ends[-1])
-        learning_rate = scheduled_learning_rate(self.config, self.num_steps, end, self._num_warmup_steps)
+        place = self.num_steps if place is None else place
+        end = next((end for end in self._decay_ends if place <= end), self._decay_ends[-1])
+        learning_rate = scheduled_learning_rate(self.config, place, end, self._num_warmup_steps)
         for names, adamw in self._buckets:
             if on_changing is not None:
                 on_changing(names)

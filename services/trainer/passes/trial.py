@@ -201,17 +201,15 @@ def is_head_plain(model: Any) -> bool:
     try:
         weight = model.get_output_embeddings().weight
         kept = weight.clone()
+        try:
+            weight.mul_(HEAD_GAIN)
+            hidden = model.get_decoder()(token_ids, use_cache=False).last_hidden_state
+            expected, found = model(token_ids, use_cache=False).logits, hidden @ weight.T
+            return bool((found - expected).norm() <= TOLERANCE * expected.norm())
+        finally:
+            weight.copy_(kept)
     except TRIAL_ERRORS:
         return False
-    try:
-        weight.mul_(HEAD_GAIN)
-        hidden = model.get_decoder()(token_ids, use_cache=False).last_hidden_state
-        expected, found = model(token_ids, use_cache=False).logits, hidden @ weight.T
-        return bool((found - expected).norm() <= TOLERANCE * expected.norm())
-    except TRIAL_ERRORS:
-        return False
-    finally:
-        weight.copy_(kept)
 
 
 def plain_logprobs(model: Any, groups: Iterable[RolloutGroup]) -> torch.Tensor:

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig, TrackerConfig
 from onbeat.errors import OnbeatError
+from onbeat.streams.best_effort import best_effort
 from services.trainer.job.lease import Lease
 from services.trainer.trackers.points import Cursor, Point, read_points
 
@@ -59,10 +60,8 @@ class LeasedJob:
 
     def warn(self, message: str) -> None:
         logger.warning("job %s: %s", self._id, message)
-        try:
+        with best_effort(f"job {self._id}: the event could not be stored"):
             self._lease.ask(lambda ledger: ledger.event_log.emit(self._id, "tracker.failed", message))
-        except (RedisError, TimeoutError) as error:
-            logger.warning("job %s: the event could not be stored: %s", self._id, error)
 
 
 @dataclass(frozen=True)
@@ -94,17 +93,50 @@ class Bookmark:
         os.replace(new, self._path)
 
 
+class TrackerLog:
+    """A tracker, opened when it is first needed, and the bookmark of what it has logged."""
+
+    def __init__(self, open_tracker: Callable[[], Tracker], job: Job, bookmark: Bookmark) -> None:
+        self._open_tracker, self._job, self._bookmark = open_tracker, job, bookmark
+        self._tracker: Tracker | None = None
+        self.is_abandoned = threading.Event()  # then nothing more is logged
+
+    def keep_up(self) -> None:
+        """Log all new points. Raises what the tracker's library raises."""
+        if self._tracker is None:
+            self._tracker = self._open_tracker()
+            self._bookmark.load()
+        while points := self._job.read(self._bookmark.cursor):
+            try:
+                for point in points:
+                    if self.is_abandoned.is_set():
+                        return
+                    if point.values:
+                        self._tracker.log(point)
+                    self._bookmark.cursor = self._bookmark.cursor.after(point)
+            finally:  # points before one that failed must not be logged again
+                if not self.is_abandoned.is_set():  # another trainer may keep its own cursor there by then
+                    self._bookmark.save()
+
+    def finish(self, has_succeeded: bool) -> None:
+        if self._tracker is not None and not self.is_abandoned.is_set():
+            self._tracker.finish(has_succeeded)
+
+    def reopen(self) -> None:
+        """Open the tracker anew when it is needed again."""
+        self._tracker = None
+
+
 class Follower:
-    """A thread that opens a tracker, logs new points, and reopens it after an error."""
+    """A thread that keeps a tracker up with its job, and tries again after an error."""
 
     def __init__(
         self, name: str, open_tracker: Callable[[], Tracker], job: Job, bookmark: Bookmark, pace: Pace
     ) -> None:
         self.name = name
-        self._open_tracker, self._job, self._bookmark, self._pace = open_tracker, job, bookmark, pace
-        self._tracker: Tracker | None = None
+        self._log, self._job, self._pace = TrackerLog(open_tracker, job, bookmark), job, pace
         self._has_warned = self._has_succeeded = False
-        self._stop, self._is_abandoned = threading.Event(), threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -116,17 +148,17 @@ class Follower:
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait for the thread. False: it is stuck and abandoned; it logs nothing more, even if it continues."""
         self._thread.join(max(0.0, timeout_s))
-        self._is_abandoned.set()
+        self._log.is_abandoned.set()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         is_last = False
-        while not is_last and not self._is_abandoned.is_set():
+        while not is_last and not self._log.is_abandoned.is_set():
             is_last = self._stop.is_set()  # read first: the last look finds all that is in the ledger by then
             try:
-                self._keep_up()
-                if is_last and self._tracker is not None and not self._is_abandoned.is_set():
-                    self._tracker.finish(self._has_succeeded)
+                self._log.keep_up()
+                if is_last:
+                    self._log.finish(self._has_succeeded)
                 pause_s = self._pace.look_s
             except ImportError as error:
                 self._warn(f"{error}; install it where the trainer runs; the job goes on without this tracker")
@@ -134,25 +166,9 @@ class Follower:
             except Exception as error:  # a third-party library: whatever it raises, the training continues
                 logger.info("tracker %s", self.name, exc_info=True)
                 self._warn(f"{first_line(error)}; tried again every {self._pace.retry_s:.0f} s")
-                self._tracker = None
+                self._log.reopen()
                 pause_s = self._pace.retry_s
             self._stop.wait(pause_s)
-
-    def _keep_up(self) -> None:
-        if self._tracker is None:
-            self._tracker = self._open_tracker()
-            self._bookmark.load()
-        while points := self._job.read(self._bookmark.cursor):
-            try:
-                for point in points:
-                    if self._is_abandoned.is_set():
-                        return
-                    if point.values:
-                        self._tracker.log(point)
-                    self._bookmark.cursor = self._bookmark.cursor.after(point)
-            finally:  # points before one that failed must not be logged again
-                if not self._is_abandoned.is_set():  # another trainer may keep its own cursor there by then
-                    self._bookmark.save()
 
     def _warn(self, message: str) -> None:
         """Warn once per job."""

@@ -1,6 +1,7 @@
 """The points of a job's curves, read from the ledger. Names are those of `GET /v1/jobs/JOB/metrics`."""
 
 from dataclasses import asdict, dataclass
+from heapq import merge
 
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metrics_point, read_evaluations, read_iterations
@@ -34,11 +35,12 @@ async def read_points(ledger: Ledger, job_id: str, cursor: Cursor) -> list[Point
     """Return the points after the cursor, each curve in order. Raises JobNotFound, RedisError."""
     iterations = await read_iterations(ledger, job_id, cursor.iteration, MAX_ITERATIONS)
     points = [iteration_point(record) for record in iterations if record.state is IterationState.COMMITTED]
+    evaluations = []
     for record in await read_evaluations(ledger, job_id, cursor.evaluation):
         if not record.state.is_over:
             break  # the ones after it wait, so that each curve grows in order
-        points.append(evaluation_point(record))
-    return sorted(points, key=lambda point: point.time)
+        evaluations.append(evaluation_point(record))
+    return list(merge(points, evaluations, key=lambda point: point.time))  # an evaluation may end before an earlier one
 
 
 def iteration_point(record: IterationRecord) -> Point:

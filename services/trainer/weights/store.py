@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from onbeat.config import JobConfig
 from onbeat.weights import delta
-from onbeat.weights.client import Step
+from onbeat.weights.client import DeltaStep
 from onbeat.weights.host import full_plan
 from onbeat.weights.server import Payload
 from onbeat.weights.wire import Manifest, PayloadKey, Plan, PlanEntry, TensorEntry
@@ -213,7 +213,7 @@ class WeightStore:
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
         self._snapshots: dict[int, Snapshot] = {}
-        self._deltas: dict[int, tuple[Step, Payload]] = {}  # by the version that they lead to; this shard's payload
+        self._deltas: dict[int, tuple[DeltaStep, Payload]] = {}  # by the version that they lead to; of this shard
         self._lock = threading.Lock()
 
     def add(self, snapshot: Snapshot, delta_bytes: int | None = None) -> None:
@@ -226,7 +226,7 @@ class WeightStore:
                 key = snapshot.delta.key
                 assert key.base_version is not None
                 size_bytes = snapshot.delta.plan.size_bytes if delta_bytes is None else delta_bytes
-                step = Step(key.policy_version, key.base_version, size_bytes)
+                step = DeltaStep(key.policy_version, key.base_version, size_bytes)
                 self._deltas[key.policy_version] = step, snapshot.delta
             self._drop_deltas(snapshot.manifest.size_bytes)
 
@@ -264,9 +264,9 @@ class WeightStore:
         with self._lock:
             return sorted(self._snapshots)
 
-    def steps(self, base_version: int, version: int) -> tuple[Step, ...]:
+    def steps(self, base_version: int, version: int) -> tuple[DeltaStep, ...]:
         """Return the deltas from the base to the version if all are here and smaller than the whole; else ()."""
-        steps: list[Step] = []
+        steps: list[DeltaStep] = []
         with self._lock:
             size = self._snapshots[version].manifest.size_bytes if version in self._snapshots else 0
             while version > base_version and version in self._deltas:
@@ -277,7 +277,7 @@ class WeightStore:
         return tuple(steps) if is_worth_it else ()
 
     async def payload(self, key: PayloadKey) -> Payload | None:
-        """Return the payload or None, as `onbeat.weights.server.Holder` describes."""
+        """Return the payload or None, as `onbeat.weights.server.PayloadOwner` describes."""
         with self._lock:
             if key.base_version is None:
                 snapshot = self._snapshots.get(key.policy_version)
