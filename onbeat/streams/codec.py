@@ -24,7 +24,7 @@ from onbeat.rollout.v1.rollout_pb2 import (
     Turn,
     VersionSpan,
 )
-from onbeat.types import EpisodeFailureKind
+from onbeat.types import MAX_TURNS, EpisodeFailureKind
 
 __all__ = [  # the generated messages that other modules import from here
     "Environment",
@@ -137,6 +137,8 @@ def problem_of_turns(response: Response, num_prompt: int) -> str:
     """Return the problem with the turns of an episode, or ''. `num_prompt`: tokens of the group's prompt."""
     if not response.turns:
         return ""
+    if len(response.turns) > MAX_TURNS:  # readers walk from turn to turn
+        return f"it has {len(response.turns)} turns, of at most {MAX_TURNS}"
     path_lengths: list[int] = []  # to the end of each turn
     for index, turn in enumerate(response.turns):
         if turn.HasField("parent") and turn.parent >= index:

@@ -19,7 +19,7 @@ ITERATIONS_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
-class Lease:
+class PromptLease:
     """A prompt that a rollout has claimed, or had claimed."""
 
     worker: str
@@ -44,11 +44,11 @@ class IterationHashes:
     busy_s: dict[str, float]  # by worker id
 
 
-async def read_leases(ledger: Ledger, job_id: str) -> dict[str, Lease]:
+async def read_leases(ledger: Ledger, job_id: str) -> dict[str, PromptLease]:
     """Return entry id of the prompts stream -> its lease, for the oldest MAX_LEASES."""
     found = await ledger.redis.xpending_range(JobKeys(job_id).prompts, ROLLOUT_GROUP, "-", "+", MAX_LEASES)
     return {
-        entry["message_id"].decode(): Lease(
+        entry["message_id"].decode(): PromptLease(
             entry["consumer"].decode(), entry["time_since_delivered"] / 1000, entry["times_delivered"]
         )
         for entry in found

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATTERN_S = 2.0  # for compiling the regular expression of a reward
+ADMISSION_IDLE_S = 10.0  # then the processes of admission end until the next job comes
 
 
 def create_app(
@@ -58,10 +59,11 @@ def create_app(
     Raises ValueError for a keys file that is missing or broken.
     """
     meters = Meters()
-    background = Background(settings, ledger, meters, on_conductor_end)
+    background = BackgroundWork(settings, ledger, meters, on_conductor_end)
     # The conductor has another process, so that an odd job at the door cannot hold up the jobs inside.
-    admission_data = DatasetProcess(settings.data_dir, settings.admission_timeout_s, settings.dataset_memory_mb)
-    admission_patterns = DatasetProcess(settings.data_dir, PATTERN_S, settings.dataset_memory_mb)
+    data_dir, memory_mb = settings.data_dir, settings.dataset_memory_mb
+    admission_data = DatasetProcess(data_dir, settings.admission_timeout_s, memory_mb, ADMISSION_IDLE_S)
+    admission_patterns = DatasetProcess(data_dir, PATTERN_S, memory_mb, ADMISSION_IDLE_S)
     streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
 
     @contextlib.asynccontextmanager
@@ -114,7 +116,7 @@ def add_middleware(app: FastAPI, settings: Settings, meters: Meters) -> None:
     app.add_middleware(Envelope, meters=meters)
 
 
-class Background:
+class BackgroundWork:
     """The work beside the requests: the conductor, the removal of old jobs and, where it is on, the tracing.
 
     `on_end` is called when one of the first two gives up.

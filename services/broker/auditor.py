@@ -21,6 +21,7 @@ async def run_audit(ledger: Ledger, job_id: str, kept_head: str = "") -> AuditRe
         await check_iterations(ledger, audit)
         num_contents = await check_contents(ledger, audit)
     except AuditViolation as error:
+        await ledger.jobs.state(job_id)  # raises JobNotFound: what is missing may have been deleted with the job
         violation = str(error)
     num_groups = sum(len(iteration.digests) for iteration in audit.iterations)
     return AuditReport(

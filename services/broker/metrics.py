@@ -65,7 +65,7 @@ class JobTotals:
     num_settled: int = 0
 
 
-class Snapshot(Collector):
+class ComputedFamilies(Collector):
     """A collector of families that are computed for one rendering."""
 
     def __init__(self, families: list[Metric]) -> None:
@@ -111,7 +111,7 @@ class Meters:
 
     async def render(self, ledger: Ledger) -> tuple[bytes, str]:
         registry = CollectorRegistry()
-        registry.register(Snapshot(await self._read_jobs(ledger)))
+        registry.register(ComputedFamilies(await self._read_jobs(ledger)))
         return generate_latest(self._requests) + generate_latest(registry), CONTENT_TYPE_LATEST
 
     async def _read_jobs(self, ledger: Ledger) -> list[Metric]:

@@ -8,6 +8,7 @@ It is level-triggered like the conductor: any number of brokers may run it, and 
 import asyncio
 import json
 import logging
+import time
 
 from redis.exceptions import RedisError
 
@@ -16,7 +17,7 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.doctor.explain import queued_at
-from services.broker.watcher import fail_if_nobody_comes
+from services.broker.watcher import ARRIVAL_S, fail_if_nobody_comes
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,10 @@ class Retention:
     def __init__(self, ledger: Ledger, job_retention_days: float) -> None:
         self._ledger, self._job_retention_s = ledger, job_retention_days * DAY_S
         self._unreadable: set[str] = set()
+        self._arrival_until = 0.0  # no pending job fails before this moment of time.monotonic()
 
     async def run(self) -> None:
+        self._arrival_until = time.monotonic() + ARRIVAL_S
         while True:
             try:
                 await self.step(pause_s=PAUSE_S)
@@ -64,7 +67,7 @@ class Retention:
             return await self._clean_up(job_id)
         if fields["state"] == JobState.PENDING:
             deadline_s = float(json.loads(fields["config"])["schedule"]["start_deadline_s"])
-            if now - queued_at(fields) > deadline_s:
+            if now - queued_at(fields) > deadline_s and time.monotonic() > self._arrival_until:
                 await fail_if_nobody_comes(self._ledger, fields, deadline_s)
         elif self._is_outdated(fields, now):
             await self._ledger.jobs.delete(job_id)

@@ -3,6 +3,7 @@ must survive."""
 
 import asyncio
 import logging
+import time
 
 from onbeat.config import JobConfig
 from onbeat.errors import IllegalTransition, StreamLost
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0  # longest time between two looks at a job
 PENDING_WAIT_S = 5.0  # and at one that no trainer has started
+ARRIVAL_S = 60.0  # for trainers that start together with this broker: pending jobs wait for them, however old they are
 MAX_REASONS = 8  # findings that are stored with a failure
 
 Fields = dict[str, str]
@@ -39,8 +41,9 @@ class JobWatcher:
         self._config_text = ""
         self._prepared: dict[int, asyncio.Task[list[PromptTask]]] = {}
         self._evaluator = Evaluator(ledger, process, job_id)
-        self._wait_s = WAIT_S
+        self._wait_s, self._began = WAIT_S, time.monotonic()
         self._seen_epoch = "0"  # epoch of the trainer whose predecessors have been counted
+        self._progress_at, self._progress_seen = "", 0.0  # the latter by time.monotonic()
 
     async def run(self) -> None:
         """Run until the job is final. Raises JobNotFound, and redis' errors when Redis stays away."""
@@ -67,7 +70,9 @@ class JobWatcher:
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
             self._evaluator.prepare(self._config)
-            await fail_if_nobody_comes(self._ledger, fields, self._config.schedule.start_deadline_s)
+            deadline_s = self._config.schedule.start_deadline_s
+            if time.monotonic() - self._began > min(ARRIVAL_S, deadline_s):
+                await fail_if_nobody_comes(self._ledger, fields, deadline_s)
         elif state is JobState.RUNNING:
             await self._conduct(self._config, fields)
         elif state is JobState.CANCELLING:
@@ -131,10 +136,18 @@ class JobWatcher:
     async def _fail_if_stuck(self, config: JobConfig) -> None:
         fields = await self._ledger.jobs.fields(self._job_id)  # anew: we or another broker may just have moved it
         deadline_s = config.schedule.iteration_deadline_s
-        silent_s = await self._ledger.now() - float(fields["progress_at"])
+        silent_s = self._watch_progress(fields)
         if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have been what held us up
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await self._fail(f"{start} (schedule.iteration_deadline_s)")
+
+    def _watch_progress(self, fields: Fields) -> float:
+        """Return the seconds for which this watcher has seen no progress. A time in which all services were down, or
+        their machine slept, does not count."""
+        now = time.monotonic()
+        if fields["progress_at"] != self._progress_at:
+            self._progress_at, self._progress_seen = fields["progress_at"], now
+        return now - self._progress_seen
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
         """Fail a job that kills its trainers, one after another: it is not handed to the next one for ever."""
@@ -169,20 +182,23 @@ async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float
     away_s = trainers_away_s(fields, await ledger.trainers.records(fields["pool"]), now)
     if away_s > deadline_s:
         reason = f"no trainer came for {away_s:.0f} s (schedule.start_deadline_s)"
-        await fail_with_findings(ledger, fields["id"], reason)
+        await fail_with_findings(ledger, fields["id"], reason, JobState.PENDING)  # a trainer may just have taken it
 
 
-async def fail_with_findings(ledger: Ledger, job_id: str, reason: str) -> None:
-    """Fail the job with `reason; what the doctor finds`. The deadline that has just passed is no finding."""
+async def fail_with_findings(ledger: Ledger, job_id: str, reason: str, seen: JobState | None = None) -> None:
+    """Fail the job with `reason; what the doctor finds`, if it still is in the state `seen`. The deadline that has just
+    passed is no finding."""
     about_work = await explain_work(ledger, await ledger.jobs.fields(job_id))
     findings = [finding for finding in about_work if finding.next != JOB_FAILS]
     sentences = [finding.sentence for finding in findings[:MAX_REASONS]]
-    await try_move(ledger, job_id, JobState.FAILED, "; ".join([reason, *sentences]))
+    await try_move(ledger, job_id, JobState.FAILED, "; ".join([reason, *sentences]), seen)
 
 
-async def try_move(ledger: Ledger, job_id: str, wanted: JobState, error: str = "") -> None:
+async def try_move(
+    ledger: Ledger, job_id: str, wanted: JobState, error: str = "", seen: JobState | None = None
+) -> None:
     try:
-        await ledger.jobs.move(job_id, wanted, error)
+        await ledger.jobs.move(job_id, wanted, error, seen=seen)
         logger.info("job %s is %s %s", job_id, wanted, error)
     except IllegalTransition as conflict:  # another broker or the trainer was faster
         logger.info("%s", conflict)

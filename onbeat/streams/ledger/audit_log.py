@@ -2,10 +2,10 @@
 
 from onbeat.streams import audit
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.ledger.scripts import LedgerPart
 
 
-class AuditLog(Part):
+class AuditLog(LedgerPart):
     """The audit log of all jobs."""
 
     async def entries(self, job_id: str, after: str = "-", count: int = 1000) -> list[audit.Entry]:

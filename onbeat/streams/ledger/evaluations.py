@@ -12,13 +12,13 @@ from typing import cast
 
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.types import EvaluationState, Sample
 
 Scores = dict[str, float]
 
 
-class Evaluations(Part):
+class Evaluations(LedgerPart):
     """The evaluations of all jobs of one Redis."""
 
     async def open(self, job_id: str, evaluation: int, version: int, following: int, tasks: list[PromptTask]) -> str:

@@ -4,14 +4,14 @@ import json
 from typing import Any
 
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.streams.stream_ids import time_of
 from onbeat.types import Event
 
 UNREADABLE_EVENT = "event.unreadable"
 
 
-class EventLog(Part):
+class EventLog(LedgerPart):
     """The events of all jobs."""
 
     async def emit(self, job_id: str, kind: str, message: str, data: dict[str, Any] | None = None) -> None:

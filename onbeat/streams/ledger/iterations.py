@@ -1,20 +1,20 @@
 """The iterations of the ledger, and the groups that were accepted for them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import cast
 
 from onbeat.errors import GroupsTrimmed
 from onbeat.streams.codec import PromptTask, RolloutGroup, decode_group, pin_task
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
-from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.streams.stream_ids import order
 from onbeat.types import IterationState
 
 TRACED_S = 86_400  # a record of traces that no broker reads or writes expires, also that of a job just deleted
 
 
-class Iterations(Part):
+class Iterations(LedgerPart):
     """The iterations of all jobs."""
 
     async def open(self, job_id: str, iteration: int, version: int, tasks: list[PromptTask]) -> str:
@@ -47,18 +47,19 @@ class Iterations(Part):
         states = await self.redis.hgetall(JobKeys(job_id).groups(iteration))
         return {group_id.decode(): state.decode() for group_id, state in states.items()}
 
-    async def accepted_entries(self, job_id: str, iteration: int) -> list[str]:
-        """Return the entries of the accepted groups, in the order of the stream."""
-        states = (await self.groups(job_id, iteration)).values()
-        return sorted((state.removeprefix("accepted:") for state in states if state.startswith("accepted:")), key=order)
+    async def accepted_entries(self, job_id: str, iteration: int, known: Container[str] = ()) -> list[str]:
+        """Return the entries of the accepted groups but the `known` ones (ids), in the order of the stream."""
+        states = (await self.groups(job_id, iteration)).items()
+        accepted = [state for group_id, state in states if state.startswith("accepted:") and group_id not in known]
+        return sorted((state.removeprefix("accepted:") for state in accepted), key=order)
 
-    async def accepted_groups(self, job_id: str, iteration: int) -> list[RolloutGroup]:
-        """Return all accepted groups of an iteration in the order of the stream; for people and for replay.
+    async def accepted_groups(self, job_id: str, iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
+        """Return the accepted groups of an iteration but the `known` ones (ids), in the order of the stream.
 
         Raise GroupsTrimmed when they are no longer kept.
         """
         job = JobKeys(job_id)
-        entries = await self.accepted_entries(job_id, iteration)
+        entries = await self.accepted_entries(job_id, iteration, known)
         if not entries:
             return []
         found = await self.redis.xrange(job.rollouts, entries[0], entries[-1])

@@ -10,7 +10,7 @@ from onbeat.streams import keys
 from onbeat.streams.codec import payload_digest
 from onbeat.streams.keys import ROLLOUT_GROUP, TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.job_lists import FINAL, JobLists
-from onbeat.streams.ledger.scripts import Part, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts
 from onbeat.types import JOB_MOVES, JobState
 
 UNLINKED_AT_ONCE = 100  # iterations
@@ -26,7 +26,7 @@ class Extension:
     next_evaluation: int | None  # None: the job has no evaluations
 
 
-class Jobs(Part):
+class Jobs(LedgerPart):
     """The records of all jobs."""
 
     def __init__(self, scripts: Scripts, lists: JobLists) -> None:
@@ -105,12 +105,14 @@ class Jobs(Part):
         time_s = await self.redis.zscore(keys.ALL_JOBS, job_id)
         return None if time_s is None else float(time_s)
 
-    async def move(self, job_id: str, wanted: JobState, error: str = "", epoch: str = "") -> JobState:
+    async def move(
+        self, job_id: str, wanted: JobState, error: str = "", epoch: str = "", seen: JobState | None = None
+    ) -> JobState:
         """Move along an edge of JOB_MOVES; return the state before. Raise IllegalTransition or JobNotFound.
 
-        `epoch`: move only as the job's trainer. Raise LeaseLost when another one owns it.
+        `epoch`: move only as the job's trainer. Raise LeaseLost when another one owns it. `seen`: move only from there.
         """
-        allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves]
+        allowed = [state for state, moves in JOB_MOVES.items() if wanted in moves and seen in (None, state)]
         is_final = "1" if wanted.is_final else "0"
         moved, before = await self._run("move_job", JobKeys(job_id), [], wanted, error, is_final, epoch, *allowed)
         if before == b"fenced":

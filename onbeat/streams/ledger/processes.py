@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
-from onbeat.streams.ledger.scripts import Part, Scripts
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts
 from onbeat.types import SILENT_S, TrainerRecord, WorkerRecord
 
 FORGET_S = 86_400.0  # a process without a heartbeat for this long is dropped by the next one of its kind that starts
@@ -24,7 +24,7 @@ class Heartbeats(Generic[RecordT]):
     unreadable: list[str] = field(default_factory=list)  # ids
 
 
-class Processes(Part, Generic[RecordT]):
+class Processes(LedgerPart, Generic[RecordT]):
     """The rollouts of all pools, or the trainers."""
 
     def __init__(self, scripts: Scripts, kind: type[RecordT], key_of: Callable[[str], str]) -> None:

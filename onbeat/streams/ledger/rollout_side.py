@@ -17,7 +17,7 @@ from onbeat.streams.codec import (
 )
 from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger.batching import BatchedScript
-from onbeat.streams.ledger.scripts import Part, Scripts, drop_foreign, group_states, place_of
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts, drop_foreign, group_states, place_of
 from onbeat.types import Verdict
 
 
@@ -30,7 +30,7 @@ class Claim:
     task: PromptTask
 
 
-class RolloutSide(Part):
+class RolloutSide(LedgerPart):
     """The ledger as rollouts use it."""
 
     def __init__(self, scripts: Scripts) -> None:

@@ -36,7 +36,7 @@ class Scripts:
         return float(seconds) + float(microseconds) / 1e6
 
 
-class Part:
+class LedgerPart:
     """A part of the ledger: the calls of one kind of caller, or about one kind of thing."""
 
     def __init__(self, scripts: Scripts) -> None:

@@ -9,12 +9,12 @@ from onbeat.errors import LeaseLost, StreamLost
 from onbeat.streams.codec import RolloutGroup, decode_group
 from onbeat.streams.keys import TRAINER_GROUP, JobKeys
 from onbeat.streams.ledger.jobs import Jobs
-from onbeat.streams.ledger.scripts import Part, Scripts, drop_foreign, group_states, place_of
+from onbeat.streams.ledger.scripts import LedgerPart, Scripts, drop_foreign, group_states, place_of
 from onbeat.streams.ledger.versions import diverged
 from onbeat.types import JobState
 
 
-class TrainerSide(Part):
+class TrainerSide(LedgerPart):
     """The ledger as trainers use it."""
 
     def __init__(self, scripts: Scripts, jobs: Jobs) -> None:
@@ -124,7 +124,8 @@ class TrainerSide(Part):
     async def checkpointed(self, job_id: str, epoch: str, first: int, next_iteration: int, path: str) -> None:
         """Record iterations `first` to `next_iteration - 1` as durable: acknowledge their groups. Raise LeaseLost."""
         job = JobKeys(job_id)
-        ledgers = [job.groups(iteration) for iteration in range(first, next_iteration)]
+        num_trimmed = int(await self.redis.hget(job.job, "num_trimmed") or 0)  # their groups are gone
+        ledgers = [job.groups(iteration) for iteration in range(max(first, num_trimmed), next_iteration)]
         args = (epoch, next_iteration, path, TRAINER_GROUP)
         if not await self._run("checkpointed", job, [job.rollouts, *ledgers], *args):
             raise LeaseLost(job_id)

@@ -4,11 +4,11 @@ import json
 
 from onbeat.errors import JobFailed, LeaseLost
 from onbeat.streams.keys import JobKeys
-from onbeat.streams.ledger.scripts import Part
+from onbeat.streams.ledger.scripts import LedgerPart
 from onbeat.types import PublishedWeights, WeightsRecord, WeightUpdate
 
 
-class Versions(Part):
+class Versions(LedgerPart):
     """The policy versions of all jobs."""
 
     async def announce(

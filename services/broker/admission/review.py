@@ -1,5 +1,6 @@
 """The checks of a new job beyond its schema. Every refusal names a field and a remedy."""
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from onbeat.config import DataConfig, JobConfig, RowData
+from onbeat.config.explain import show
 from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
 from onbeat.rewards import RewardConfig
@@ -30,6 +32,7 @@ REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), 
 MAX_SHOWN = 80  # characters of a wrong value
 REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
 
+MAX_TRIALS = 2  # of rewards at a time: each is a process
 MAX_RESPONSES_PER_ITERATION = 1_000_000
 MAX_PROMPTS_PER_JOB = 2**31 - 1
 
@@ -65,6 +68,7 @@ class Admission:
 
     def __init__(self, data: DatasetProcess, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
+        self._trials = asyncio.Semaphore(MAX_TRIALS)
 
     async def review(self, config: JobConfig) -> list[str]:
         """Return the notes of `examine`. Raises JobRefused with everything that is wrong."""
@@ -75,20 +79,22 @@ class Admission:
 
     async def examine(self, config: JobConfig) -> tuple[list[FieldError], list[str]]:
         """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
-        while the numbers are impossible."""
-        errors = review_numbers(config) + review_free_values(config) + review_environment(config)
+        while numbers or options are impossible."""
+        unusable = review_numbers(config) + review_free_values(config)
+        errors = unusable + review_environment(config)
         for use in reward_uses(config):
             errors += review_reward(use) + await self._review_pattern(use)
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
         if self._has_model_folders:
             errors += [FieldError(field=f, message=m) for f, m in await review_hub_model(config.model.path)]
         notes: list[str] = []
-        if not review_numbers(config):
+        if not unusable:
             of_data, first = await self._review_data(config, notes)
             errors += of_data
             for use in reward_uses(config):
                 if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not review_reward(use):
-                    complaints, of_reward = await review_on_data(use.field, use.reward, first)
+                    async with self._trials:
+                        complaints, of_reward = await review_on_data(use.field, use.reward, first)
                     errors += [FieldError(field=f, message=m) for f, m in complaints]
                     notes += of_reward
         return errors, notes
@@ -117,9 +123,7 @@ class Admission:
             problem = await self._patterns.check_pattern(pattern)
         if not problem:
             return []
-        text = repr(pattern)
-        shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-        message = f"reward {use.reward.name} needs a regular expression here; {shown} {problem}"
+        message = f"reward {use.reward.name} needs a regular expression here; {show(pattern)} {problem}"
         return [FieldError(field=f"{use.field}.options.{option}", message=message)]
 
 
@@ -150,6 +154,11 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
         FieldError(field=f"{field}.max_prompt_tokens", message="only training data has this; leave it out")
         for field, data in data_sections(config)
         if field != "data" and isinstance(data, RowData) and data.max_prompt_tokens is not None
+    ]
+    errors += [
+        FieldError(field=f"{field}.on_too_long", message="refuse needs max_prompt_tokens, the length that it allows")
+        for field, data in data_sections(config)
+        if isinstance(data, RowData) and data.on_too_long == "refuse" and data.max_prompt_tokens is None
     ]
     for field, value in options.items():
         try:
@@ -231,7 +240,7 @@ def review_service(use: RewardUse) -> list[FieldError]:
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
         return []
     message = (
-        f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {service!r}; "
+        f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {show(service)}; "
         "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
     )
     return [FieldError(field=f"{use.field}.options.service", message=message)]

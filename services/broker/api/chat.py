@@ -17,13 +17,12 @@ from onbeat.completions import ChatFailed, Completion, CompletionRequest, ErrorB
 from onbeat.errors import JobNotFound
 from onbeat.streams.chat import Reply
 from services.broker.api.context import Broker
-from services.broker.api.problems import MAX_REDIS_TEXT, documented, replace_surrogates
+from services.broker.api.problems import CLIENT_LEFT, MAX_REDIS_TEXT, documented, replace_surrogates
 from services.broker.api.stream import EventStream
 
 logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "Onbeat-Policy-Version"
-CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
 RETRY_AFTER_S = 5
 MAX_REASONS = 5  # reasons that a refusal lists
 

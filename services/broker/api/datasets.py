@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -89,5 +90,5 @@ def names_file(value: object, name: str) -> bool:
     if not isinstance(value, dict):
         return False
     path = value.get("path")
-    is_named = isinstance(path, str) and path.rpartition("/")[2] == name
+    is_named = isinstance(path, str) and PurePosixPath(path).name == name  # also with a / behind it
     return is_named or any(names_file(item, name) for item in value.values())

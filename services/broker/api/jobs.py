@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from onbeat.api_keys import ApiKey
 from onbeat.config import JobConfig
+from onbeat.config.schedule import MAX_NUM_ITERATIONS
 from onbeat.errors import IllegalTransition, JobNotFound
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
@@ -42,6 +43,7 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), 
 MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
 JOBS_AT_ONCE = 100  # jobs of a list, read in one round trip
+CURSOR = r"^[0-9]{1,16}(-[0-9]{1,16})?$"  # an event's id; \d would be the digits of all scripts
 
 # FastAPI describes the JSON body by itself.
 AS_TOML = {"requestBody": {"content": {TOML: {"schema": {"$ref": "#/components/schemas/JobConfig"}}}}}
@@ -89,7 +91,10 @@ class Resumption(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     num_iterations: int | None = Field(
-        None, ge=1, description="new total number of iterations of a job that SUCCEEDED; more than it had"
+        None,
+        ge=1,
+        le=MAX_NUM_ITERATIONS,
+        description="new total number of iterations of a job that SUCCEEDED; more than it had",
     )
 
 
@@ -163,13 +168,13 @@ async def list_jobs(
     broker: Broker, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=MAX_LISTED_JOBS)] = 200
 ) -> Response:
     """List jobs, newest first; jobs of a final state come in the order in which they ended, latest first."""
-    jobs: list[JobRecord] = []
+    found: dict[str, JobRecord] = {}  # a job that is created meanwhile moves others to the next part
     first = 0
-    while len(jobs) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
-        found = await existing_jobs(broker.ledger, job_ids)
-        jobs += [job_record(fields) for fields in found.values() if state in (None, fields["state"])]
+    while len(found) < limit and (job_ids := await broker.ledger.lists.newest(state, first, JOBS_AT_ONCE)):
+        part = await existing_jobs(broker.ledger, job_ids)
+        found |= {job_id: job_record(fields) for job_id, fields in part.items() if state in (None, fields["state"])}
         first += JOBS_AT_ONCE
-    del jobs[limit:]
+    jobs = list(found.values())[:limit]
     await place_in_queue(broker.ledger, jobs)
     text = JobList(jobs=jobs).model_dump_json()  # through dicts, as in FastAPI, a long list takes much longer
     return Response(text, media_type="application/json")
@@ -227,7 +232,7 @@ async def pause_job(job_id: JobId, broker: Broker) -> JobRecord:
 
 
 @router.post("/jobs/{job_id}:resume", responses=documented(400, 404, 409))
-async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Resumption | None = None) -> JobRecord:
+async def resume_job(job_id: JobId, broker: Broker, wanted: Resumption | None = None) -> JobRecord:
     """Resume a job.
 
     A paused job continues. A job that FAILED or was CANCELLED waits for a trainer again and continues from its newest
@@ -240,7 +245,7 @@ async def resume_job(job_id: JobId, broker: Broker, request: Request, wanted: Re
     if state is JobState.PENDING and "queued_at" in fields and num_iterations in (None, int(fields["num_iterations"])):
         return await read_job(broker.ledger, job_id)  # it was resumed a moment ago
     if state.is_final or num_iterations is not None:
-        async with broker.quota.place(submitter_of(request)):
+        async with broker.quota.place(fields.get("submitter", ANYBODY)):  # it fills the queue of that key
             await resume_over(broker.ledger, broker.admission, job_id, num_iterations)
         return await read_job(broker.ledger, job_id)
     if state is JobState.PENDING:  # it also becomes RUNNING, but only by its trainer
@@ -310,9 +315,7 @@ async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query
 
 
 @router.get("/jobs/{job_id}/events", responses=documented(404))
-async def list_events(
-    job_id: JobId, broker: Broker, after: Annotated[str, Query(pattern=r"^\d{1,16}(-\d{1,16})?$")] = "0"
-) -> EventList:
+async def list_events(job_id: JobId, broker: Broker, after: Annotated[str, Query(pattern=CURSOR)] = "0") -> EventList:
     """List the events after the cursor (the id of the last one seen), oldest first. The stream has those to come."""
     await broker.ledger.jobs.state(job_id)  # raises JobNotFound
     return EventList(events=await broker.ledger.event_log.read(job_id, after))

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from onbeat.config.explain import explain_errors
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID = "onbeat.request_id"  # in the scope
+CLIENT_LEFT = 499  # the client is gone, but logs and metrics show it
 MAX_REDIS_TEXT = 200  # characters of what Redis says
 JOB_PATHS = ("/v1/jobs", "/v1/jobs:validate")
 # Status, title (default: that of the status) and seconds until a retry of errors whose text is the detail.
@@ -97,6 +99,7 @@ def install(app: FastAPI) -> None:
     for kind in REFUSALS:
         app.add_exception_handler(kind, on_refusal)
     app.add_exception_handler(RedisError, on_redis_error)
+    app.add_exception_handler(ClientDisconnect, on_client_left)
     app.add_exception_handler(Exception, on_defect)
     generate = app.openapi
     app.openapi = lambda: with_problem(generate())  # type: ignore[method-assign]
@@ -168,6 +171,11 @@ async def on_refusal(_: Request, error: Exception) -> ProblemResponse:
     status, title, retry_s = next(REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS)
     headers = None if retry_s is None else {"Retry-After": str(retry_s)}
     return problem(status, title or HTTPStatus(status).phrase, str(error), headers=headers)
+
+
+async def on_client_left(_: Request, __: Exception) -> Response:
+    """Note that the client hung up before its body was complete; the answer only reaches the log."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def on_redis_error(_: Request, error: Exception) -> ProblemResponse:

@@ -9,12 +9,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.broker.api.context import Broker
-from services.broker.api.jobs import JobId
+from services.broker.api.jobs import CURSOR, JobId
 from services.broker.api.problems import documented
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503))
 
-CURSOR = r"^\d{1,16}(-\d{1,16})?$"
 OK: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Messages `job`, `iteration`, `event`, `explain` and at last `end`, with JSON as their data",

@@ -148,11 +148,11 @@ function factsOfTurn(turn, index) {
 }
 
 function messageOf({ role = "?", content, tool_calls: calls }) {
-  const text = typeof content === "string" ? content : content ? JSON.stringify(content) : "";
+  const textOf = (value) => (typeof value === "string" ? value : value ? JSON.stringify(value) : "");
   return html`
     <div class="message">
-      <b>${String(role)}</b> ${text}
-      ${(Array.isArray(calls) ? calls : []).map((call) => html`<code>${call?.function?.name}(${call?.function?.arguments})</code>`)}
+      <b>${String(role)}</b> ${textOf(content)}
+      ${(Array.isArray(calls) ? calls : []).map((call) => html`<code>${call?.function?.name}(${textOf(call?.function?.arguments)})</code>`)}
     </div>
   `;
 }

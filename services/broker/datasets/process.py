@@ -18,10 +18,15 @@ GRACE_S = 5.0  # the child ends itself at its limit; after this much longer, the
 
 
 class DatasetProcess:
-    """A client that sends one request at a time; the next ones wait. It never blocks the event loop."""
+    """A client that sends one request at a time; the next ones wait. It never blocks the event loop.
 
-    def __init__(self, data_dir: Path, timeout_s: float, memory_mb: int) -> None:
+    idle_s: the process ends after so long without a request, and its 100 MB are free; None: it stays.
+    """
+
+    def __init__(self, data_dir: Path, timeout_s: float, memory_mb: int, idle_s: float | None = None) -> None:
         self._data_dir, self._timeout_s, self._memory_mb = data_dir, timeout_s, memory_mb
+        self._idle_s = idle_s
+        self._ending: asyncio.TimerHandle | None = None
         self._lock = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
         self._stderr: IO[bytes] | None = None
@@ -56,7 +61,18 @@ class DatasetProcess:
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         async with self._lock:
-            return await self._exchange(json.dumps(request | {"timeout_s": self._timeout_s}).encode() + b"\n")
+            if self._ending is not None:
+                self._ending.cancel()
+            try:
+                return await self._exchange(json.dumps(request | {"timeout_s": self._timeout_s}).encode() + b"\n")
+            finally:
+                if self._idle_s is not None:
+                    self._ending = asyncio.get_running_loop().call_later(self._idle_s, self._end_idle)
+
+    def _end_idle(self) -> None:
+        child, self._child = self._child, None
+        if child is not None and child.stdin is not None:
+            child.stdin.close()  # then it ends by itself
 
     async def _exchange(self, request: bytes) -> dict[str, Any]:
         child = await self._running_child()

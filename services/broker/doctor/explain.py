@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onbeat.streams.inspection import Lease
+from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.stream_ids import time_of
 from onbeat.types import SILENT_S, Event, Finding, IterationState, JobState, TrainerRecord
@@ -331,7 +331,7 @@ def silent_rollouts(s: Situation) -> list[Finding]:
     ]
 
 
-def explain_silence(s: Situation, worker_id: str, leases: list[Lease]) -> Finding:
+def explain_silence(s: Situation, worker_id: str, leases: list[PromptLease]) -> Finding:
     worker = s.workers.get(worker_id)
     since_s = s.silence_s(worker) if worker else None
     seen = f"was last seen {since_s:.0f} s ago ({worker.state})" if worker else "is no longer listed"

@@ -6,7 +6,7 @@ from typing import Any
 
 from onbeat.config import JobConfig
 from onbeat.streams import inspection
-from onbeat.streams.inspection import Lease
+from onbeat.streams.inspection import PromptLease
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S, Event, Finding, TrainerRecord, WorkerRecord
 
@@ -32,7 +32,7 @@ class Situation:
     config: JobConfig
     iterations: list[Unit]  # opened and not committed
     evaluations: list[Unit]  # not ended
-    leases: dict[str, Lease]  # by entry
+    leases: dict[str, PromptLease]  # by entry
     workers: dict[str, WorkerRecord]  # of the pool
     trainers: dict[str, TrainerRecord]  # of the pool
     events: list[Event]  # newest first
@@ -70,8 +70,8 @@ class Situation:
         return Finding(sentence=sentence, job_id=self.job_id, **details)
 
 
-def held_by_worker(leases: Iterable[Lease]) -> dict[str, list[Lease]]:
-    held: dict[str, list[Lease]] = {}
+def held_by_worker(leases: Iterable[PromptLease]) -> dict[str, list[PromptLease]]:
+    held: dict[str, list[PromptLease]] = {}
     for lease in leases:
         if not lease.is_handed_back:
             held.setdefault(lease.worker, []).append(lease)

@@ -86,7 +86,7 @@ def to_nanoseconds(time_s: float) -> int:
 # ---- sending ---------------------------------------------------------------------------------------------------------
 
 
-class Session(requests.Session):
+class CollectorSession(requests.Session):
     """An HTTP session that notes what became of the last request, and trusts the authorities in `verify` alone."""
 
     outcome: requests.Response | requests.RequestException | None = None
@@ -109,7 +109,7 @@ class Collector:
         self.url = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
         self._timeout_s = settings.otlp_timeout_s
         system = ssl.get_default_verify_paths()
-        self._session = Session()
+        self._session = CollectorSession()
         self._session.auth = lambda request: request  # else a .netrc could replace the key
         # No proxy between us and this machine.
         self._session.trust_env = not is_loopback(urlsplit(settings.otlp_endpoint).hostname or "")

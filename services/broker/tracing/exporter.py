@@ -42,6 +42,35 @@ CLOSE_S = 3.0  # for iterations committed just before this broker ends
 ODD = (ValueError, TypeError, LookupError, ArithmeticError)
 
 
+class Outage:
+    """The retry delay of an unavailable collector, which doubles, and the time of the last warning."""
+
+    def __init__(self) -> None:
+        self._delay_s, self._over_at = 0.0, 0.0  # by time.monotonic(), as `_warned_at`
+        self._warned_at = -MAX_REST_S
+
+    def is_resting(self) -> bool:
+        return time.monotonic() < self._over_at
+
+    def begin(self) -> None:
+        """Note a failure: the next delay begins."""
+        self._delay_s = min(MAX_REST_S, max(LOOK_S, 2 * self._delay_s))
+        self._over_at = time.monotonic() + self._delay_s
+
+    def end(self) -> bool:
+        """Note a success. Returns whether there was an outage."""
+        if not self._delay_s:
+            return False
+        self._delay_s, self._warned_at = 0.0, -MAX_REST_S
+        return True
+
+    def warn(self, message: str) -> None:
+        """Log a warning, at most once per MAX_REST_S."""
+        if time.monotonic() - self._warned_at >= MAX_REST_S:
+            self._warned_at = time.monotonic()
+            logger.warning("%s", message)
+
+
 class Tracer:
     """The exporter of one broker. No failure here ends the broker."""
 
@@ -49,8 +78,7 @@ class Tracer:
         self._collector = Collector(settings)
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
         self._settled: set[str] = set()  # jobs that will have nothing left to export
-        self._rest_s, self._rest_until = 0.0, 0.0  # retry delay, and its end by time.monotonic()
-        self._said_at = -MAX_REST_S  # by time.monotonic()
+        self._outage = Outage()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -75,14 +103,14 @@ class Tracer:
             try:
                 await self.step()
             except RedisError as error:
-                self._say(f"traces are exported later: {type(error).__name__}: {error}")
+                self._outage.warn(f"traces are exported later: {type(error).__name__}: {error}")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._stopping.wait()
 
     async def step(self) -> None:
         """Look at every job once, unless the retry delay of the collector is not over."""
-        if time.monotonic() < self._rest_until:
+        if self._outage.is_resting():
             return
         now = await self._ledger.now()
         job_ids = [*await self._ledger.lists.started(), *await self._ledger.lists.ended_since(now - CATCH_UP_S)]
@@ -92,7 +120,9 @@ class Tracer:
             for job_id, fields in jobs.items():
                 await self._try_to_follow(job_id, fields)
         except CollectorUnavailable as problem:
-            self._rest(problem)
+            self._meters.failures.inc()
+            self._outage.begin()
+            self._outage.warn(f"no traces to {self._collector.url} for now: {problem}")
 
     # ---- one job -------------------------------------------------------------------------------------------------
 
@@ -140,7 +170,9 @@ class Tracer:
             await self._send(job_id, iteration, spans)
         except CollectorRefused as problem:
             self._meters.traces.labels("refused").inc()
-            self._say(f"{self._collector.url} refuses the trace of iteration {iteration} of job {job_id}: {problem}")
+            self._outage.warn(
+                f"{self._collector.url} refuses the trace of iteration {iteration} of job {job_id}: {problem}"
+            )
             return
         except ODD:
             self._meters.traces.labels("refused").inc()
@@ -152,23 +184,8 @@ class Tracer:
     async def _send(self, job_id: str, iteration: int, spans: Sequence[TraceSpan]) -> None:
         for first in range(0, len(spans), SPANS_AT_ONCE):
             await self._collector.send(job_id, iteration, spans[first : first + SPANS_AT_ONCE])
-            if self._rest_s:
+            if self._outage.end():
                 logger.info("%s answers again", self._collector.url)
-                self._rest_s, self._said_at = 0.0, -MAX_REST_S
-
-    # ---- an unavailable collector --------------------------------------------------------------------------------
-
-    def _rest(self, problem: CollectorUnavailable) -> None:
-        self._meters.failures.inc()
-        self._rest_s = min(MAX_REST_S, max(LOOK_S, 2 * self._rest_s))
-        self._rest_until = time.monotonic() + self._rest_s
-        self._say(f"no traces to {self._collector.url} for now: {problem}")
-
-    def _say(self, message: str) -> None:
-        """Log a warning, at most once per MAX_REST_S."""
-        if time.monotonic() - self._said_at >= MAX_REST_S:
-            self._said_at = time.monotonic()
-            logger.warning("%s", message)
 
 
 def log_crash(task: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ from onbeat.types import MAX_TRAINER_SPANS, Span
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedGroup:
     """The training of one group."""
 
     start: float  # start of its micro-batch, Unix seconds
@@ -45,14 +45,14 @@ class Steps:
     num_groups: int
     committed_at: float
 
-    def of(self, group_id: str, accepted_at: float) -> Step:
+    def of(self, group_id: str, accepted_at: float) -> TrainedGroup:
         number = update_of(group_id, self.num_updates, self.num_groups)
         used_at = begun_at = self.committed_at
         if self.updates:
             begun_at, used_at = self.updates[number].optimizer.start, self.updates[number].optimizer.end
         batch = self.batches.get(group_id)
         span = batch.span if batch else None
-        return Step(
+        return TrainedGroup(
             start=span.start if span else accepted_at,
             end=span.end if span else max(accepted_at, begun_at),
             used_at=used_at,

@@ -19,7 +19,7 @@ from onbeat.streams.inspection import EVENTS_AT_ONCE, iteration_hashes
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration, read_iterations
 from onbeat.types import Event, IterationRecord, Span
-from services.broker.tracing.steps import Step, Steps, find_steps
+from services.broker.tracing.steps import Steps, TrainedGroup, find_steps
 from services.broker.views.spans import (
     TRAINER,
     AcceptedGroup,
@@ -226,7 +226,7 @@ def group_tree(group: AcceptedGroup, record: IterationRecord, steps: Steps, trai
     )
 
 
-def step_attributes(step: Step) -> Attributes:
+def step_attributes(step: TrainedGroup) -> Attributes:
     attributes: dict[str, str | int | float] = {"onbeat.update": step.update}
     if step.index is not None:
         attributes |= {"onbeat.micro_batch": step.index, "onbeat.trainer_rank": step.rank}

@@ -170,8 +170,8 @@ def turns_of(response: Response, num_prompt: int) -> Iterator[EpisodeTurn]:
 def messages_of(turn: Turn) -> list[dict[str, Any]]:
     """Return the messages that were new in this call; none where they cannot be read."""
     try:
-        messages = json.loads(turn.messages_json or "[]")
-    except (ValueError, RecursionError):
+        messages = from_json(turn.messages_json or "[]")  # see job_record
+    except ValueError:
         return []
     return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
 
