@@ -9,6 +9,10 @@ from onbeat.types import HostMemory
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
+# Of control groups: files with the limit, the use and its parts; the part that is files, which can be read again.
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
+VERSION_2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -19,10 +23,13 @@ class Memory:
 def read_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Memory:
     """Return the smaller of what the machine and the container have. Where nothing says, all of it is available."""
     machine = read_meminfo(meminfo)
+    *names, reclaimable = VERSION_2
+    if (cgroup / "memory" / VERSION_1[0]).exists():
+        cgroup, (*names, reclaimable) = cgroup / "memory", VERSION_1
     try:
-        limit = int((cgroup / "memory.max").read_text())  # "max" without a limit
-        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used = int((cgroup / "memory.current").read_text()) - int(counts["inactive_file"])  # files can be read again
+        most, current, parts = ((cgroup / name).read_text() for name in names)
+        limit = int(most)  # "max", or more than any machine has, without a limit
+        used = int(current) - int(dict(line.split() for line in parts.splitlines())[reclaimable])
     except (OSError, ValueError, LookupError):
         return machine
     return Memory(min(machine.available_bytes, max(0, limit - used)), min(machine.total_bytes, limit))

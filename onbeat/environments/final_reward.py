@@ -1,25 +1,31 @@
 """The reward of a conversation by an installed reward of single responses: it sees the policy's last message."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from onbeat.environments.types import Message, Task
 from onbeat.installed import load_installed
 
+Reward = float | Mapping[str, float]
+Score = Callable[[str, dict[str, Any], dict[str, Any], str], Awaitable[Reward]]
 
-def reward_of_answer(
-    name: str, options: Mapping[str, Any], task: Task, conversation: Sequence[Message]
-) -> float | Mapping[str, float]:
-    """Score the last message of the policy. Raises ValueError without a name."""
-    if name is None:
-        raise ValueError(
-            "the environment gives no reward: write get_reward, or name an installed one in options.reward"
-        )
-    context = {"question": task.question, "answer": task.answer, "metadata": task.metadata} | task.metadata
-    reward: float | Mapping[str, float] = load_installed("onbeat.rewards", name)(
-        last_answer(conversation), context, **options
-    )
+
+async def score_here(name: str, options: dict[str, Any], context: dict[str, Any], response: str) -> Reward:
+    """Call a reward in this process, which it holds up."""
+    reward: Reward = load_installed("onbeat.rewards", name)(response, context, **options)
     return reward
+
+
+SCORE: ContextVar[Score] = ContextVar("SCORE", default=score_here)  # a rollout scores in a process for rewards
+
+
+async def reward_of_answer(
+    name: str, options: Mapping[str, Any], task: Task, conversation: Sequence[Message]
+) -> Reward:
+    """Score the last message of the policy."""
+    context = {"question": task.question, "answer": task.answer, "metadata": task.metadata} | task.metadata
+    return await SCORE.get()(name, dict(options), context, last_answer(conversation))
 
 
 def last_answer(conversation: Sequence[Message]) -> str:

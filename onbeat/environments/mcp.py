@@ -53,7 +53,7 @@ class McpEnvironment:
             scorer = tools.pop(self._reward_tool, None) if self._reward_tool is not None else None
             await converse(conversation, tools, policy)
             if self._reward is not None:
-                return as_outcome(reward_of_answer(self._reward, self._reward_options, task, conversation))
+                return as_outcome(await reward_of_answer(self._reward, self._reward_options, task, conversation))
             if scorer is None:
                 raise ValueError(f"the server has no tool {self._reward_tool!r}; it has: {', '.join(tools)}")
             return Outcome(await score(scorer, task, conversation))

@@ -24,12 +24,13 @@ def announce(conversation: list[Message], tools: Mapping[str, Tool]) -> None:
 
 async def call_in_text(text: str, tools: Mapping[str, Tool]) -> list[Message]:
     """Run the first call in an answer. Return what it returned as the user's message, or nothing without a call."""
-    found = re.search(rf"\b({'|'.join(map(re.escape, tools))})\(([^\n]*?)\)", text) if tools else None
-    if found is None:
-        return []
-    tool, written = tools[found[1]], arguments_in(text[found.start(2) :].partition("\n")[0])
-    said = await tool.call(read_arguments(parameters_of(tool), written))
-    return [{"role": "user", "content": f"{found[1]}({written}) = {said}"}]
+    opening = re.compile(rf"\b({'|'.join(map(re.escape, tools))})\(")
+    for line in text.split("\n") if tools else ():
+        if found := opening.search(line, 0, max(0, line.rfind(")"))):  # before the last bracket of its line
+            tool, written = tools[found[1]], arguments_in(line[found.end() :])
+            said = await tool.call(read_arguments(parameters_of(tool), written))
+            return [{"role": "user", "content": f"{found[1]}({written}) = {said}"}]
+    return []
 
 
 def arguments_in(line: str) -> str:

@@ -21,7 +21,7 @@ NO_REWARD = "the class gives no reward: write get_reward, or name an installed o
 class ToolsOptions:
     """The options of a job that are for the adapter, not for the user's class."""
 
-    # native: `<tool_call>` with JSON, as Hermes and Qwen write it. text: `name(1, "x")` in an answer.
+    # native: in the form of the model's chat template. text: `name(1, "x")` in an answer.
     tool_calls: Literal["native", "text"] = "native"
     reward: str | None = None  # an installed reward of the last answer; needed unless the class has get_reward
     reward_options: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,8 @@ class ToolsEnvironment:
             end = {"response": last_answer(conversation), "messages": conversation}
             return as_outcome(await call_with_row(instance.get_reward, end))
         assert self._options.reward is not None, NO_REWARD
-        return as_outcome(reward_of_answer(self._options.reward, self._options.reward_options, task, conversation))
+        reward = await reward_of_answer(self._options.reward, self._options.reward_options, task, conversation)
+        return as_outcome(reward)
 
 
 async def converse(

@@ -43,7 +43,7 @@ class ModelDescription:
 
 
 @dataclass(frozen=True)
-class Step:
+class DeltaStep:
     """A delta from a base version to a version."""
 
     policy_version: int
@@ -56,7 +56,7 @@ class Itinerary:
     """A version and the deltas that lead to it from the base in the request. Without steps it is pulled in full."""
 
     manifest: Manifest
-    steps: tuple[Step, ...] = ()
+    steps: tuple[DeltaStep, ...] = ()
     age_s: float = 0.0  # since the version's optimizer step began
 
 
@@ -105,7 +105,7 @@ class WeightsClient:
                 raise WeightsError(f"the answer says that the version is {answer.age_s} s old")
         if manifest.policy_version != version:
             raise WeightsError(f"{self.address} sent the manifest of version {manifest.policy_version}, not {version}")
-        steps = tuple(Step(step.policy_version, step.base_version, step.size_bytes) for step in answer.steps)
+        steps = tuple(DeltaStep(step.policy_version, step.base_version, step.size_bytes) for step in answer.steps)
         return Itinerary(manifest, steps, answer.age_s)
 
     async def locate(self, key: PayloadKey, puller: Peer, failed: Sequence[str]) -> str:

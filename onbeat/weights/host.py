@@ -120,7 +120,7 @@ class HostWeights:
     # ---- for peers ---------------------------------------------------------------------------------------------------
 
     async def payload(self, key: PayloadKey) -> Payload | None:
-        """Implement `server.Holder.payload`."""
+        """Implement `server.PayloadOwner.payload`."""
         coming = self._payloads.get(key)
         if coming is None:
             return None

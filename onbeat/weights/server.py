@@ -102,7 +102,7 @@ class Payload:
         grown.set()
 
 
-class Holder(Protocol):
+class PayloadOwner(Protocol):
     """An owner of payloads."""
 
     async def payload(self, key: PayloadKey) -> Payload | None:
@@ -112,12 +112,12 @@ class Holder(Protocol):
 
 
 class PayloadServer:
-    """A server of `Pull` only; subclasses add more of the service. It lives on one event loop, the holder's."""
+    """A server of `Pull` only; subclasses add more of the service. It lives on one event loop, the owner's."""
 
     def __init__(
-        self, job_id: str, holder: Holder, security: WireSecurity = PLAIN, max_concurrent_calls: int = 1024
+        self, job_id: str, owner: PayloadOwner, security: WireSecurity = PLAIN, max_concurrent_calls: int = 1024
     ) -> None:
-        self._job_id, self._holder, self._security = job_id, holder, security
+        self._job_id, self._owner, self._security = job_id, owner, security
         self._max_concurrent_calls = max_concurrent_calls
         self._server: grpc.aio.Server | None = None
         self.num_bytes_sent = 0
@@ -139,9 +139,9 @@ class PayloadServer:
     async def Pull(self, request, context) -> AsyncIterator[bytes]:  # type: ignore[no-untyped-def]
         await self._check_job(request, context)
         key, offset = read_key(request.key), request.offset_bytes
-        payload = await self._holder.payload(key)
+        payload = await self._owner.payload(key)
         if payload is None:
-            detail = f"{key} is not held here; versions held: {self._holder.versions()}"
+            detail = f"{key} is not held here; versions held: {self._owner.versions()}"
             await context.abort(grpc.StatusCode.NOT_FOUND, detail)
             raise AssertionError("abort raises")
         size = payload.plan.size_bytes

@@ -13,6 +13,7 @@ from onbeat.config import JobConfig
 from onbeat.hardware.cores import parse_cores
 from onbeat.logging import configure
 from onbeat.settings import read_settings, warn_of_misspelt
+from onbeat.streams.best_effort import best_effort
 from onbeat.streams.connection import describe_loss
 from onbeat.streams.ledger import Ledger
 from onbeat.weights.client import WeightsClient
@@ -112,11 +113,9 @@ async def report(ledger: Ledger, worker: Worker, worker_id: str, cause: BaseExce
     if worker.job_id is None:
         return
     message = f"{worker_id} ends: {type(cause).__name__}: {cause}"
-    try:
+    with best_effort("the failure could not be recorded in the job"):
         async with asyncio.timeout(REPORT_DEADLINE_S):
             await ledger.event_log.emit(worker.job_id, "worker.failed", message, {"worker_id": worker_id})
-    except (RedisError, TimeoutError) as error:
-        logger.warning("the failure could not be recorded in the job: %s", error)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from onbeat.completions import SEEDS, AnswerMessage, ChatFailed, Choice, Completion, CompletionRequest, Usage
 from onbeat.errors import WeightsError
+from onbeat.streams.best_effort import best_effort
 from onbeat.streams.chat import Chats, Reply
 from onbeat.streams.codec import Message, PromptTask
 from services.rollout import meters
@@ -79,7 +80,7 @@ class ChatServer:
     async def _answer(self, chat_id: str, request: CompletionRequest) -> None:
         """Answer a chat while the answer is wanted."""
         say = functools.partial(self._chats.say, chat_id)
-        answer = Answer(chat_id, self._chats.job_id, request, say)
+        answer = ChatAnswer(chat_id, self._chats.job_id, request, say)
         speaking = asyncio.create_task(self._speaker.speak(answer), name=f"chat {chat_id}")
         try:
             while not speaking.done() and await say(Reply()):
@@ -99,15 +100,13 @@ class ChatServer:
         failure = explain(error, self._worker_id)
         if failure.status == 500:
             logger.error("%s failed", speaking.get_name(), exc_info=error)
-        try:
+        with best_effort(f"{speaking.get_name()}: its end could not be reported"):
             async with asyncio.timeout(FAREWELL_DEADLINE_S):
                 return failure.code if await say(Reply.of_error(failure)) else "cancelled"
-        except (RedisError, TimeoutError) as lost:
-            logger.warning("%s: its end could not be reported: %s", speaking.get_name(), lost)
-            return "cancelled"
+        return "cancelled"
 
 
-class Answer:
+class ChatAnswer:
     """The answer to one chat in OpenAI's form: sent in chunks when the request streams, else when it is complete."""
 
     def __init__(self, chat_id: str, job_id: str, request: CompletionRequest, say: Say) -> None:
@@ -171,7 +170,7 @@ class Speaker:
         self._responses = asyncio.Semaphore(num_slots)
         self._max_tokens = max_tokens
 
-    async def speak(self, answer: Answer) -> None:
+    async def speak(self, answer: ChatAnswer) -> None:
         """Generate all choices, again if the policy moves before text is shown. Raises ChatFailed, what the gate raises
         and what engines raise."""
         request = answer.request
@@ -215,7 +214,7 @@ class Speaker:
             raise too_long(f"{num_prompt_tokens} tokens of messages and {num_tokens} of the answer are too many", limit)
         return num_tokens
 
-    async def _generate(self, answer: Answer, prompt_token_ids: list[int], sampling: ChatSampling) -> None:
+    async def _generate(self, answer: ChatAnswer, prompt_token_ids: list[int], sampling: ChatSampling) -> None:
         """Generate all choices on the answer's version."""
         samplings = [replace(sampling, seed=sampling.seed + index) for index in range(answer.request.n or 1)]
         try:
@@ -229,7 +228,7 @@ class Speaker:
         await answer.finish(len(prompt_token_ids), sum(choice.result() for choice in choices))
 
     async def _generate_choice(
-        self, answer: Answer, index: int, prompt_token_ids: list[int], sampling: ChatSampling
+        self, answer: ChatAnswer, index: int, prompt_token_ids: list[int], sampling: ChatSampling
     ) -> int:
         """Return the choice's number of tokens: all that were generated until a stop string was complete."""
         stop = answer.request.stop or []

@@ -18,11 +18,12 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from onbeat.errors import WeightsError
+from onbeat.streams.best_effort import best_effort
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import Verdict
 from services.rollout import meters
 from services.rollout.engines.interface import Engine, VersionMismatch
-from services.rollout.engines.registry import EngineBroken
+from services.rollout.engines.registry import EngineBroken, EngineDied
 from services.rollout.episodes.runner import EnvironmentFailed
 from services.rollout.inflight import Flight, Load, Stage, num_claimable
 from services.rollout.producer import DeadlineExceeded, GroupProducer
@@ -163,11 +164,9 @@ class ClaimLoop:
             flight.task.cancel()
         if flights:
             await asyncio.wait({flight.task for flight in flights})
-        try:
+        with best_effort(f"{len(flights)} leases were not handed back; they run out by themselves"):
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await self._hand_back(flights)
-        except (RedisError, TimeoutError) as error:
-            logger.warning("%d leases were not handed back, they run out by themselves: %s", len(flights), error)
         meters.IN_FLIGHT.set(0)
 
     # ---- steps of the loop ---------------------------------------------------------------------------------------
@@ -279,4 +278,4 @@ def is_groups_fault(flight: Flight) -> bool:
         return False
     if isinstance(error, DeadlineExceeded):
         return flight.stage is not Stage.WAITING
-    return not isinstance(error, BLAMELESS_ERRORS)
+    return isinstance(error, EngineDied) or not isinstance(error, BLAMELESS_ERRORS)

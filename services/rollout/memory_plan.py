@@ -1,7 +1,7 @@
 """`python -m services.rollout.memory_plan REQUEST.json` estimates the memory of a job's rollout before it runs.
 
 A rollout is two processes: the service, which holds the weights that it has pulled, and vLLM's engine core, whose peak
-is while it loads a new version. Bytes of programs, tokenizers and gaps were measured on a CPU, in two models.
+is while it loads a new version. Bytes of programs, tokenizers and gaps were measured on a CPU, in three models.
 
 vLLM on a CPU multiplies with a packed copy of each weight, which oneDNN makes. It then drops the weight of a linear
 layer. It keeps that of the embedding, whose rows it reads, and packs it twice: also as the head, tied or not.
@@ -20,7 +20,7 @@ TOKEN_BYTES = 3_200  # for each token of the vocabulary, in the tokenizers of th
 ENGINE_BYTES = 500_000_000  # the engine core without weights and cache: it has imported vLLM, too
 PACKED_EMBEDDINGS = 2  # the embedding's copy, which nothing reads, and the head's
 LOADED_EMBEDDINGS = 2  # while a version is loaded, the largest weight and its packed copy exist beside the former ones
-GAPS = 0.5  # of the layers: what they leave when they are packed one by one, and where the next copy does not fit
+GAPS = 0.1  # of the layers: what they leave when they are packed one by one, as far as it is not given back
 NUM_LOGITS = 3  # copies of the logits of a step, float32: raw, tempered, probabilities
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -74,8 +74,9 @@ class Announcements:
         """Listen for ever; a change of the connection is logged in one line."""
         delay_s = FIRST_RETRY_S
         while True:
-            address = await self._find_trainer()
+            address = "an unknown address"
             try:
+                address = await self._find_trainer()
                 await self._watch(address)
                 reason = "it has moved"
             except WeightsError as error:
@@ -124,7 +125,7 @@ class Announcements:
 
 
 class WeightsPuller:
-    """The owner of the host's copy of the weights, and of its connections. Peers pull from it, too (`server.Holder`).
+    """The owner of the host's copy of the weights, and of its connections. Peers pull from it, too (`PayloadOwner`).
 
     `find_trainer` returns the address of the trainer's rank 0; what it raises beside WeightsError (Redis is down) ends
     `announcements.follow`. `connect` makes a client of an address.

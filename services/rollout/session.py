@@ -20,7 +20,7 @@ FOLLOW_S = 1.0
 T = TypeVar("T")
 
 
-class Session:
+class RolloutSession:
     def __init__(self, job: Assignment, create_engine: EngineFactory, connect_weights: SourceFactory) -> None:
         self.job_id = job.job_id
         self._settings, self._ledger, self._config = job.settings, job.ledger, job.config

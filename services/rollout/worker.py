@@ -7,19 +7,19 @@ import time
 from collections.abc import Mapping
 
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
-from onbeat.errors import JobNotFound
 from onbeat.hardware.malloc import give_back_freed
 from onbeat.hardware.processor import Hardware
 from onbeat.memory import read_host
+from onbeat.streams.best_effort import best_effort
+from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
 from services.rollout.attach import EngineFactory, SourceFactory
 from services.rollout.choice import Candidate, choose_job, find_move
 from services.rollout.claim_loop import Assignment
-from services.rollout.session import SERVED_STATES, Session
+from services.rollout.session import SERVED_STATES, RolloutSession
 from services.rollout.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Worker:
         self._settings, self._ledger, self._hardware = settings, ledger, hardware
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._stopping = asyncio.Event()
-        self._session: Session | None = None
+        self._session: RolloutSession | None = None
         self._left_alone: set[str] = set()  # jobs that are not served, each logged once
 
     async def run(self) -> None:
@@ -93,14 +93,14 @@ class Worker:
             gc.collect()
             give_back_freed()
 
-    async def _find_job(self) -> Session | None:
+    async def _find_job(self) -> RolloutSession | None:
         running = [job for job in await self._candidates() if not job.is_paused]
         if not running:
             return None
         workers = await self._ledger.workers.live(self._settings.pool)
         job = choose_job(running, workers, self._settings.worker_id)
         served = Assignment(self._settings, self._ledger, job.job_id, job.config)
-        return Session(served, self._create_engine, self._connect_weights)
+        return RolloutSession(served, self._create_engine, self._connect_weights)
 
     async def _move_if_needed(self) -> None:
         """Leave the job for one that has no rollout, once `find_move` has returned it twice in a row."""
@@ -118,11 +118,8 @@ class Worker:
     async def _candidates(self) -> list[Candidate]:
         """Return the pool's jobs that can be served, oldest first."""
         found = []
-        for job_id in await self._ledger.lists.started():
-            try:
-                fields = await self._ledger.jobs.fields(job_id)
-            except JobNotFound:
-                continue
+        jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
+        for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
             if is_ours and "weights_address" in fields and (config := self._read_config(job_id, fields)):
                 found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
@@ -200,8 +197,6 @@ class Worker:
         return record.model_copy(update=measured)
 
     async def _say_farewell(self) -> None:
-        try:
+        with best_effort(f"Redis still lists {self._settings.worker_id}"):
             async with asyncio.timeout(FAREWELL_DEADLINE_S):
                 await self._ledger.workers.remove(self._settings.pool, self._settings.worker_id)
-        except (RedisError, TimeoutError) as error:
-            logger.warning("Redis still lists %s: %s", self._settings.worker_id, error)

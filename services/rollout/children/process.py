@@ -8,11 +8,23 @@ import signal
 import sys
 from typing import Any
 
+from onbeat.hardware.malloc import KEEP_FREED
 from services.rollout.children.limits import LOAD_S, MAX_ANSWER_BYTES, MAX_OUTPUT_BYTES
 
 STDERR_TAIL_BYTES = 2000
 END_S = 1.0  # seconds until a killed process is gone and its last output is read
+WAS_OFFLINE = os.environ.get("HF_HUB_OFFLINE")  # when this process was started: vLLM's engine sets it
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment without what is for the service or its engine alone: its settings, an allocator
+    that keeps freed memory, and the engine's ban on downloads."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
+    if inherited.get("GLIBC_TUNABLES") == KEEP_FREED:
+        del inherited["GLIBC_TUNABLES"]
+    inherited.pop("HF_HUB_OFFLINE", None)
+    return inherited if WAS_OFFLINE is None else inherited | {"HF_HUB_OFFLINE": WAS_OFFLINE}
 
 
 class ChildDied(Exception):
@@ -41,13 +53,12 @@ class ChildProcess:
     async def start(cls, name: str, module: str, *arguments: str) -> "ChildProcess":
         """Run a module without this service's settings, such as its Redis password. Raises OSError when no memory or no
         process numbers are left."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ONBEAT_")}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module, *arguments),  # -P: a folder `services` of the user is not ours
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=inherited | SINGLE_THREADED,
+            env=inherited_environment() | SINGLE_THREADED,
             limit=MAX_ANSWER_BYTES,
             start_new_session=True,
         )

@@ -23,6 +23,10 @@ class EngineBroken(Exception):
     """The engine cannot go on; the process has to be replaced."""
 
 
+class EngineDied(EngineBroken):
+    """The engine died while it generated, perhaps because of what it was asked for: that counts as an attempt."""
+
+
 def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
     """Return the device that the engine will run on: auto, cpu, cuda, npu -> cpu, cuda, npu. An engine without devices
     leaves `device` as it is.

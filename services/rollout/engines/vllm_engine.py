@@ -33,7 +33,7 @@ from services.rollout.engines.interface import (
     VersionMismatch,
     VersionSpan,
 )
-from services.rollout.engines.registry import find_device
+from services.rollout.engines.registry import EngineDied, find_device
 from services.rollout.engines.vllm_platform import (
     check_vllm,
     engine_arguments,
@@ -179,6 +179,8 @@ class VllmEngine:
     ) -> list[GeneratedResponse]:
         if self._llm is None or expected_version != self._version:
             raise VersionMismatch(expected_version, self._version)
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         params = _sampling_params(sampling, num_samples)
         self._num_requests += 1
         self._num_in_flight += num_samples
@@ -189,6 +191,8 @@ class VllmEngine:
                 if output.finished:
                     num_cached = output.num_cached_tokens or 0
                     return [_to_response(completion, num_cached) for completion in output.outputs]
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM's engine core has died: {error}") from error
         finally:
             self._num_in_flight -= num_samples
         raise RuntimeError("vLLM ended a request without finishing it")

@@ -15,6 +15,7 @@ an environment blocks it, the parent kills this process.
 import asyncio
 import copy
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -24,14 +25,18 @@ from typing import Any, TextIO
 
 from onbeat.confine import die_with_parent
 from onbeat.environments import Environment, Outcome, Session, Task
+from onbeat.environments.final_reward import SCORE
 from onbeat.environments.load import load_environment
 from services.rollout.children.limits import MAX_ANSWER_BYTES, MAX_MESSAGE, restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
+from services.rollout.rewards.outcome import RewardRequest, Score
+from services.rollout.rewards.pool import RewardPool
 
 MAX_OPEN_FILES = 4096  # each episode has connections
 MAX_PLACE = 100  # characters
 MAX_OUTCOME_BYTES = MAX_ANSWER_BYTES // 2
 NUM_THREADS = 64  # methods that do not await, at a time
+REWARD_S = 30.0  # for an installed reward of an answer
 
 
 class EpisodeTimeout(Exception):
@@ -42,6 +47,7 @@ def main() -> None:
     requests, answers = take_protocol_streams()
     die_with_parent()
     restrict_this_process(int(sys.argv[1]), MAX_OPEN_FILES)
+    SCORE.set(Rewards(int(sys.argv[1])).score)
     asyncio.run(serve(requests, Answers(answers)))
 
 
@@ -76,18 +82,31 @@ async def report(playing: Any, answers: "Answers", request: int, episode: int) -
 
 async def play(environment: Environment, task: Task, session: Session, limit_s: float) -> dict[str, Any]:
     """Play one episode. Return its outcome as JSON, or raise what the environment raises."""
-    outcome = None
     try:
         async with asyncio.timeout(limit_s) as limit:
             outcome = await environment.run(task, session)
-    except Exception:
-        if not limit.expired():
-            raise
     finally:
         await session.close()
-    if limit.expired():  # whatever the environment made of it
-        raise EpisodeTimeout(f"the episode took longer than {limit_s:g} s")
+        if limit.expired():  # whatever the environment made of it
+            raise EpisodeTimeout(f"the episode took longer than {limit_s:g} s")
     return check_outcome(outcome)
+
+
+class Rewards:
+    """Installed rewards, in a scoring process: one that blocks holds up no episode, and some need a main thread."""
+
+    def __init__(self, memory_mb: int) -> None:
+        self._pool, self._memory_mb = RewardPool(num_processes=1), memory_mb
+
+    async def score(
+        self, name: str, options: dict[str, Any], context: dict[str, Any], response: str
+    ) -> Mapping[str, float]:
+        """Return the reward of a response, and its parts. Raises RewardError."""
+        request = RewardRequest(name, options, context, [response], REWARD_S, self._memory_mb, max_attempts=1)
+        scores: dict[int, Score] = {}
+        while not scores:  # a process may have reached the end of its life
+            await self._pool.score(request, [0], scores, math.inf)
+        return {"reward": scores[0].reward} | scores[0].parts
 
 
 class Answers:

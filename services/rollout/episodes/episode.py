@@ -20,11 +20,12 @@ from onbeat.completions import ChatFailed
 from onbeat.environments import Message
 from onbeat.types import EpisodeWait
 from services.rollout.engines.interface import GeneratedResponse, Sampling
-from services.rollout.episodes import toolcalls
 from services.rollout.episodes.bodies import ChatBody, ChatMessage, GenerateBody, check_options, to_template
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.rendering import Conversations, Prompt, Renderer
+from services.rollout.episodes.toolcalls import ToolCall
 
+SAME_TRIES = 2  # tries with the same seeds; further ones draw other answers
 SHORT_WAIT_S = 0.5  # an environment that answers sooner keeps its episode's place in the engine
 MAX_NAMES, MAX_NAME = 3, 64  # tools that are named, and characters of a name
 MAX_CHARS_PER_TOKEN = 32  # longer messages do not fit the context, and are not even tokenised
@@ -35,7 +36,7 @@ TokenLengths = Callable[[Sequence[int], str], list[int]]
 
 
 @dataclass(frozen=True)
-class Policy:
+class GroupContext:
     """The part that all episodes of a group share."""
 
     group_id: str
@@ -59,19 +60,24 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredCall:
     call: Call
     message: dict[str, Any]  # in OpenAI's form
 
 
 class Episode:
-    """One try of one episode of a group."""
+    """One try of one episode of a group. `number`: that of the try, from 1.
 
-    def __init__(self, policy: Policy, index: int) -> None:
+    The second try repeats the answers of the first, so that an environment that failed by chance changes nothing of the
+    training. When both fail, the answers may be the reason, so further tries draw others.
+    """
+
+    def __init__(self, group: GroupContext, index: int, number: int = 1) -> None:
         self.index = index
+        self._place = (group.seed, index) if number <= SAME_TRIES else (group.seed, index, f"try {number}")
         self.refusal = ""  # why the session has refused its last call
-        self._policy = policy
-        self._conversations = Conversations(policy.renderer, policy.messages)
+        self._group = group
+        self._conversations = Conversations(group.renderer, group.messages)
         self._calls: list[Call] = []
         self._num_begun = 0  # calls, the cancelled ones included
         self._in_flight: set[asyncio.Task[GeneratedResponse]] = set()
@@ -112,7 +118,7 @@ class Episode:
             what += f"(after call {len(self._calls)})" if self._calls else "(before its first call)"
         left_s = None if self._began_at is None else max(0.0, self._began_at + timeout_s - time.monotonic())
         return EpisodeWait(
-            group_id=self._policy.group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s
+            group_id=self._group.group_id, episode=self.index, waits_for=what, waited_s=self.waited_s, left_s=left_s
         )
 
     def end(self) -> None:
@@ -127,9 +133,9 @@ class Episode:
         if self._in_flight:
             await asyncio.wait(self._in_flight)
 
-    async def chat(self, body: ChatBody) -> Answer:
+    async def chat(self, body: ChatBody) -> AnsweredCall:
         """Answer a conversation. Raises ChatFailed."""
-        check_options(body.model_extra, self._policy.temperature, self._policy.vocabulary.eos_token_id)
+        check_options(body.model_extra, self._group.temperature, self._group.vocabulary.eos_token_id)
         wanted = self._wanted(max_tokens=body.max_tokens, max_completion_tokens=body.max_completion_tokens)
         self._check_turns()
         messages = [to_template(message) for message in body.messages]
@@ -142,26 +148,27 @@ class Episode:
         except ValueError as error:
             raise ChatFailed(400, "invalid_messages", str(error), "messages") from error
         call = await self._call(prompt, wanted, new_json)
-        answer = to_answer(call, has_tools=bool(tools))
+        text = call.generated.text
+        answer = to_answer(call, *(self._group.renderer.parse_calls(text) if tools else (text, [])))
         offered = {tool.function.name for tool in body.tools or ()}
         called = (each["function"]["name"] for each in answer.message.get("tool_calls", ()))
         self._tools_called = [name for name in called if name in offered]
         self._conversations.add(call, messages, tools, to_template(ChatMessage.model_validate(answer.message)))
         return answer
 
-    async def complete(self, body: GenerateBody) -> Answer:
+    async def complete(self, body: GenerateBody) -> AnsweredCall:
         """Continue token ids. Raises ChatFailed."""
         for options in (body.model_extra, body.sampling_params.model_extra):
-            check_options(options, self._policy.temperature, self._policy.vocabulary.eos_token_id)
+            check_options(options, self._group.temperature, self._group.vocabulary.eos_token_id)
         wanted = self._wanted(**{"sampling_params.max_tokens": body.sampling_params.max_tokens})
         self._check_turns()
-        num_known = self._policy.vocabulary.num_tokens
+        num_known = self._group.vocabulary.num_tokens
         if wrong := next((token_id for token_id in body.token_ids if not 0 <= token_id < num_known), None):
             message = f"token_ids: {wrong} is none of the model's {num_known} tokens"
             raise ChatFailed(400, "invalid_request", message, "token_ids")
         call = await self._call(Prompt(body.token_ids, None, 0), wanted, "[]")
         self._tools_called = []
-        return to_answer(call, has_tools=False)
+        return to_answer(call, call.generated.text, [])
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
@@ -172,10 +179,10 @@ class Episode:
         generated = await self._generate(prompt.token_ids, max_tokens, number)
         call = Call(
             number=number,
-            call_id=f"chatcmpl-{self._policy.group_id}-{self.index}-{number}",
+            call_id=f"chatcmpl-{self._group.group_id}-{self.index}-{number}",
             prompt_token_ids=prompt.token_ids,
             generated=generated,
-            token_lengths=self._policy.token_lengths(generated.token_ids, generated.text),
+            token_lengths=self._group.token_lengths(generated.token_ids, generated.text),
             extends=prompt.extends,
             messages_json=messages_json,
             waited_s=waited_s,
@@ -186,9 +193,9 @@ class Episode:
 
     async def _generate(self, prompt_token_ids: list[int], max_tokens: int, number: int) -> GeneratedResponse:
         """Return what the engine sampled. Raises ChatFailed; when this is cancelled, the engine's work is, too."""
-        policy = self._policy
-        sampling = Sampling(max_tokens, policy.temperature, turn_seed(policy.seed, self.index, number))
-        generating = asyncio.ensure_future(policy.generate(prompt_token_ids, sampling))
+        group = self._group
+        sampling = Sampling(max_tokens, group.temperature, turn_seed(*self._place, number))
+        generating = asyncio.ensure_future(group.generate(prompt_token_ids, sampling))
         self._in_flight.add(generating)
         try:
             await asyncio.wait({generating})
@@ -203,8 +210,8 @@ class Episode:
             return generating.result()
         if isinstance(error, ValueError):
             raise ChatFailed(400, "refused_by_engine", f"the engine refuses the request: {error}") from error
-        if not policy.broken.done():
-            policy.broken.set_result(error)
+        if not group.broken.done():
+            group.broken.set_result(error)
         message = f"the engine failed: {type(error).__name__}: {error}; the episode is given up"
         raise ChatFailed(500, "engine_failed", message) from error
 
@@ -213,12 +220,12 @@ class Episode:
     def _check_turns(self) -> None:
         if self._is_over:
             raise is_over()
-        if len(self._calls) + len(self._in_flight) >= self._policy.max_turns:
-            message = f"all {self._policy.max_turns} calls of this episode are used (environment.max_turns)"
+        if len(self._calls) + len(self._in_flight) >= self._group.max_turns:
+            message = f"all {self._group.max_turns} calls of this episode are used (environment.max_turns)"
             raise ChatFailed(400, "no_turns_left", message)
 
     def _wanted(self, **fields: int | None) -> int:
-        limit = self._policy.max_response_tokens
+        limit = self._group.max_response_tokens
         for name, value in fields.items():
             if value is not None and value > limit:
                 message = f"{name}: {value} is more than the job's {limit} (rollout.max_response_tokens)"
@@ -226,13 +233,13 @@ class Episode:
         return min((value for value in fields.values() if value is not None), default=limit)
 
     def _check_length(self, num_characters: int) -> None:
-        limit = self._policy.max_context_tokens
+        limit = self._group.max_context_tokens
         if limit is not None and num_characters > limit * MAX_CHARS_PER_TOKEN:
             raise too_long(f"messages and tools have {num_characters} characters", limit)
 
     def _fitting(self, num_prompt: int, wanted: int) -> int:
         """Return how many tokens the answer may have: fewer than wanted where the context ends before."""
-        limit = self._policy.max_context_tokens
+        limit = self._group.max_context_tokens
         if not num_prompt:
             raise ChatFailed(400, "invalid_messages", "the messages have no tokens", "messages")
         if limit is None:
@@ -251,15 +258,15 @@ def too_long(what: str, limit: int) -> ChatFailed:
     return ChatFailed(400, "context_length_exceeded", message, "messages")
 
 
-def turn_seed(*place: int) -> int:
-    """Return the seed of a call, of 31 bits: from the seed of the group, the episode, and the number of the call."""
+def turn_seed(*place: int | str) -> int:
+    """Return the seed of a call, of 31 bits: from the seed of the group, the episode, its try if it is a late one, and
+    the number of the call."""
     digest = hashlib.sha256("/".join(map(str, place)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def to_answer(call: Call, *, has_tools: bool) -> Answer:
-    """Return the message of a call. Calls of tools are looked for only when the request offered tools."""
-    content, tool_calls = toolcalls.parse(call.generated.text) if has_tools else (call.generated.text, [])
+def to_answer(call: Call, content: str, tool_calls: Sequence[ToolCall]) -> AnsweredCall:
+    """Return the message of a call."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if tool_calls:
         message["tool_calls"] = [
@@ -270,7 +277,7 @@ def to_answer(call: Call, *, has_tools: bool) -> Answer:
             }
             for index, each in enumerate(tool_calls)
         ]
-    return Answer(call, message)
+    return AnsweredCall(call, message)
 
 
 def tool_call_id(call_id: str, index: int) -> str:

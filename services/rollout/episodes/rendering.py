@@ -20,6 +20,7 @@ from blake3 import blake3
 from onbeat.environments import Message
 from services.rollout.episodes.recorder import Call
 from services.rollout.episodes.templates import ChatTemplate, TemplateRefusal
+from services.rollout.episodes.toolcalls import ToolCall
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Renderer:
     def fresh(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Return the prompt. Raises ValueError when the messages cannot be rendered or tokenised."""
         return self._encode(self._template.render(messages, tools, is_prompt=True))
+
+    def parse_calls(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Return the text of an answer without its calls of tools, and the calls."""
+        return self._template.parse_calls(text)
 
     def extended(
         self, call: Call, messages: Sequence[Message], num_old: int, tools: Sequence[dict[str, Any]]

@@ -3,7 +3,7 @@
 gate: pinned to the version of the group
    +-- episodes with a session each --> the environment's process plays them
          outcome --> the recorded calls are a response
-         failure --> once more with a new session, up to environment.max_attempts; then the group's attempt fails
+         failure --> again with a new session, up to environment.max_attempts; then the group's attempt fails
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from onbeat.streams.codec import MAX_REWARD, PromptTask, Response
 from onbeat.types import EpisodeFailureKind, EpisodeWait
 from services.rollout import meters
 from services.rollout.episodes.contract import EnvironmentRunner, EpisodeFailure, PlayRequest, PlayResult
-from services.rollout.episodes.episode import Episode, Generate, Policy, Vocabulary
+from services.rollout.episodes.episode import Episode, Generate, GroupContext, Vocabulary
 from services.rollout.episodes.recorder import Call, common_prompt, to_response
 from services.rollout.episodes.rendering import Renderer
 from services.rollout.gate import VersionGate
@@ -52,9 +52,9 @@ class PlayedGroup:
 class GroupPlay:
     """The episodes of one attempt of a group."""
 
-    def __init__(self, policy: Policy, request: PlayRequest, num_samples: int, failures: Counter[str]) -> None:
+    def __init__(self, group: GroupContext, request: PlayRequest, num_samples: int, failures: Counter[str]) -> None:
         """Take a request without sessions, and `failures`: failed tries by kind, to which new ones are added."""
-        self._policy, self._request, self._num_samples = policy, request, num_samples
+        self._group, self._request, self._num_samples = group, request, num_samples
         self._failures = failures
         self._playing: list[Episode] = []
         self._finished: dict[int, tuple[list[Call], Outcome]] = {}
@@ -85,7 +85,7 @@ class GroupPlay:
         """Play all episodes, each at most `max_attempts` times. Raises as `EpisodeRunner.play` does."""
         for attempt in range(1, max_attempts + 1):
             missing = [index for index in range(self._num_samples) if index not in self._finished]
-            last = await self._play_once(server, environments, missing)
+            last = await self._play_once(server, environments, missing, attempt)
             if last is None:
                 break
             if attempt == max_attempts:
@@ -93,10 +93,10 @@ class GroupPlay:
         return await self._to_group()
 
     async def _play_once(
-        self, server: "SessionServer", environments: EnvironmentRunner, indexes: Sequence[int]
+        self, server: "SessionServer", environments: EnvironmentRunner, indexes: Sequence[int], attempt: int
     ) -> EnvironmentFailed | None:
         """Play these episodes and keep what they gave. Return the first failure."""
-        self._playing = [Episode(self._policy, index) for index in indexes]
+        self._playing = [Episode(self._group, index, attempt) for index in indexes]
         access = [server.open(episode) for episode in self._playing]
         request = replace(
             self._request, access=access, on_begin=self._begin, on_end=lambda index: server.close(access[index])
@@ -118,7 +118,7 @@ class GroupPlay:
 
     async def _unless_broken(self, play: Coroutine[Any, Any, list[PlayResult]]) -> list[PlayResult]:
         """Return the results. Raises the engine's error as soon as there is one."""
-        playing, broken = asyncio.create_task(play), self._policy.broken
+        playing, broken = asyncio.create_task(play), self._group.broken
         ends: set[asyncio.Future[Any]] = {playing, broken}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -190,15 +190,15 @@ class EpisodeRunner:
         task = flight.claim.task
         async with self._gate.pinned(task.policy_version):
             flight.stage = Stage.GENERATING
-            group = GroupPlay(self._policy_of(task, generate), to_request(task), task.num_samples, failures)
+            group = GroupPlay(self._context_of(task, generate), to_request(task), task.num_samples, failures)
             flight.episodes = group
             played = await group.play(self._server, self._environments, self._max_attempts)
             flight.episodes = None
             return played
 
-    def _policy_of(self, task: PromptTask, generate: Generate) -> Policy:
+    def _context_of(self, task: PromptTask, generate: Generate) -> GroupContext:
         encoder = self._encoder
-        return Policy(
+        return GroupContext(
             group_id=task.group_id,
             generate=generate,
             renderer=self._renderer,

@@ -23,7 +23,7 @@ from onbeat.completions import ChatFailed
 from services.rollout import meters
 from services.rollout.episodes.bodies import ChatBody, GenerateBody, parse_body
 from services.rollout.episodes.contract import EpisodeAccess
-from services.rollout.episodes.episode import Answer, Episode
+from services.rollout.episodes.episode import AnsweredCall, Episode
 
 try:
     import uvicorn
@@ -199,7 +199,7 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-async def while_connected(request: Request, work: Awaitable[Answer]) -> Answer | None:
+async def while_connected(request: Request, work: Awaitable[AnsweredCall]) -> AnsweredCall | None:
     """Return the result of the work; cancel it and return None when the client hangs up."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(until_disconnected(request))
@@ -242,7 +242,7 @@ def to_stream(completion: dict[str, Any], body: ChatBody) -> Response:
     return Response(events, media_type="text/event-stream")
 
 
-def to_completion(answer: Answer, body: ChatBody) -> dict[str, Any]:
+def to_completion(answer: AnsweredCall, body: ChatBody) -> dict[str, Any]:
     generated = answer.call.generated
     has_called = "tool_calls" in answer.message and generated.finish_reason == "stop"
     choice: dict[str, Any] = {
@@ -265,7 +265,7 @@ def to_completion(answer: Answer, body: ChatBody) -> dict[str, Any]:
     return completion
 
 
-def to_logprobs(answer: Answer) -> dict[str, Any]:
+def to_logprobs(answer: AnsweredCall) -> dict[str, Any]:
     """Return the log-probabilities of the sampled tokens. Tokens are named by their ids: text is ambiguous."""
     generated = answer.call.generated
     return {
@@ -282,6 +282,6 @@ def to_logprobs(answer: Answer) -> dict[str, Any]:
     }
 
 
-def usage_of(answer: Answer) -> dict[str, int]:
+def usage_of(answer: AnsweredCall) -> dict[str, int]:
     num_prompt, num_sampled = len(answer.call.prompt_token_ids), len(answer.call.generated.token_ids)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}

@@ -1,9 +1,9 @@
 """A model's chat template as text: messages and tools in, the text of the prompt out.
 
-Calls are read in the form of Hermes and Qwen alone (`toolcalls`). Templates that know no tools, leave out their calls
-or results, or write calls in another form, get all of it from us in that form: the tools are described in the system
-message (in the first user message where the template takes no system), calls are part of an answer's text, and the
-results of tools are given by the role `user`.
+Calls are read in the form in which the template writes them, if it is one of `toolcalls`: a call is rendered, to see
+which. Templates that know no tools, leave out their calls or results, or write calls in another form, get all of it
+from us in the form of Hermes: the tools are described in the system message (in the first user message where the
+template takes no system), calls are part of an answer's text, and the results of tools are given by the role `user`.
 """
 
 import json
@@ -58,9 +58,13 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_prompt: bool) -> str:
         """Return the text of a conversation; a prompt ends where the next answer begins. Raises TemplateRefusal."""
-        if not self._knows_tools:
+        if self._own_form is None:
             messages, tools = self._without_tools(messages, tools), ()
         return self._apply(messages, tools, is_prompt=is_prompt)
+
+    def parse_calls(self, text: str) -> tuple[str, list[toolcalls.ToolCall]]:
+        """Return the text of an answer without its calls of tools, and the calls."""
+        return (self._own_form or toolcalls.parse)(text)
 
     def end_of_answer(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str | None:
         """Return the text behind an answer to these messages, such as `<|im_end|>` and a line feed; None when the
@@ -88,15 +92,19 @@ class ChatTemplate:
     # ---- templates without tools ---------------------------------------------------------------------------------
 
     @cached_property
-    def _knows_tools(self) -> bool:
-        """True if the template shows tools, results, and calls in the form that is read: some leave one of them out
-        without a word."""
+    def _own_form(self) -> toolcalls.Parser | None:
+        """The form of the template's calls, if it shows tools, results, and calls in a form that can be read: some
+        leave one of them out without a word."""
         try:
             text = self._apply(PROBE_CALL, [PROBE_TOOL], is_prompt=True)
+            asked = self._apply([PROBE], [PROBE_TOOL], is_prompt=True)
         except TemplateRefusal:
-            return False
-        _, calls = toolcalls.parse(text)
-        return toolcalls.ToolCall(TOOL_NAME, {"query": ARGUMENT}) in calls and TOOL_PURPOSE in text and RESULT in text
+            return None
+        answer = text.removeprefix(asked).partition(self._tokenizer.eos_token or RESULT)[0]
+        shown = (text, answer, answer)  # calls of Hermes may stand anywhere
+        probe = toolcalls.ToolCall(TOOL_NAME, {"query": ARGUMENT})
+        forms = (form for form, found in zip(toolcalls.FORMS, shown, strict=True) if probe in form(found)[1])
+        return next(forms, None) if TOOL_PURPOSE in text and RESULT in text else None
 
     @cached_property
     def _takes_system(self) -> bool:

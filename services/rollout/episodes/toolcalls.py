@@ -1,19 +1,24 @@
-"""Calls of tools in the text of an answer, in the form of Hermes and Qwen:
+"""Calls of tools in the text of an answer, in the forms of some families of models:
 
-    <tool_call>
-    {"name": "search", "arguments": {"query": "onbeat"}}
-    </tool_call>
+    Hermes, Qwen       <tool_call>                                          as many as there are, amid other text
+                       {"name": "search", "arguments": {"query": "onbeat"}}
+                       </tool_call>
+    Llama 3            {"name": "search", "parameters": {"query": "onbeat"}}            the whole answer is one call
+    Mistral 7B, Nemo   [TOOL_CALLS] [{"name": "search", "arguments": {"query": "onbeat"}}]   the whole answer is a list
 
-A block that does not hold such JSON, or that is not closed, stays plain text: the policy learns that it calls nothing.
+The text of an answer has no special tokens, as [TOOL_CALLS] is one. What does not hold such JSON, or is not closed,
+stays plain text: the policy learns that it calls nothing.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,12 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+# It returns the text without the calls in it, and the calls. Text without any is returned as it is.
+Parser = Callable[[str], tuple[str, list[ToolCall]]]
+
+
 def parse(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without the calls in it, and the calls. Text without any is returned as it is."""
+    """Read calls of Hermes and Qwen; see Parser."""
     kept, calls, position = [], [], 0
     while (start := text.find(OPEN, position)) >= 0:
         call, end = parse_block(text, start + len(OPEN))
@@ -49,6 +58,38 @@ def parse_block(text: str, start: int) -> tuple[ToolCall | None, int]:
     if not rest.startswith(CLOSE):
         return None, start
     return call, len(text) - len(rest) + len(CLOSE)
+
+
+def parse_llama(text: str) -> tuple[str, list[ToolCall]]:
+    """Read the call of Llama 3; see Parser. Its template shows one call at a time, so several are none."""
+    try:
+        return "", [to_call(with_arguments(DECODER.decode(without_tag(text, PYTHON_TAG)), "parameters"))]
+    except (ValueError, RecursionError):
+        return text, []
+
+
+def parse_mistral(text: str) -> tuple[str, list[ToolCall]]:
+    """Read the calls of Mistral 7B and Nemo; see Parser."""
+    try:
+        values = DECODER.decode(without_tag(text, TOOL_CALLS))
+        calls = [to_call(with_arguments(value, "arguments")) for value in values] if isinstance(values, list) else []
+    except (ValueError, RecursionError):
+        calls = []
+    return ("", calls) if calls else (text, [])
+
+
+def without_tag(text: str, tag: str) -> str:
+    return text.strip().removeprefix(tag).strip()
+
+
+def with_arguments(value: Any, name: str) -> dict[str, Any]:
+    """Return an object with what it has under `name` as its arguments. Raises ValueError: other JSON is an answer."""
+    if not isinstance(value, dict) or name not in value:
+        raise ValueError(f"a call needs {name}")
+    return value | {"arguments": value[name]}
+
+
+FORMS: tuple[Parser, ...] = (parse, parse_llama, parse_mistral)
 
 
 def to_call(value: Any) -> ToolCall:

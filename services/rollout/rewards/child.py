@@ -36,12 +36,12 @@ def main() -> None:
     limits = Limits.from_arguments(*sys.argv[1:])
     restrict_this_process(limits.memory_mb, MAX_OPEN_FILES)
     budget = CpuBudget(limits)
-    scorer = Scorer(limits, budget, answers)
+    scorer = ChildScorer(limits, budget, answers)
     for line in requests:
         scorer.answer(json.loads(line))
 
 
-class Scorer:
+class ChildScorer:
     """A scorer answers requests one after the other, each response within its CPU time."""
 
     def __init__(self, limits: Limits, budget: CpuBudget, answers: TextIO) -> None:

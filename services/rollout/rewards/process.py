@@ -1,7 +1,8 @@
 """A scoring process: a child process that answers as child.py says."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -78,7 +79,8 @@ class RewardProcess:
             "context": request.context,
             "responses": [request.responses[index] for index in indexes],
         }
-        await self._send(message, indexes[0])
+        with living(indexes[0], "the scoring process did not take the request"):
+            await self._child.send(message)
         if not isinstance(await self._receive(LOAD_S, indexes[0], f"importing {request.name}"), Loaded):
             raise out_of_step(indexes[0])
         for position, index in enumerate(indexes):
@@ -90,21 +92,9 @@ class RewardProcess:
                 raise out_of_step(index)
             scores[index] = Score(answer.reward, answer.parts)
 
-    async def _send(self, message: dict[str, Any], index: int) -> None:
-        try:
-            await self._child.send(message)
-        except TimeoutError as error:
-            raise RewardUnavailable("timeout", "the scoring process did not take the request", index) from error
-        except ChildDied as error:
-            raise RewardUnavailable("crashed", str(error), index) from error
-
     async def _receive(self, timeout_s: float, index: int, doing: str) -> Loaded | Scored | Failed | Worn:
-        try:
+        with living(index, f"{doing} took longer than {timeout_s:g} s"):
             line = await self._child.receive(timeout_s)
-        except TimeoutError as error:
-            raise RewardUnavailable("timeout", f"{doing} took longer than {timeout_s:g} s", index) from error
-        except ChildDied as error:
-            raise RewardUnavailable("crashed", str(error), index) from error
         try:
             answer = ANSWER.validate_json(line)
         except ValueError as error:
@@ -118,6 +108,17 @@ class RewardProcess:
 
     async def kill(self) -> None:
         await self._child.kill()
+
+
+@contextmanager
+def living(index: int, late: str) -> Iterator[None]:
+    """Raise RewardUnavailable for this response when the process dies, or does not answer in time."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RewardUnavailable("timeout", late, index) from error
+    except ChildDied as error:
+        raise RewardUnavailable("crashed", str(error), index) from error
 
 
 def out_of_step(index: int) -> RewardUnavailable:
