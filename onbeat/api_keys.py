@@ -100,7 +100,10 @@ def keys_to_edit(path: Path) -> Iterator[list[ApiKey]]:
         keys = list(before)
         yield keys
         if keys != before:
-            write_keys(path, keys)
+            try:
+                write_keys(path, keys)
+            except OSError as error:
+                raise ValueError(f"cannot write {path}: {error.strerror}; the keys are as they were") from None
 
 
 def write_keys(path: Path, keys: list[ApiKey]) -> None:

@@ -16,7 +16,7 @@ Int = Annotated[int, BeforeValidator(refuse_boolean)]
 Float = Annotated[float, BeforeValidator(refuse_boolean)]
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(refuse_boolean)]
 PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(refuse_boolean)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0), BeforeValidator(refuse_boolean)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), BeforeValidator(refuse_boolean)]
 
 
 class Section(BaseModel):

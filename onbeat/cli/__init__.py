@@ -47,7 +47,6 @@ app.command("chat")(chat.chat)
 app.command("view")(finished.view)
 app.command("report")(finished.report)
 app.command("logs")(look.logs)
-app.command("workers")(jobs.workers)
 app.command("top")(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
@@ -89,6 +88,8 @@ def main() -> None:
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]), 1)
     except ValueError as error:
         fail(describe_value_error(error), 2)
+    except OSError as error:  # a file that cannot be read, a disk that is full
+        fail(str(error), 1)
 
 
 def describe_value_error(error: ValueError) -> str:

@@ -1,11 +1,11 @@
 """`onbeat chat JOB`: talk to the policy of a running job."""
 
-import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onbeat.cli.options import ApiKey, DataDir, JobId, Url, connect
+from onbeat.cli.options import ApiKey, DataDir, JobId, Url, ask
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -27,25 +27,27 @@ def chat(
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
 
-    async def talk() -> None:
-        async with connect(url, api_key, data_dir) as client:
-            if message is not None:
-                typer.echo(await answer(client, options, [{"role": "user", "content": message}]))
-            else:
-                await converse(client, options)
+    def say(messages: list[dict[str, str]]) -> str:
+        return ask(url, api_key, data_dir, lambda client: answer(client, options | {"messages": messages}))
 
-    asyncio.run(talk())
+    if message is not None:
+        typer.echo(say([{"role": "user", "content": message}]))
+    else:
+        converse(say)
 
 
-async def converse(client: "AsyncClient", options: dict[str, Any]) -> None:
-    """Read messages from standard input, and keep the conversation. A refused message is no part of it."""
+def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
+    """Read messages from standard input, and keep the conversation. A refused message is no part of it.
+
+    No event loop runs meanwhile: a thread of one that waits for a line would outlast Ctrl-C.
+    """
     from onbeat.errors import OnbeatError
 
     messages: list[dict[str, str]] = []
-    while (line := await asyncio.to_thread(read_line)) is not None:
+    while (line := read_line()) is not None:
         asked = {"role": "user", "content": line}
         try:
-            text = await answer(client, options, [*messages, asked])
+            text = say([*messages, asked])
         except OnbeatError as error:
             typer.echo(f"error: {error}", err=True)
             continue
@@ -63,9 +65,8 @@ def read_line() -> str | None:
     return line
 
 
-async def answer(client: "AsyncClient", options: dict[str, Any], messages: list[dict[str, str]]) -> str:
+async def answer(client: "AsyncClient", body: dict[str, Any]) -> str:
     from onbeat.terminal.summary import clip
 
-    body = options | {"messages": messages}
     found = await client.request("POST", "/v1/chat/completions", json=body, timeout=ANSWER_S)
     return clip(str(found["choices"][0]["message"]["content"]), max_characters=1_000_000)

@@ -1,4 +1,4 @@
-"""`onbeat jobs` and `onbeat workers`: everything that a broker is asked."""
+"""`onbeat jobs`: everything that a broker is asked."""
 
 import json
 import time
@@ -267,21 +267,6 @@ def report(
         typer.echo(json.dumps(built, indent=2))
     else:
         write_report(output, built)
-
-
-def workers(
-    pool: Annotated[str | None, typer.Option(help="Only rollouts of this pool.")] = None,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
-) -> None:
-    """List the rollouts and what they do."""
-    from onbeat.terminal.job_view import worker_line
-
-    found = ask(url, api_key, data_dir, lambda client: client.workers(pool))
-    columns = ["id", "job", "doing"]
-    print_records(found, as_json, columns, lambda worker: (worker.id, worker.job_id or "-", worker_line(worker)))
 
 
 def when(time_s: float) -> str:

@@ -36,11 +36,8 @@ def new(
     from onbeat.api_keys import Role, keys_to_edit, new_key
 
     key, entry = new_key(name, Role(role), timedelta(days=expires_days) if expires_days else None)
-    try:
-        with keys_to_edit(path) as keys:
-            keys.append(entry)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; no key was made") from None
+    with keys_to_edit(path) as keys:
+        keys.append(entry)
     typer.echo(key)
 
 
@@ -70,12 +67,9 @@ def revoke(
     """Remove a key from the file. Brokers refuse it within a second or two."""
     from onbeat.api_keys import keys_to_edit
 
-    try:
-        with keys_to_edit(path) as keys:
-            left = [key for key in keys if key.id != key_id]
-            if len(left) == len(keys):
-                raise ValueError(f"there is no key {key_id!r} in {path}; `onbeat keys list` shows the ids")
-            keys[:] = left
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; the key is still valid") from None
+    with keys_to_edit(path) as keys:
+        left = [key for key in keys if key.id != key_id]
+        if len(left) == len(keys):
+            raise ValueError(f"there is no key {key_id!r} in {path}; `onbeat keys list` shows the ids")
+        keys[:] = left
     typer.echo(f"revoked {key_id}")

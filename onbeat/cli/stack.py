@@ -19,7 +19,9 @@ def run(
     report: Annotated[Path | None, typer.Option(help="Write the numbers of the run to this JSON file.")] = None,
     is_fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Start over: cancel the unfinished job of this file instead of continuing it."),
+        typer.Option(
+            "--fresh", help="Start over: cancel the unfinished job of this file, and those that would go first."
+        ),
     ] = False,
     rollout_cores: RolloutCores = None,
     trainer_cores: TrainerCores = None,

@@ -10,7 +10,7 @@ from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask, make_console
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
-    from onbeat.terminal.top import Snapshot
+    from onbeat.terminal.top import Overview
 
 
 def top(
@@ -26,24 +26,24 @@ def top(
     """Show jobs and rollouts as they run, refreshed every 2 s; q or Ctrl-C ends it."""
     from onbeat.local.run import terminations_as_interrupts
     from onbeat.terminal.live import can_redraw
-    from onbeat.terminal.top import plain_lines, show_top, take_snapshot
+    from onbeat.terminal.top import plain_lines, show_top, take_overview
 
     console = make_console()
 
-    async def look(client: "AsyncClient") -> "Snapshot | None":
+    async def look(client: "AsyncClient") -> "Overview | None":
         if as_json or is_once or not can_redraw(console):
-            return await take_snapshot(client, pool)
+            return await take_overview(client, pool)
         await show_top(client, pool, console)
         return None
 
     with terminations_as_interrupts():
         try:
-            snapshot = ask(url, api_key, data_dir, look)
+            overview = ask(url, api_key, data_dir, look)
         except KeyboardInterrupt:
             return
-    if snapshot is None:
+    if overview is None:
         return
     if as_json:
-        typer.echo(json.dumps(snapshot.as_json(), indent=2))
+        typer.echo(json.dumps(overview.as_json(), indent=2))
     else:
-        typer.echo("\n".join(plain_lines(snapshot, time.time())))
+        typer.echo("\n".join(plain_lines(overview, time.time())))

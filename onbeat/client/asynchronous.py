@@ -4,7 +4,6 @@ from functools import cached_property
 
 from onbeat.client.datasets import AsyncDatasets
 from onbeat.client.jobs import AsyncJobs, parse_list
-from onbeat.client.notebook import Records
 from onbeat.client.transport import Transport
 from onbeat.types import Diagnosis, PoolStatus, WorkerRecord
 
@@ -23,7 +22,7 @@ class AsyncClient(Transport):
     def __repr__(self) -> str:
         return f"AsyncClient({self.base_url!r})"
 
-    async def workers(self, pool: str | None = None) -> Records[WorkerRecord]:
+    async def workers(self, pool: str | None = None) -> list[WorkerRecord]:
         """Return the rollouts of a pool (default: `default`), as of their last heartbeats."""
         return parse_list(WorkerRecord, "workers", await self.get("/v1/workers", pool=pool))
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onbeat.client.jobs import parse_list
-from onbeat.client.notebook import Records
+from onbeat.client.jobs import Records, parse_list
 from onbeat.client.transport import Transport
 from onbeat.types import DATASETS_FOLDER, DatasetRecord
 

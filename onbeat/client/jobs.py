@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from onbeat.client.notebook import Records
-from onbeat.client.transport import BrokerUnreachable, Message, Transport
+from onbeat.client.transport import BrokerUnreachable, StreamMessage, Transport
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     AuditReport,
@@ -34,6 +33,7 @@ STREAM_RENEWAL_S = 0.2  # before a stream that ended normally is resumed
 GOOD_STREAM_S = 10.0  # failures count in a row until a stream lasts this long, or delivers an event
 
 RecordT = TypeVar("RecordT", bound=Record)
+Records = list[RecordT]  # classes with a method `list` cannot write `list[...]`
 Series = dict[str, list[tuple[int, float]]]
 Update = JobRecord | IterationUpdate | Event | Diagnosis  # the messages of a job's stream
 UPDATES: dict[str, type[Update]] = {
@@ -160,9 +160,13 @@ class AsyncJobs:
         return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
 
     async def events(self, job_id: str, after: str = "0") -> Records[Event]:
-        """Return events after the cursor (the last event's id)."""
-        answer = await self._client.get(f"{job_path(job_id)}/events", after=after)
-        return parse_list(Event, "events", answer)
+        """Return all events after the cursor (the last event's id). A broker gives them in parts."""
+        found: Records[Event] = []
+        while True:
+            answer = await self._client.get(f"{job_path(job_id)}/events", after=found[-1].id if found else after)
+            if not answer["events"]:
+                return found
+            found += parse_list(Event, "events", answer)
 
     async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
         """Return what the trainer and each rollout did during the last iterations (20 at most)."""
@@ -196,7 +200,7 @@ class AsyncJobs:
                 delay_s, num_failures = STREAM_DELAYS_S[num_failures], num_failures + 1
             await asyncio.sleep(delay_s)
 
-    async def _connection(self, job_id: str, after: str) -> AsyncGenerator[Message]:
+    async def _connection(self, job_id: str, after: str) -> AsyncGenerator[StreamMessage]:
         """Yield the messages of one connection, `end` included. Raise BrokerUnreachable where it breaks."""
         async with aclosing(self._client.messages(f"{job_path(job_id)}/stream", after)) as messages:
             async for message in messages:
@@ -236,4 +240,4 @@ def group_path(job_id: str, group_id: str) -> str:
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:
-    return Records(record.model_validate(item) for item in answer[name])
+    return [record.model_validate(item) for item in answer[name]]

@@ -22,7 +22,7 @@ BUSY_STATUSES = frozenset({429, 502, 503, 504})  # temporary: too many requests,
 
 
 @dataclass(frozen=True)
-class Message:
+class StreamMessage:
     """One server-sent event."""
 
     kind: str
@@ -87,7 +87,7 @@ class Transport:
         given = {name: value for name, value in params.items() if value is not None}
         return await self.request("GET", path, params=given, is_repeatable=True)
 
-    async def messages(self, path: str, after: str) -> AsyncGenerator[Message]:
+    async def messages(self, path: str, after: str) -> AsyncGenerator[StreamMessage]:
         """Yield server-sent events after the one with this id, until the broker ends them.
 
         Raise ApiError for refusals, and BrokerUnreachable if the broker is busy or away or the connection breaks.
@@ -105,7 +105,7 @@ class Transport:
                     if name:
                         fields[name] = value
                     elif "event" in fields:
-                        yield Message(fields["event"], fields.get("data", ""), fields.get("id", ""))
+                        yield StreamMessage(fields["event"], fields.get("data", ""), fields.get("id", ""))
                     if not line:
                         fields = {}
         except httpx.TransportError as error:

@@ -111,6 +111,8 @@ def show(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         text = "something nested very deep"
+    except ValueError:
+        text = "a number with thousands of digits"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

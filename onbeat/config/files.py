@@ -22,7 +22,7 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8; save it as UTF-8") from error
     try:
-        job: dict[str, Any] = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+        job: dict[str, Any] = json.loads(text, object_pairs_hook=unique) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:
         raise ValueError(f"{path}: nested too deep for a job; see examples/ for what one looks like") from None
     except ValueError as error:
@@ -32,6 +32,15 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(job, override)
     return job
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a mapping. Raise ValueError for a key that is there twice, as TOML does."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return mapping
 
 
 def apply_override(job: dict[str, Any], override: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from onbeat.section import Float, Int, PositiveInt, Section
+from onbeat.types import MAX_TURNS
 
 
 class EnvironmentConfig(Section):
@@ -12,14 +13,21 @@ class EnvironmentConfig(Section):
 
     name: str = Field(description="name of an installed entry point of the group `onbeat.environments`")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
-    max_turns: PositiveInt = Field(16, le=1_024, description="calls of the policy in an episode; further calls fail")
+    max_turns: PositiveInt = Field(
+        16, le=MAX_TURNS, description="calls of the policy in an episode; further calls fail"
+    )
     timeout_s: Float = Field(
         120.0, gt=0, le=86_400, description="hard time limit of an episode, from its start to its reward"
     )
     memory_limit_mb: Int = Field(
         2048, ge=64, le=1_048_576, description="hard memory limit of the process that runs a group"
     )
-    max_attempts: PositiveInt = Field(2, le=100, description="attempts at an episode in one rollout")
+    max_attempts: PositiveInt = Field(
+        3,
+        le=100,
+        description="attempts at an episode in one rollout; the second one repeats the policy's answers, further ones "
+        "draw others",
+    )
 
 
 class RolloutConfig(Section):

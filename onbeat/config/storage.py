@@ -31,7 +31,7 @@ class RetentionConfig(Section):
     )
 
 
-class Tracker(Section):
+class TrackerSection(Section):
     """A tracker besides TensorBoard. Addresses and keys are in the trainer's environment, not in the job."""
 
     project: str = Field(
@@ -42,7 +42,7 @@ class Tracker(Section):
     )
 
 
-class WandbTracker(Tracker):
+class WandbTracker(TrackerSection):
     """Weights & Biases."""
 
     type: Literal["wandb"]
@@ -50,11 +50,11 @@ class WandbTracker(Tracker):
     tags: list[str] = Field(default_factory=list, max_length=20, description="tags of the run")
 
 
-class MlflowTracker(Tracker):
+class MlflowTracker(TrackerSection):
     type: Literal["mlflow"]
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(TrackerSection):
     type: Literal["trackio"]
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,13 +36,17 @@ def start_in_background(options: StackOptions) -> StackState:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        return wait_until_up(daemon, options.data_dir, log_path)
-    except BaseException:  # Ctrl-C while starting, too
-        daemon.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            daemon.wait(STOP_DEADLINE_S)
-        raise
+    with ExitStack() as undo:
+        undo.callback(terminate, daemon)  # after Ctrl-C while starting, too
+        state = wait_until_up(daemon, options.data_dir, log_path)
+        undo.pop_all()
+    return state
+
+
+def terminate(daemon: "subprocess.Popen[bytes]") -> None:
+    daemon.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        daemon.wait(STOP_DEADLINE_S)
 
 
 def wait_until_up(daemon: "subprocess.Popen[bytes]", data_dir: Path, log_path: Path) -> StackState:

@@ -23,6 +23,7 @@ from onbeat.terminal.follow import follow
 from onbeat.terminal.job_progress import JobProgress
 from onbeat.terminal.report import build_report, check_report_path, write_report
 from onbeat.terminal.summary import print_summary
+from onbeat.terminal.top import find_active
 from onbeat.types import JobRecord, JobState
 
 PAUSE_DEADLINE_S = 10.0
@@ -52,7 +53,7 @@ class JobRun:
     async def _submit(self, client: AsyncClient, is_fresh: bool) -> JobRecord:
         """Continue the unfinished job of the same file. Paused jobs of other files stay paused, and the jobs that a
         killed run has left go first."""
-        for job in reversed([job for job in await client.jobs.list() if not job.state.is_final]):
+        for job in reversed(await find_active(client)):
             done = f"{job.next_iteration} of {job.num_iterations} iterations"
             if is_same(job, self._config) and not is_fresh:
                 self._console.print(f"continuing job {job.id} after {done} (--fresh begins anew)")

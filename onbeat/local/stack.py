@@ -66,11 +66,10 @@ class LocalStack:
         self._held = ExitStack()  # the lock and the temporary files, which are given up when the services have ended
 
     def __enter__(self) -> Self:
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.stop)  # after Ctrl-C while starting, too
             self.start()
-        except BaseException:  # Ctrl-C while starting, too
-            self.stop()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(

@@ -179,9 +179,9 @@ def is_silent(worker: WorkerRecord, now: float) -> bool:
     return now - worker.last_seen_at > SILENT_S
 
 
-def worker_line(worker: WorkerRecord, now: float | None = None) -> str:
+def worker_line(worker: WorkerRecord, now: float) -> str:
     parts = [f"{worker.state}: {worker.doing}" if worker.doing else worker.state]
-    if now is not None and is_silent(worker, now):
+    if is_silent(worker, now):
         parts = [f"silent for {duration(now - worker.last_seen_at)}, was {worker.state}"]
     if worker.policy_version is not None:
         parts.append(f"version {worker.policy_version}")

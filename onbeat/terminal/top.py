@@ -34,7 +34,7 @@ class PoolView:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Overview:
     jobs: Sequence[JobRecord]  # jobs that are not over
     newest: dict[str, IterationRecord]  # by job id: the last committed one
     pools: Sequence[PoolView]
@@ -48,7 +48,7 @@ class Snapshot:
         return {"jobs": [job.model_dump(mode="json") for job in self.jobs], "pools": pools}
 
 
-async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Snapshot:
+async def take_overview(client: AsyncClient, only_pool: str | None = None) -> Overview:
     """Return the state of one pool, or of the default pool and those of all jobs that are not over."""
     jobs = [job for job in await find_active(client) if only_pool in (None, job.pool)]
     pools = sorted({job.pool for job in jobs} | {only_pool or DEFAULT_POOL})
@@ -57,7 +57,7 @@ async def take_snapshot(client: AsyncClient, only_pool: str | None = None) -> Sn
         asyncio.gather(*(newest_iteration(client, job) for job in measured)),
         asyncio.gather(*(look_at_pool(client, pool) for pool in pools)),
     )
-    return Snapshot(
+    return Overview(
         jobs=sorted(jobs, key=lambda job: (job.pool, list(JobState).index(job.state), job.created_at)),
         newest={job.id: record for job, record in zip(measured, newest, strict=True) if record is not None},
         pools=views,
@@ -96,15 +96,15 @@ async def look_at_pool(client: AsyncClient, pool: str) -> PoolView:
 
 async def show_top(client: AsyncClient, pool: str | None, console: Console) -> None:
     """Show the tables until q is pressed. Raise BrokerUnreachable when the broker stays away."""
-    snapshot = await take_snapshot(client, pool)
+    overview = await take_overview(client, pool)
 
     async def look() -> None:
-        nonlocal snapshot
-        snapshot = await take_snapshot(client, pool)
+        nonlocal overview
+        overview = await take_overview(client, pool)
 
     def redraw(unanswered_s: float) -> None:
         title = f"onbeat top  {client.base_url}  {time.strftime('%H:%M:%S')}  (q ends)"
-        draw(TopView(snapshot, time.time(), title, silence(unanswered_s)))
+        draw(TopView(overview, time.time(), title, silence(unanswered_s)))
 
     with press_of_q() as has_quit, live_view(console, is_full_screen=True) as draw:
         await look_until(has_quit, look, redraw)
@@ -144,10 +144,10 @@ WORKER_COLUMNS = (
 )
 
 
-def job_rows(snapshot: Snapshot) -> list[list[str]]:
+def job_rows(overview: Overview) -> list[list[str]]:
     rows = []
-    for job in snapshot.jobs:
-        last = snapshot.newest.get(job.id)
+    for job in overview.jobs:
+        last = overview.newest.get(job.id)
         speed = num_tokens(last) / last.wall_s if last is not None and last.wall_s else None
         place = f" ({job.queue_position})" if job.queue_position is not None else ""
         rows.append(
@@ -196,30 +196,30 @@ def count(how_many: int, noun: str) -> str:
     return f"{how_many:,} {noun}{'s' * (how_many != 1)}"
 
 
-def plain_lines(snapshot: Snapshot, clock: float) -> Iterator[str]:
+def plain_lines(overview: Overview, clock: float) -> Iterator[str]:
     """Yield all tables at full width, for people as well as for `grep` and `awk`."""
-    yield from table_lines(JOB_COLUMNS, job_rows(snapshot))
-    rows = [row for pool in snapshot.pools for row in worker_rows(pool, clock)]
+    yield from table_lines(JOB_COLUMNS, job_rows(overview))
+    rows = [row for pool in overview.pools for row in worker_rows(pool, clock)]
     yield ""
     yield from table_lines(WORKER_COLUMNS, rows)
     yield ""
-    for pool in snapshot.pools:
+    for pool in overview.pools:
         yield pool_line(pool)
 
 
 class TopView:
     """The tables, as far as they fit; rows that do not are counted."""
 
-    def __init__(self, snapshot: Snapshot, clock: float, title: str, warning: str = "") -> None:
-        self._snapshot, self._clock, self._title, self._warning = snapshot, clock, title, warning
+    def __init__(self, overview: Overview, clock: float, title: str, warning: str = "") -> None:
+        self._overview, self._clock, self._title, self._warning = overview, clock, title, warning
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, room = options.max_width, console.height - 1
         head = [Text(self._title, style="bold")]
         head += [Text(self._warning, style="red")] if self._warning else []
-        head += [Text(printable(pool_line(pool))) for pool in self._snapshot.pools]
-        jobs = job_rows(self._snapshot)
-        workers = [row for pool in self._snapshot.pools for row in worker_rows(pool, self._clock)]
+        head += [Text(printable(pool_line(pool))) for pool in self._overview.pools]
+        jobs = job_rows(self._overview)
+        workers = [row for pool in self._overview.pools for row in worker_rows(pool, self._clock)]
         room_for_jobs = max(4, (room - len(head)) // 3, room - len(head) - len(workers) - 4)
         lines = [*head, Text(), *cut_table(JOB_COLUMNS, jobs, "jobs", width, room_for_jobs - 1), Text()]
         lines += cut_table(WORKER_COLUMNS, workers, "rollouts", width, room - len(lines))
