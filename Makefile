@@ -61,7 +61,7 @@ test: setup
 
 # The engines' numbers and the quick start as on a processor that has AVX2 alone.
 test-avx2:
-	$(MAKE) test ISA=avx2 TESTS='tests/integration/test_engines.py tests/e2e/test_onbeat_run.py -k "fresh or logprobs or quick_start"'
+	$(MAKE) test ISA=avx2 TESTS='tests/integration/rollout/test_engines.py tests/e2e/test_onbeat_run.py -k "fresh or logprobs or quick_start"'
 
 test-unit: setup
 	$(BIN)/pytest tests/unit

@@ -17,7 +17,7 @@ from services.rollout.episodes.server import SessionServer
 from services.rollout.inflight import Flight
 from services.rollout.producer import Attempts, GroupProducer
 from services.rollout.prompts import PromptEncoder
-from tests.integration.tiny_models import build_tokenizer
+from tests.tiny_models import build_tokenizer
 
 VERSION = 7
 Run = Callable[[Task, Session], Awaitable[Outcome]]
@@ -69,6 +69,48 @@ WITHOUT_SYSTEM = """
 {% endfor %}
 {%- if add_generation_prompt %}<turn>assistant
 {% endif %}"""
+
+# How the templates of Llama 3 and of Mistral 7B and Nemo write tools, calls and results. Both refuse what those refuse.
+LLAMA_LIKE = """
+{%- if tools %}<|start|>system
+
+Environment: ipython<|im_end|>{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|start|>ipython
+
+{{ message.content | tojson }}<|im_end|>
+{%- elif 'tool_calls' in message %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time, please') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}<|start|>assistant
+
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|im_end|>
+{%- else %}<|start|>{{ message.role }}
+
+{% if tools and loop.first %}Respond in the format {"name": function name, "parameters": dictionary}.
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}{{ message.content | trim }}<|im_end|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+
+{% endif %}"""
+
+MISTRAL_LIKE = """
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and message == users[-1] %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST] {{ message.content }}[/INST]
+{%- elif message.tool_calls %}[TOOL_CALLS] [
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('nine characters, please') }}{% endif %}
+{{- (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{{ ', ' if not loop.last }}
+{%- endfor %}]<|im_end|>
+{%- elif message.role == 'tool' %}[TOOL_RESULTS] {"content": {{ message.content }}, "call_id": "
+{{- message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- else %} {{ message.content | trim }}<|im_end|>
+{%- endif %}
+{%- endfor %}"""
 
 
 def tokenizer_of(template: str | None = None) -> Any:
@@ -181,6 +223,7 @@ class Rig:
         context: int | None = None,
         engine: Any = None,
         encoder: PromptEncoder | None = None,
+        max_attempts: int = 2,
     ) -> None:
         encoder = encoder or PromptEncoder(tokenizer_of(template), context)
         self.tokenizer = encoder.tokenizer
@@ -188,7 +231,7 @@ class Rig:
         self.gate: Any = OpenGate()
         self.environments = InProcess(run)
         self.server = SessionServer()
-        self.runner = EpisodeRunner(self.gate, encoder, self.environments, self.server, max_attempts=2)
+        self.runner = EpisodeRunner(self.gate, encoder, self.environments, self.server, max_attempts)
         parts: Any = (self.engine, self.gate, encoder, None)
         self.producer = GroupProducer(*parts, "w0", Attempts(reward=2, group=3), self.runner)
 
@@ -246,14 +289,6 @@ def flight_of(num_samples: int = 1, attempt: int = 1, **fields: Any) -> Flight:
         "environment": Environment(**environment),
     }
     return Flight(Claim("0-1", attempt, PromptTask(**(defaults | fields))))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def post(session: Session, path: str = "/chat/completions", **body: Any) -> httpx.Response:

@@ -54,6 +54,10 @@ def stepped(tensors: Tensors, seed: int, share: float = 0.01, names: Iterable[st
     return moved
 
 
+def size_of(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -242,9 +246,3 @@ def hosts_apart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "is_ambiguous", lambda address: False)
         yield
-
-
-async def until(is_true: Callable[[], bool], deadline_s: float = 5.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)

@@ -17,10 +17,10 @@ from playwright.async_api import Browser, BrowserContext, Page, async_playwright
 
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
+from tests.broker_fixtures import Broker, serving
 from tests.browser.gallery import Gallery, open_gallery
 from tests.browser.watch import Watch
 from tests.conftest import free_port, start_redis
-from tests.integration.broker_fixtures import Broker, serving
 
 HERE = Path(__file__).parent
 INSTALL_S = 600.0

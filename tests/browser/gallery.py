@@ -10,8 +10,8 @@ from playwright.async_api import Locator, Page
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, TrainerRecord, WorkerRecord
+from tests.broker_fixtures import create_job, serving
 from tests.browser.seeding import WORKERS, Content, seed_job
-from tests.integration.broker_fixtures import create_job, serving
 
 LONG = Content(prompts=("Say it at length. " * 40, "averyveryverylongwordwithoutanyspace" * 12), words=("blah",) * 60)
 

@@ -15,7 +15,7 @@ from onbeat.config import JobConfig
 from onbeat.streams.codec import PromptTask, Response, RolloutGroup, Timings, Turn, VersionSpan
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, PublishedWeights, WeightUpdate
-from tests.integration.broker_fixtures import LEASE_S, job_body
+from tests.broker_fixtures import LEASE_S, job_body
 
 WORKERS = ("rollout-0", "rollout-1")
 A_DAY_S = 86_400
@@ -123,7 +123,8 @@ def response_of(task: PromptTask, content: Content, dice: random.Random) -> Resp
 
 def turns_of(words: list[str]) -> list[Turn]:
     """Return the turns of an episode: three words, three words, and the rest with the end of the sequence."""
-    asked = [{"role": "tool", "content": "7 + 2 = 9"}]
+    call = {"function": {"name": "add", "arguments": {"left": 7, "right": 2}}}  # agents may send an object
+    asked = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7 + 2 = 9"}]
     parts = [words[:3], words[3:6], words[6:]]
     shared = [(None, 12, 0), (0, 12 + 3, 5), (1, 14, 4)]  # parent, tokens shared, tokens observed
     return [

@@ -7,8 +7,8 @@ from typing import Any
 from playwright.async_api import Locator, Page, expect
 
 from onbeat.streams.ledger import Ledger
+from tests.broker_fixtures import Broker, create_job, job_body
 from tests.browser.conftest import Visitor
-from tests.integration.broker_fixtures import Broker, create_job, job_body
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 

@@ -10,10 +10,9 @@ from playwright.async_api import Page, expect
 from onbeat.api_keys import Role
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from tests.broker_fixtures import Broker, Keys
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
-from tests.integration.broker_fixtures import Broker
-from tests.integration.test_broker_security import Keys
 
 REFUSED = r"status of 40[13]"  # what the browser notes of each such answer
 

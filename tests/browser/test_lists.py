@@ -7,10 +7,10 @@ from playwright.async_api import Page, Request, Route, expect
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from tests.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, wait_open
 from tests.browser.conftest import Visitor
 from tests.browser.gallery import Gallery
 from tests.browser.test_form import write
-from tests.integration.broker_fixtures import Broker, commit, create_job, drain, job_body, start_training, wait_open
 
 LIST = re.compile(r"/v1/jobs\?")
 STEP_S = 10.0

@@ -7,19 +7,11 @@ from playwright.async_api import Page, expect
 
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
+from tests.broker_fixtures import Broker, commit, create_job, drain, serving, start_training, wait_open
 from tests.browser.conftest import Visitor
 from tests.conftest import free_port
-from tests.integration.broker_fixtures import (
-    Broker,
-    commit,
-    create_job,
-    drain,
-    eventually,
-    serving,
-    start_training,
-    wait_open,
-)
-from tests.integration.test_live_api import ledger_events, train
+from tests.integration.broker.test_live_api import ledger_events, train
+from tests.waiting import eventually
 
 NOT_REACHED = r"ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|status of 503"
 
@@ -125,12 +117,6 @@ async def test_page_that_is_left_listens_no_more(visit: Visitor, broker: Broker,
     job_id = await create_job(ledger)
     page = await visit(broker.url, f"#/jobs/{job_id}")
 
-    async def listens() -> bool:
-        return broker.num_watchers == 1
-
-    async def is_gone() -> bool:
-        return broker.num_watchers == 0
-
-    await eventually("the page listens", listens)
+    await eventually("the page listens", lambda: broker.num_watchers == 1)
     await page.get_by_role("navigation", name="Pages").get_by_role("link", name="Jobs").click()
-    await eventually("nobody listens", is_gone)
+    await eventually("nobody listens", lambda: broker.num_watchers == 0)

@@ -77,7 +77,8 @@ async def test_episode_is_shown_turn_by_turn(visit: Visitor, gallery: Gallery) -
     await expect(turns).to_have_count(3)
     await expect(turns.nth(0)).to_contain_text("seven·plus·two")
     await expect(turns.nth(1)).to_contain_text("5 tokens observed, not trained")
-    await expect(turns.nth(1).locator(".message")).to_have_text("tool 7 + 2 = 9")
+    messages = ['assistant add({"left":7,"right":2})', "tool 7 + 2 = 9"]
+    await expect(turns.nth(1).locator(".message")).to_have_text(messages)
     await expect(turns.nth(2)).to_contain_text("history rewritten: shares only the beginning of turn 2")
     await turns.nth(1).locator("[data-index='0']").hover()
     await expect(page.get_by_test_id("token-readout")).to_contain_text("turn 2, token 1 of 3: “·is”")

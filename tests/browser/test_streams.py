@@ -8,11 +8,12 @@ from playwright.async_api import Page, Route, expect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState, WorkerRecord
+from tests.broker_fixtures import Broker, create_job, start_training
 from tests.browser.conftest import Visitor
 from tests.browser.seeding import seed_job
 from tests.browser.test_live import cursors, expect_progress
-from tests.integration.broker_fixtures import Broker, create_job, eventually, start_training
-from tests.integration.test_live_api import ledger_events, train
+from tests.integration.broker.test_live_api import ledger_events, train
+from tests.waiting import eventually
 
 HIDDEN_MS = 10_000  # as api.js has it
 SET_HIDDEN = """(isHidden) => {

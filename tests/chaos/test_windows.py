@@ -25,7 +25,8 @@ from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.types import EvaluationState, JobState
 from tests.chaos.die_at import Orders
 from tests.chaos.exactly_once import accepted_at, check_exactly_once
-from tests.e2e.stack import RunningStack, running, tiny_job, wait_until
+from tests.e2e.stack import RunningStack, running, tiny_job
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER_LEASE_S, ROLLOUT_LEASE_S = 2.0, 3.0

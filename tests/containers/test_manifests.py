@@ -408,12 +408,3 @@ def test_the_pod_of_the_runbook_reaches_the_volumes_of_a_backup():
     }
     for service in ("redis", "trainer"):
         assert base.pod(service).spec["securityContext"]["runAsUser"] == pod.spec["securityContext"]["runAsUser"]
-
-
-def test_paths_in_the_runbook_exist():
-    root = KUBERNETES.parents[1]
-    text = (root / "docs" / "kubernetes.md").read_text()
-    words = {word.strip("`,.:;()") for word in text.split()}
-    paths = {word for word in words if word.startswith(("deploy/", "docs/")) and "clusters/" not in word}
-    assert paths
-    assert [path for path in paths if not (root / path).exists()] == []

@@ -16,6 +16,7 @@ from onbeat.health import Health
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import PoolStatus
+from services.broker.__main__ import DRAIN_S
 from services.broker.app import create_app
 from services.broker.auth import required_role
 from services.broker.settings import Settings as BrokerSettings
@@ -147,6 +148,13 @@ async def test_probes_ask_what_the_service_answers(manifests: Manifests, service
     assert {probe.path for probe in probes.values()} <= await paths_of(service)
     assert {probe.port for probe in probes.values()} == {ports["http" if service == "broker" else "metrics"]}
     assert probes["startup"].period_s * probes["startup"].failure_threshold >= 120
+
+
+def test_a_broker_ends_when_nobody_is_sent_to_it_any_more(cpu: Manifests):
+    pod = cpu.pod("broker")
+    program, pause_s = pod.container["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    assert 3 <= int(pause_s) <= run_of(cpu, "broker").grace_s - 2 * DRAIN_S
 
 
 def test_the_scaler_asks_what_the_broker_answers():

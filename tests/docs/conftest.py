@@ -13,8 +13,9 @@ import pytest
 
 from onbeat.types import JobState
 from tests.docs.pages import ROOT
-from tests.e2e.stack import RunningStack, running, tiny_job, wait_until
-from tests.integration.tiny_models import write_tied_model
+from tests.e2e.stack import RunningStack, running, tiny_job
+from tests.tiny_models import write_tied_model
+from tests.waiting import wait_until
 
 BUNDLED = "bundled:smollm2-135m-instruct"
 PYTHON_DEFAULT = "http://127.0.0.1:8800"

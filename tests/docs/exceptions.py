@@ -12,20 +12,8 @@ FOREIGN_PROGRAMS = {
     "printf": "of the system",
     "redis-server": "of Redis",
     "sha256sum": "of the system",
-    "tail": "of the system",
     "tensorboard": "reads the files that a trainer writes",
 }
-
-# Addresses that are not the broker's: (page, beginning of the address).
-FOREIGN_ADDRESSES = {
-    (
-        "docs/vllm-serve.md",
-        "http://127.0.0.1:8000/",
-    ): "vLLM's own server; tests/integration/test_stock_server.py uses it"
-}
-
-# Calls that are not the broker's: (page, call).
-FOREIGN_CALLS = {("docs/vllm-serve.md", "POST /pause?mode=wait"): "of vLLM's development mode"}
 
 # Variables that no settings class, compose file or script knows: (name, reason).
 FOREIGN_VARIABLES: dict[str, str] = {}
@@ -38,13 +26,12 @@ MADE_PATHS = {
 
 # Commands of `onbeat` that are parsed by the real command line, and not run.
 PARSED_ONLY = {
-    "onbeat up": "the stack that the tests watch is up already; tests/unit/test_local.py and tests/e2e start it",
+    "onbeat up": "the stack that the tests watch is up already; tests/unit/local and tests/e2e start it",
     "onbeat down": "would end the stack that the tests watch",
-    "onbeat view": "runs until Ctrl-C; tests/unit/test_report_page.py has its parts",
-    "onbeat jobs fork": "needs a job that wrote a checkpoint after 20 iterations; tests/integration/test_fork.py forks",
-    "onbeat keys new": "tests/integration/test_broker_security.py runs it",
+    "onbeat view": "runs until Ctrl-C; tests/unit/terminal/test_report_page.py has its parts",
+    "onbeat jobs fork": "needs a checkpoint, written after 20 iterations; tests/integration/broker/test_fork.py forks",
+    "onbeat keys new": "tests/integration/broker/test_security.py runs it",
     "onbeat keys list": "the same",
-    "onbeat model prepare": "converts a model of 270 MB; the tests of the quick start do it",
 }
 
 # Blocks of Python that are not run: (page, first line).

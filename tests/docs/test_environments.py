@@ -8,7 +8,7 @@ import pytest
 from onbeat.environments import Outcome, Session, Task
 from onbeat.environments.load import build_environment
 from tests.docs.pages import blocks_of
-from tests.integration.test_environments import policy
+from tests.integration.environments.test_processes import policy
 from tests.scripted_session import ScriptedSession, calls, says
 
 PAGE = "docs/environments.md"

@@ -22,7 +22,8 @@ from onbeat.local.stack import LocalStack, StackOptions, service_specs
 from onbeat.local.state import running_stack
 from onbeat.local.supervisor import Service, ServiceSpec
 from onbeat.types import JobRecord
-from tests.integration.tiny_models import write_tied_model
+from tests.tiny_models import write_tied_model
+from tests.waiting import wait_until
 
 DEADLINE_S = 180.0
 
@@ -154,10 +155,3 @@ def replay(stack: RunningStack, job_id: str, iteration: int) -> tuple[int, str]:
     command = [sys.executable, "-m", "onbeat.cli", "replay", job_id, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout or done.stderr
-
-
-def wait_until(is_true: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S, poll_s: float = 0.1) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s in vain until {what}"
-        time.sleep(poll_s)

@@ -7,7 +7,7 @@ import pytest
 from onbeat.types import JobState
 from tests.e2e.stack import running, tiny_job
 from tests.installed import install
-from tests.integration.tiny_models import write_mixtral_model, write_qwen3_moe_model
+from tests.tiny_models import write_mixtral_model, write_qwen3_moe_model
 
 STALE_ENGINE = """
 from services.rollout.engines.transformers_engine import TransformersEngine

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from onbeat.types import JobState
-from tests.e2e.stack import running, tiny_job, wait_until
+from tests.e2e.stack import running, tiny_job
+from tests.waiting import wait_until
 
 SIZE_MB = 12  # four checkpoints of the tiny model, and not what the job keeps of them
 

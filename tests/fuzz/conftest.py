@@ -16,16 +16,9 @@ from onbeat.config import JobConfig
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import EvaluationState, JobState, PublishedWeights, WeightUpdate, WorkerRecord
+from tests.broker_fixtures import commit, drain, job_body, start_training, wait_open, write_prompts
 from tests.conftest import free_port, start_redis
-from tests.integration.broker_fixtures import (
-    commit,
-    drain,
-    eventually,
-    job_body,
-    start_training,
-    wait_open,
-    write_prompts,
-)
+from tests.waiting import eventually
 
 LONG_S = 3600.0
 JOB_IDS = ("waiting", "running", "over")  # a job in each state, there from the start

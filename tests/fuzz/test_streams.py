@@ -9,8 +9,7 @@ from onbeat.streams.codec import PromptTask, RolloutGroup, check_content
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger, rollout_side
 from onbeat.types import IterationState, Verdict
-from tests.fuzz import FUZZ_FACTOR
-from tests.integration.broker_fixtures import (
+from tests.broker_fixtures import (
     claim_all,
     commit,
     drain,
@@ -19,6 +18,7 @@ from tests.integration.broker_fixtures import (
     open_job,
     tasks_for,
 )
+from tests.fuzz import FUZZ_FACTOR
 
 LARGE = 2**31 - 1
 

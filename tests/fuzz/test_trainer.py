@@ -9,7 +9,7 @@ import torch
 
 from onbeat.errors import JobFailed
 from onbeat.streams.codec import RolloutGroup
-from tests.unit.trainer_fixtures import job_config, recorded_iterations, tiny_config, tiny_model, train
+from tests.trainer_fixtures import job_config, recorded_iterations, tiny_config, tiny_model, train
 
 
 def set_prompt_token(group: RolloutGroup) -> None:

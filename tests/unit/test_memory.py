@@ -34,6 +34,19 @@ def test_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     assert read_host().available_bytes > 0
 
 
+def test_limit_of_older_control_groups_counts_too(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    machine = read_memory(tmp_path / "meminfo", tmp_path)
+    (tmp_path / "memory").mkdir()
+    parts = "inactive_file 0\ntotal_inactive_file 1500\n"
+    for name, text in {"limit_in_bytes": "4000\n", "usage_in_bytes": "3000\n", "stat": parts}.items():
+        (tmp_path / "memory" / f"memory.{name}").write_text(text)
+    limited = read_memory(tmp_path / "meminfo", tmp_path)
+    assert (limited.available_bytes, limited.total_bytes) == (2500, 4000)
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert read_memory(tmp_path / "meminfo", tmp_path) == machine
+
+
 def trainer(name: str, host: str, free_gb: float, state: str = "training") -> TrainerRecord:
     memory = HostMemory(name=host, available_bytes=int(free_gb * 1e9), total_bytes=24_000_000_000)
     return TrainerRecord(id=name, state=state, last_seen_at=100.0, host=memory)

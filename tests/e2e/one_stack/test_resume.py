@@ -7,7 +7,8 @@ import pytest
 from onbeat.errors import ApiError
 from onbeat.types import JobState
 from tests.chaos.exactly_once import check_exactly_once
-from tests.e2e.stack import RunningStack, replay, tiny_job, wait_until
+from tests.e2e.stack import RunningStack, replay, tiny_job
+from tests.waiting import wait_until
 
 OTHER = ["optimizer.learning_rate=0.1", "schedule.num_iterations=4", "checkpoint.every_iterations=9"]
 

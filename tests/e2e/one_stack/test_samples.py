@@ -7,7 +7,7 @@ import pytest
 
 from onbeat.types import JobState
 from tests.e2e.stack import tiny_job
-from tests.integration.tiny_models import build_tokenizer
+from tests.tiny_models import build_tokenizer
 
 NUM_ITERATIONS, NUM_PROMPTS, G = 6, 8, 4  # 48 prompts of 20 rows
 

@@ -1,0 +1,226 @@
+"""Small jobs, and the trainer's and the rollout's moves on the ledger, for tests of the broker."""
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from onbeat.api_keys import Role, keys_to_edit, new_key
+from onbeat.config import JobConfig
+from onbeat.streams.codec import (
+    GroupFailure,
+    PromptTask,
+    Response,
+    RolloutGroup,
+    Timings,
+    VersionSpan,
+    group_digest,
+    used_digest,
+)
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.types import IterationState
+from services.broker.app import create_app
+from services.broker.connection import connection_class
+from services.broker.settings import Settings
+from services.broker.views.live import JobStreams
+from tests.conftest import free_port
+from tests.waiting import eventually
+
+LEASE_S = 30.0
+
+
+def job_body(**sections: Any) -> dict[str, Any]:
+    """A valid job on `prompts.jsonl`; sections given here are merged into it."""
+    body: dict[str, Any] = {
+        "name": "test",
+        "model": {"path": "bundled:smollm2-135m-instruct"},
+        "data": {"type": "jsonl", "path": "prompts.jsonl"},
+        "reward": {"name": "exact"},
+        "rollout": {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 2, "max_response_tokens": 8},
+        "schedule": {"num_iterations": 3},
+    }
+    for name, value in sections.items():
+        body[name] = body[name] | value if isinstance(value, dict) and name in body else value
+    return body
+
+
+def write_prompts(data_dir: Path, num_rows: int = 5) -> None:
+    rows = [{"prompt": f"say {i}", "answer": str(i), "level": i} for i in range(num_rows)]
+    (data_dir / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@contextlib.asynccontextmanager
+async def running_broker(ledger: Ledger, data_dir: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The whole application, conductor included, without a socket."""
+    app = create_app(Settings(data_dir=data_dir, **settings), ledger)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    async with app.router.lifespan_context(app), client:
+        yield client
+
+
+class Server(uvicorn.Server):
+    """In this process, so that a test can look into it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class Broker:
+    url: str
+    streams: JobStreams
+    server: Server
+
+    @property
+    def num_watchers(self) -> int:
+        return self.streams._num_watchers
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    ledger: Ledger, folder: Path, stall_s: float = 30.0, port: int = 0, has_conductor: bool = True, **more: Any
+) -> AsyncIterator[Broker]:
+    """The whole application at a port of this machine."""
+    write_prompts(folder)
+    port = port or free_port()
+    settings = Settings(data_dir=folder, port=port, **more)
+    app = create_app(settings, ledger, is_stopping=lambda: server.should_exit)
+    options: dict[str, Any] = {"http": connection_class(stall_s), "lifespan": "on" if has_conductor else "off"}
+    config = uvicorn.Config(app, port=port, log_config=None, ws="none", timeout_graceful_shutdown=5, **options)
+    server = Server(config)
+    running = asyncio.create_task(server.serve())
+    await eventually("the broker serves", lambda: server.started)
+    try:
+        yield Broker(f"http://127.0.0.1:{port}", app.state.context.streams, server)
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(running, 30.0)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+class Keys:
+    """A keys file, and the keys that are in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.by_role = {role: self.add(role) for role in Role}
+
+    def add(self, role: Role, lifetime: timedelta | None = None) -> str:
+        key, entry = new_key(f"{role}-of-test", role, lifetime)
+        with keys_to_edit(self.path) as keys:
+            keys.append(entry)
+        return key
+
+    def revoke(self, key: str) -> None:
+        with keys_to_edit(self.path) as keys:
+            keys[:] = [entry for entry in keys if entry.id != key.split("_")[1]]
+
+    def header(self, role: Role) -> dict[str, str]:
+        return bearer(self.by_role[role])
+
+
+async def create_job(ledger: Ledger, **sections: Any) -> str:
+    config = JobConfig.model_validate(job_body(**sections))
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    num_iterations = config.schedule.num_iterations
+    assert await ledger.jobs.create(job_id, config.model_dump(mode="json"), num_iterations, config.max_staleness)
+    return job_id
+
+
+async def start_training(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> str:
+    """Be the trainer: claim the job and publish version 0; returns the epoch."""
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", lease_s)
+    assert epoch is not None
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    return epoch
+
+
+async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
+    async def is_open() -> bool:
+        return await ledger.iterations.state(job_id, iteration) is IterationState.OPEN
+
+    await eventually(f"iteration {iteration} is open", is_open)
+
+
+def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
+    return [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text=f"prompt {i}") for i in range(num_groups)]
+
+
+async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
+    """A running job with iteration 0 open; returns (job id, epoch)."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
+    return job_id, epoch
+
+
+def make_group(task: PromptTask, worker: str = "w1", version: int | None = None, num_samples: int = 2) -> RolloutGroup:
+    version = task.policy_version if version is None else version
+    return RolloutGroup(
+        group_id=task.group_id,
+        iteration=task.iteration,
+        is_evaluation=task.is_evaluation,
+        policy_version=version,
+        prompt_token_ids=[1, 2, 3],
+        prompt_text=f"prompt of {task.group_id}",
+        responses=[
+            Response(
+                token_ids=[4, 5],
+                rollout_logprobs=[-0.5, -0.25],
+                version_spans=[VersionSpan(policy_version=version, start=0, end=2)],
+                finish_reason="stop",
+                reward=float(sample),
+                text=f"response {sample}",
+            )
+            for sample in range(num_samples)
+        ],
+        timings=Timings(generate_s=0.1, score_s=0.1, worker_busy_s=0.2),
+        worker_id=worker,
+    )
+
+
+def failed_group(task: PromptTask, worker: str = "w1") -> RolloutGroup:
+    return RolloutGroup(
+        group_id=task.group_id,
+        iteration=task.iteration,
+        is_evaluation=task.is_evaluation,
+        policy_version=task.policy_version,
+        failure=GroupFailure(kind="reward_failed", message="it raised"),
+        worker_id=worker,
+    )
+
+
+async def claim_all(ledger: Ledger, job_id: str, worker: str = "w1", count: int = 100) -> list[Claim]:
+    return await ledger.rollout.claim(job_id, worker, count, LEASE_S)
+
+
+async def drain(ledger: Ledger, job_id: str, worker: str = "w1") -> list[PromptTask]:
+    """Be a rollout: claim and submit whatever is there; returns the tasks."""
+    claims = await claim_all(ledger, job_id, worker)
+    for claim in claims:
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker))
+    return [claim.task for claim in claims]
+
+
+async def commit(
+    ledger: Ledger, job_id: str, epoch: str, iteration: int, *, is_published: bool = True, **metrics: float
+) -> bool:
+    version, digest = iteration + 1, f"d{iteration + 1}"
+    groups = await ledger.iterations.accepted_groups(job_id, iteration)
+    used = used_digest({group.group_id: group_digest(group) for group in groups})
+    advantages = {g.group_id: [response.reward - 0.5 for response in g.responses] for g in groups if g.responses}
+    report = (metrics, used, is_published, advantages)
+    return await ledger.trainer.commit(job_id, epoch, iteration, version, digest, *report)

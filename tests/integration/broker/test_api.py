@@ -1,0 +1,931 @@
+"""The REST API of a whole broker on a real Redis: what it accepts, what it refuses, and how it says so."""
+
+import asyncio
+import json
+import tomllib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from onbeat.streams import keys
+from onbeat.streams.inspection import existing_jobs
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Ledger
+from onbeat.types import EvaluationState, JobState, PublishedWeights, TrainerRecord, WeightUpdate, WorkerRecord
+from services.broker.api import jobs as jobs_api
+from services.broker.retention import Retention
+from services.trainer.__main__ import candidates
+from tests.broker_fixtures import (
+    commit,
+    create_job,
+    drain,
+    failed_group,
+    job_body,
+    make_group,
+    running_broker,
+    start_training,
+    wait_open,
+    write_prompts,
+)
+from tests.conftest import unfinished
+from tests.waiting import eventually
+
+
+def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
+    numbers = {"pull_s": 0.1, "apply_s": 0.05, "load_s": 0.1, "open_s": open_s}
+    return WeightUpdate(received_bytes=received_bytes, sources=["h:1"], **numbers)
+
+
+async def submit(broker: httpx.AsyncClient, **sections: Any) -> str:
+    response = await broker.post("/v1/jobs", json=job_body(**sections))
+    assert response.status_code == 201, response.text
+    job_id: str = response.json()["id"]
+    return job_id
+
+
+def problem_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    body: dict[str, Any] = response.json()
+    assert body.keys() == {"type", "title", "status", "detail", "errors"}
+    assert body["status"] == status
+    return body
+
+
+# ---- submit ------------------------------------------------------------------------------------------------------
+
+
+async def test_submitted_job_is_pending_and_can_be_read_back(broker: httpx.AsyncClient) -> None:
+    response = await broker.post("/v1/jobs", json=job_body())
+    record = response.json()
+    assert response.status_code == 201
+    assert response.headers["location"] == f"/v1/jobs/{record['id']}"
+    assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 3, 0)
+    assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # with the defaults that it will run with
+    assert (await broker.get(response.headers["location"])).json() == record
+
+
+async def test_jobs_are_listed_newest_first_and_by_state(broker: httpx.AsyncClient) -> None:
+    ids = [await submit(broker) for _ in range(3)]
+    await broker.post(f"/v1/jobs/{ids[1]}:cancel")
+    listed = [job["id"] for job in (await broker.get("/v1/jobs")).json()["jobs"]]
+    assert [job_id for job_id in listed if job_id in ids] == ids[::-1]
+    cancelled = [job["id"] for job in (await broker.get("/v1/jobs?state=CANCELLED")).json()["jobs"]]
+    assert ids[1] in cancelled
+    assert not {ids[0], ids[2]} & set(cancelled)
+    assert len((await broker.get("/v1/jobs?limit=1")).json()["jobs"]) == 1
+    problem_of(await broker.get("/v1/jobs?state=SLEEPING"), 422)
+    problem_of(await broker.get("/v1/jobs?limit=501"), 422)
+
+
+async def test_lists_are_read_in_parts_and_finished_jobs_on_request(
+    broker: httpx.AsyncClient, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    async def noted(ledger: Ledger, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+        assert len(job_ids) <= 3
+        read.extend(job_ids)
+        return await existing_jobs(ledger, job_ids)
+
+    monkeypatch.setattr(jobs_api, "JOBS_AT_ONCE", 3)
+    monkeypatch.setattr(jobs_api, "existing_jobs", noted)
+    job_ids = [await create_job(ledger) for _ in range(8)]
+    over = [job_ids[1], job_ids[3]]
+    for job_id in over:
+        await ledger.jobs.move(job_id, JobState.CANCELLED)
+    await ledger.redis.zadd(keys.ALL_JOBS, {"never-created": await ledger.now()})
+    newest_first = job_ids[::-1]
+    pending = [job_id for job_id in newest_first if job_id not in over]
+
+    async def listed(query: str) -> list[str]:
+        """Of them."""
+        read.clear()
+        known = (await broker.get(f"/v1/jobs?{query}")).json()["jobs"]
+        return [job["id"] for job in known if job["id"] in job_ids]
+
+    assert await listed("limit=500") == newest_first
+    assert await listed("limit=5") == newest_first[:5]
+    assert await listed("limit=3") == newest_first[:3]
+    assert await listed("state=CANCELLED&limit=500") == over[::-1]
+    assert await listed("state=PENDING&limit=2") == pending[:2]
+    assert await listed("state=PENDING&limit=500") == pending
+    assert set(read) >= set(pending)
+    assert not set(read) & {*over, "never-created"}
+
+
+async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    headers = {"Idempotency-Key": f"key-{id(broker)}"}
+    before = set(await ledger.jobs.ids())
+    answers = await asyncio.gather(*(broker.post("/v1/jobs", json=job_body(), headers=headers) for _ in range(5)))
+    assert {answer.status_code for answer in answers} == {201}
+    (job_id,) = {answer.json()["id"] for answer in answers}
+    assert set(await ledger.jobs.ids()) - before == {job_id}
+    await broker.post(f"/v1/jobs/{job_id}:cancel")
+    again = await broker.post("/v1/jobs", json=job_body(), headers=headers)
+    assert (again.json()["id"], again.json()["state"]) == (job_id, "CANCELLED")
+    other = await broker.post("/v1/jobs", json=job_body(seed=5), headers=headers)
+    assert "take a new key" in problem_of(other, 409)["detail"]
+    assert job_id not in await unfinished(ledger)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("unknown key", {"rolout": {}}, "rolout", "did you mean rollout?"),
+    ("unknown nested key", {"rollout": {"num_sample": 2}}, "rollout.num_sample", "did you mean"),
+    ("wrong type", {"seed": "abc"}, "seed", "valid integer"),
+    ("wrong name", {"name": "a b"}, "name", "match pattern"),
+    ("not finite", {"rollout": {"temperature": 0}}, "rollout.temperature", "greater than or equal to 0.01"),
+    (
+        "huge group",
+        {"rollout": {"num_samples_per_prompt": 10**30}},
+        "rollout.num_samples_per_prompt",
+        "or equal to 1024",
+    ),
+    (
+        "huge iteration",
+        {"rollout": {"num_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1024}},
+        "rollout.num_prompts_per_iteration",
+        "10240000 responses in one iteration",
+    ),
+    ("huge job", {"schedule": {"num_iterations": 10**9}}, "schedule.num_iterations", "or equal to 1000000"),
+    (
+        "response as long as the context",
+        {"rollout": {"max_response_tokens": 8192}},
+        "rollout.max_response_tokens",
+        "context of 8192 tokens; lower it",
+    ),
+    (
+        "response as long as the job's own context",
+        {"model": {"max_context_tokens": 8}},
+        "rollout.max_response_tokens",
+        "context of 8 tokens",
+    ),
+    (
+        "context beyond the model",
+        {"model": {"max_context_tokens": 9000}},
+        "model.max_context_tokens",
+        "the model supports 8192",
+    ),
+    ("unknown bundled model", {"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
+    ("no such folder", {"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
+    ("malformed hub id", {"model": {"path": "org/na me"}}, "model.path", "no hub id"),
+    ("null byte", {"model": {"path": "/a\0b"}}, "model.path", "is no folder"),
+    ("unknown reward", {"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),
+    ("reward of a task on a file", {"reward": {"name": "reasoning_gym"}}, "reward.name", "use exact, regex or math"),
+    ("reward without answers", {"data": {"answer_field": None}}, "data.answer_field", "name the field that holds it"),
+    (
+        "broken pattern",
+        {"reward": {"name": "regex", "options": {"pattern": "("}}},
+        "reward.options.pattern",
+        "needs a regular expression",
+    ),
+    (
+        "unknown tracker",
+        {"tracking": [{"type": "wand"}]},
+        "tracking.0",
+        "set tracking.0.type to one of: mlflow, trackio",
+    ),
+    (
+        "unknown key of a tracker",
+        {"tracking": [{"type": "wandb", "entty": "x"}]},
+        "tracking.0.entty",
+        "did you mean entity?",
+    ),
+    (
+        "check of a whole section",
+        {"schedule": {"mode": "bounded", "publish_above_kl": 0.1}},
+        "schedule.publish_above_kl",
+        "set that to 2 or more",
+    ),
+    ("true as a number", {"schedule": {"num_iterations": True}}, "schedule.num_iterations", "should be a number"),
+    (
+        "option that the reward does not have",
+        {"reward": {"name": "regex", "options": {"pattern": "a", "flags": "i"}}},
+        "reward.options",
+        "has no option 'flags'; it has: pattern",
+    ),
+    ("no pattern", {"reward": {"name": "regex"}}, "reward.options.pattern", "needs a regular expression"),
+    (
+        "no pattern of the second reward",
+        {"reward": [{"name": "exact"}, {"name": "regex"}]},
+        "reward.1.options.pattern",
+        "needs a regular expression",
+    ),
+    ("misspelt key of a reward", {"reward": [{"name": "exact", "wight": 2}]}, "reward.0.wight", "did you mean weight?"),
+    ("unknown second reward", {"reward": [{"name": "exact"}, {"name": "exat"}]}, "reward.1.name", "exact"),
+    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "`onbeat data push` uploads it"),
+    ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
+    ("missing field", {"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
+    (
+        "missing held-out file",
+        {"evaluation": {"data": {"type": "jsonl", "path": "gone.jsonl"}}},
+        "evaluation.data.path",
+        "`onbeat data push` uploads it",
+    ),
+    (
+        "held-out data without answers",
+        {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl", "answer_field": None}}},
+        "evaluation.data.answer_field",
+        "name the field that holds it",
+    ),
+    (
+        "huge evaluation",
+        {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 10**6}},
+        "evaluation.num_prompts",
+        "or equal to 10000",
+    ),
+    (
+        "missing file of the second set",
+        {
+            "evaluation": {
+                "sets": [{"name": n, "data": {"type": "jsonl", "path": f"{n}.jsonl"}} for n in ("prompts", "b")]
+            }
+        },
+        "evaluation.sets.1.data.path",
+        "`onbeat data push` uploads it",
+    ),
+    (
+        "reward of a set",
+        {"evaluation": {"sets": [{"name": "a", "data": {"type": "jsonl", "path": "a"}, "reward": {"name": "regx"}}]}},
+        "evaluation.sets.0.reward.name",
+        "regex",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "field", "message"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED])
+async def test_impossible_job_is_refused_with_field_and_remedy(
+    broker: httpx.AsyncClient, ledger: Ledger, sections: dict[str, Any], field: str, message: str
+) -> None:
+    before = await ledger.jobs.ids()
+    body = problem_of(await broker.post("/v1/jobs", json=job_body(**sections)), 422)
+    assert message in {error["field"]: error["message"] for error in body["errors"]}[field]
+    assert await ledger.jobs.ids() == before
+
+
+async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.AsyncClient) -> None:
+    slow = "(?i)" + "[\\x00-\\U0010ffff]" * 2000
+    sections = {"reward": {"name": "regex", "options": {"pattern": slow}}}
+    posted = asyncio.create_task(broker.post("/v1/jobs", json=job_body(**sections)))
+    num_answers = 0
+    while not posted.done():
+        await broker.get("/livez")
+        num_answers += 1
+        await asyncio.sleep(0.05)
+    (error,) = problem_of(await posted, 422)["errors"]
+    assert error["field"] == "reward.options.pattern"
+    assert "takes longer than 2 s" in error["message"]
+    assert num_answers > 5  # within the 2 s
+    await submit(broker, reward={"name": "regex", "options": {"pattern": "a+"}})
+
+
+def write_weights(folder: Path, name: str = "w") -> None:
+    header = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (folder / "tokenizer.json").write_text("{}")
+
+
+async def test_model_that_is_not_whole_is_refused_by_what_is_missing(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+
+    async def refusal() -> str:
+        answer = await broker.post("/v1/jobs", json=job_body(model={"path": str(folder)}))
+        return str(problem_of(answer, 422)["errors"][0]["message"])
+
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert "has no weights; save the model as safetensors" in await refusal()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    assert "has pickled weights (pytorch_model.bin)" in await refusal()
+    write_weights(folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, what in {
+        b"": "ends after 0 bytes",
+        whole[:20]: "ends after 20 bytes, within its header",
+        whole[:-3]: "3 bytes are missing at its end",
+        (8).to_bytes(8, "little") + b"no JSON.": "its header is no header of safetensors",
+    }.items():
+        weights.write_bytes(content)
+        message = await refusal()
+        assert f"{weights} is not whole: " in message
+        assert what in message
+    weights.write_bytes(whole)
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer; save it into the same folder" in await refusal()
+    (folder / "tokenizer.json").write_text("{}")
+    await submit(broker, model={"path": str(folder)})
+
+
+async def test_model_that_generates_no_text_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    body = job_body(model={"path": str(tmp_path)})
+    for name, is_refused in {
+        "BertForMaskedLM": True,
+        "LlamaForSequenceClassification": True,
+        "LlamaForCausalLM": False,
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [name]}))
+        answer = await broker.post("/v1/jobs", json=body)
+        if is_refused:
+            (error,) = problem_of(answer, 422)["errors"]
+            assert f"is a {name}, which generates no text" in error["message"]
+        else:
+            assert answer.status_code == 201
+
+
+async def test_vocabulary_that_is_not_the_weights_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_weights(tmp_path, name="model.embed_tokens.weight")  # of 2 tokens
+    body = job_body(model={"path": str(tmp_path)})
+    for text in ({"vocab_size": 3}, {"text_config": {"vocab_size": 3}}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | text))
+        (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
+        assert "has vocab_size = 3, but the embedding of the weights has 2 tokens" in error["message"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2}))
+    await submit(broker, model={"path": str(tmp_path)})
+
+
+async def test_model_folder_bounds_the_response(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    model = {"model": {"path": str(folder)}}
+    refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
+    assert "has no readable config.json" in refused["errors"][0]["message"]
+    (folder / "config.json").write_text("{")
+    refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
+    assert "not valid JSON" in refused["errors"][0]["message"]
+    for odd in ("[]", "{}"):
+        (folder / "config.json").write_text(odd)
+        refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
+        assert "names no model_type" in refused["errors"][0]["message"]
+    config = {"model_type": "llama", "text_config": {"max_position_embeddings": 64}}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder)
+    await submit(broker, **model, rollout={"max_response_tokens": 63})
+    refused = problem_of(
+        await broker.post("/v1/jobs", json=job_body(**model, rollout={"max_response_tokens": 64})), 422
+    )
+    assert refused["errors"][0]["field"] == "rollout.max_response_tokens"
+
+
+async def test_a_rotary_table_that_depends_on_the_length_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    config = {"model_type": "phi3", "max_position_embeddings": 4096, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder)
+    for length in (None, 513):
+        body = job_body(model={"path": str(folder), "max_context_tokens": length})
+        (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
+        assert error["field"] == "model.max_context_tokens"
+        assert "set it to 512 or less" in error["message"]
+    await submit(broker, model={"path": str(folder), "max_context_tokens": 512})
+
+
+async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger: Ledger, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
+        await submit(broker, model={"path": "/only/on/the/trainer"})
+        await submit(broker, model={"path": "HuggingFaceTB/SmolLM2-135M"})
+
+
+async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -> None:
+    text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}}))
+    for value in ("NaN", "1e999", r'"\ud800"'):
+        headers = {"content-type": "application/json"}
+        answer = await broker.post("/v1/jobs", content=text.replace('"VALUE"', value), headers=headers)
+        assert problem_of(answer, 422)["errors"][0]["field"] == "reward.options", value
+
+
+@pytest.mark.parametrize("depth", [33, 252, 253, 254, 255, 400, 900])
+async def test_deeply_nested_options_are_refused_at_the_door(
+    broker: httpx.AsyncClient, ledger: Ledger, depth: int
+) -> None:
+    before, nested = await ledger.jobs.ids(), "[" * depth + "]" * depth
+    text = json.dumps(job_body(reward={"name": "exact", "options": {"x": "VALUE"}})).replace('"VALUE"', nested)
+    for body in (text, f'{{"name": {nested}}}', f'{{"nonsense": {nested}}}'):
+        answer = await broker.post("/v1/jobs", content=body, headers={"content-type": "application/json"})
+        assert "nested more than 32 levels" in problem_of(answer, 422)["errors"][0]["message"]
+    assert await ledger.jobs.ids() == before
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"config": '{"reward": {"options": ' + "[" * 253 + "]" * 253 + "}}"},
+        {"config": '{"reward": {"options": {"x": "\\ud800"}}}'},
+        {"config": "not JSON"},
+        {"config": b"\xff\xfe"},
+        {"created_at": "yesterday", "num_iterations": "many"},
+        {"state": "EXPLODED"},
+    ],
+    ids=["deep", "half a character", "no JSON", "no text", "no numbers", "no state"],
+)
+async def test_unreadable_job_breaks_no_list(
+    broker: httpx.AsyncClient, ledger: Ledger, odd: dict[str, str | bytes]
+) -> None:
+    odd_id, good_id = await submit(broker), await submit(broker)
+    await broker.post(f"/v1/jobs/{odd_id}:cancel")
+    await ledger.redis.hset(JobKeys(odd_id).job, mapping=odd)
+    listed = {job["id"]: job for job in (await broker.get("/v1/jobs")).json()["jobs"]}
+    assert "cannot read the record of the job" in listed[odd_id]["error"]
+    assert listed[good_id]["error"] is None
+    assert (await broker.get(f"/v1/jobs/{odd_id}")).json() == listed[odd_id]
+    await ledger.redis.hset(JobKeys(odd_id).job, "state", "CANCELLED")
+    assert (await broker.delete(f"/v1/jobs/{odd_id}")).status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("state", "EXPLODED"), ("next_iteration", "many"), ("created_at", "x"), ("pool", None), ("config", None)],
+)
+async def test_unreadable_started_job_breaks_no_read_of_others(
+    broker: httpx.AsyncClient, ledger: Ledger, name: str, value: str | None
+) -> None:
+    odd, good = await submit(broker), await submit(broker)
+    for job_id in (odd, good):
+        await start_training(ledger, job_id)
+    if value is None:
+        await ledger.redis.hdel(JobKeys(odd).job, name)
+    else:
+        await ledger.redis.hset(JobKeys(odd).job, name, value)
+    reads = [
+        *("/v1/jobs", "/v1/jobs?state=RUNNING", "/metrics", "/v1/pools/default", "/v1/models", "/v1/doctor"),
+        f"/v1/jobs/{good}",
+    ]
+    for path in reads:
+        answer = await broker.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert good in answer.text or path == "/v1/pools/default", path
+    await Retention(ledger, 1).step()
+    found = [found async for found in candidates(ledger, "default")]
+    assert good in dict(found)
+    await wait_open(ledger, good, 0)
+
+
+# ---- requests that are no job ------------------------------------------------------------------------------------
+
+
+async def test_malformed_requests_are_problems_too(broker: httpx.AsyncClient) -> None:
+    async def post(content: str | bytes, content_type: str = "application/json") -> httpx.Response:
+        return await broker.post("/v1/jobs", content=content, headers={"content-type": content_type})
+
+    problem_of(await post("{"), 400)
+    problem_of(await post(b"\xff\xfe"), 400)
+    problem_of(await post("[" * 100_000), 400)
+    assert "JSON object" in problem_of(await post("[]"), 422)["errors"][0]["message"]
+    assert "JSON object" in problem_of(await post(json.dumps(job_body()), "text/plain"), 422)["errors"][0]["message"]
+    problem_of(await post(""), 422)
+    problem_of(await post('{"name": "\\ud800"}'), 422)
+    problem_of(await broker.get("/v1/nothing"), 404)
+    problem_of(await broker.delete("/v1/jobs"), 405)
+    problem_of(await broker.post("/v1/jobs/x:explode"), 405)
+    problem_of(await broker.get("/v1/jobs/x/events?after=yesterday"), 422)
+
+
+# ---- a job as TOML -----------------------------------------------------------------------------------------------
+
+TOML_JOB = """name = "from-toml"
+
+[model]
+path = "bundled:smollm2-135m-instruct"
+
+[data]
+type = "jsonl"
+path = "prompts.jsonl"
+
+[reward]
+name = "exact"
+
+[rollout]
+num_prompts_per_iteration = 2
+num_samples_per_prompt = 4
+max_response_tokens = 16
+
+[schedule]
+num_iterations = 3
+"""
+
+
+async def post_toml(broker: httpx.AsyncClient, text: str | bytes, **headers: str) -> httpx.Response:
+    return await broker.post("/v1/jobs", content=text, headers={"content-type": "application/toml"} | headers)
+
+
+async def test_job_in_toml_is_the_job_in_json(broker: httpx.AsyncClient) -> None:
+    headers = {"Idempotency-Key": f"toml-{id(broker)}"}
+    first = await post_toml(broker, TOML_JOB, **headers)
+    assert first.status_code == 201, first.text
+    again = await broker.post("/v1/jobs", json=tomllib.loads(TOML_JOB), headers=headers)
+    assert again.json()["id"] == first.json()["id"]
+    windows = TOML_JOB.replace("\n", "\r\n").encode("utf-8-sig")
+    assert (await post_toml(broker, windows, **headers)).json()["id"] == first.json()["id"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "field", "line"),
+    [
+        ("num_samples_per_prompt = 4", "num_samples_per_prompt = 0", "rollout.num_samples_per_prompt", 15),
+        ("max_response_tokens = 16\n", "", "rollout.max_response_tokens", 13),  # the section that lacks it
+        ("num_iterations", "num_iteration", "schedule.num_iteration", 19),
+        ('"exact"', '"exactly"', "reward.name", 11),  # admission refuses it, not the schema
+    ],
+)
+async def test_refused_toml_names_field_and_line(
+    broker: httpx.AsyncClient, before: str, after: str, field: str, line: int
+) -> None:
+    answer = problem_of(await post_toml(broker, TOML_JOB.replace(before, after)), 422)
+    assert (field, line) in [(error["field"], error["line"]) for error in answer["errors"]]
+
+
+async def test_refused_json_names_no_line(broker: httpx.AsyncClient) -> None:
+    answer = problem_of(await broker.post("/v1/jobs", json=job_body(seed="x")), 422)
+    assert [sorted(error) for error in answer["errors"]] == [["field", "message"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ('name = "a"\nseed = \n', 2),
+        (b"name = '\xff'", None),
+        ("a = " + "[" * 20_000, None),
+        (".".join(["a"] * 20_000) + " = 1", None),
+        ("x = " + "9" * 5000, None),
+        ("# " + "x" * 70_000, None),
+    ],
+)
+async def test_malformed_toml_is_a_problem(broker: httpx.AsyncClient, body: str | bytes, line: int | None) -> None:
+    answer = problem_of(await post_toml(broker, body), 400)
+    assert answer["title"] == "Malformed TOML"
+    assert answer["errors"][0].get("line") == line
+
+
+async def test_large_body_is_refused_announced_or_not(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100_000
+
+    before = await ledger.jobs.ids()
+    large = job_body(reward={"name": "exact", "options": {"x": "y" * 1_100_000}})
+    problem_of(await broker.post("/v1/jobs", json=large), 413)
+    headers = {"content-type": "application/json"}
+    problem_of(await broker.post("/v1/jobs", content=drip(), headers=headers), 413)
+    assert await ledger.jobs.ids() == before
+
+
+# ---- moves -------------------------------------------------------------------------------------------------------
+
+
+async def test_unknown_job_is_not_found_everywhere(broker: httpx.AsyncClient) -> None:
+    evaluations, rest = ("/evaluations", "/evaluations/0/samples"), ("/weights", "/metrics", "/samples", "/events")
+    rest = (*rest, "/groups/0-0", "/groups/0-0/alike")
+    for path in ("", "/iterations", *evaluations, *rest, "/timeline", "/stream"):
+        assert "there is no job 'nobody'" in problem_of(await broker.get(f"/v1/jobs/nobody{path}"), 404)["detail"]
+    for verb in ("cancel", "pause", "resume"):
+        problem_of(await broker.post(f"/v1/jobs/nobody:{verb}"), 404)
+
+
+async def test_running_job_is_cancelled_by_its_trainer(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    await start_training(ledger, job_id)
+    assert (await broker.post(f"/v1/jobs/{job_id}:cancel")).json()["state"] == "CANCELLING"
+    await asyncio.sleep(0.5)
+    assert await ledger.jobs.state(job_id) is JobState.CANCELLING  # the trainer holds its lease
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    assert (await broker.get(f"/v1/jobs/{job_id}")).json()["state"] == "CANCELLED"
+
+
+# ---- what happens in a job ---------------------------------------------------------------------------------------
+
+
+async def test_iterations_metrics_and_samples_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    epoch = await start_training(ledger, job_id)
+    for iteration in range(2):
+        await wait_open(ledger, job_id, iteration)
+        await ledger.versions.engine_ready(job_id, iteration, "w1", update_of(1000))
+        assert len(await drain(ledger, job_id)) == 2
+        numbers = {"prompt_tokens": 12, "response_tokens": 8, "reward_mean": 0.5, "train_s": 0.001}
+        await commit(ledger, job_id, epoch, iteration, **numbers, **{"train/loss": 1.0 + iteration})
+    await wait_open(ledger, job_id, 2)
+    first, second, third = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
+    assert [first["state"], second["state"], third["state"]] == ["COMMITTED", "COMMITTED", "OPEN"]
+    for record in (first, second):
+        assert record["num_accepted"] == record["num_groups"] == 2
+        assert record["wall_s"] > 0
+        assert record["tpspd"] == pytest.approx(20 / record["wall_s"] / 2)
+        assert 0 <= record["rollout_idle_frac"] <= 1
+        assert 0 <= record["trainer_idle_frac"] <= 1
+        assert record["weight_sync_s"] >= 0
+        assert record["metrics"] == {"train/loss": 1.0 + record["iteration"]}
+    assert second["wall_s"] == pytest.approx(second["committed_at"] - first["committed_at"])
+    assert third["tpspd"] is None
+    later = (await broker.get(f"/v1/jobs/{job_id}/iterations?after=1")).json()["iterations"]
+    assert [record["iteration"] for record in later] == [2]
+    assert (await broker.get(f"/v1/jobs/{job_id}/iterations?after=7")).json()["iterations"] == []
+    series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
+    assert series["train/loss"] == [[0, 1.0], [1, 2.0]]
+    assert series["iteration/reward_mean"] == [[0, 0.5], [1, 0.5]]
+    samples = (await broker.get(f"/v1/jobs/{job_id}/samples?limit=3")).json()["samples"]
+    assert [(s["iteration"], s["group_id"], s["response"]) for s in samples] == [
+        (1, "1-0", "response 0"),
+        (1, "1-1", "response 0"),
+        (1, "1-0", "response 1"),
+    ]
+    old = (await broker.get(f"/v1/jobs/{job_id}/samples?iteration=0")).json()["samples"]
+    assert {sample["policy_version"] for sample in old} == {0}
+
+
+async def test_samples_of_a_job_without_any(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    for claim in await ledger.rollout.claim(job_id, "w1", 10, 30):
+        await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task))
+    assert (await broker.get(f"/v1/jobs/{job_id}/samples")).json() == {"samples": []}
+
+
+async def test_events_are_those_after_the_cursor(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    (created,) = (await broker.get(f"/v1/jobs/{job_id}/events")).json()["events"]
+    path = f"/v1/jobs/{job_id}/events?after={created['id']}"
+    assert (await broker.get(path)).json() == {"events": []}
+    await ledger.event_log.emit(job_id, "test.hello", "hello")
+    (event,) = (await broker.get(path)).json()["events"]
+    assert (event["kind"], event["message"]) == ("test.hello", "hello")
+
+
+async def test_workers_of_a_pool(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    await ledger.workers.heartbeat("pool-api", WorkerRecord(id="w1", state="idle", last_seen_at=5.0))
+    (worker,) = (await broker.get("/v1/workers?pool=pool-api")).json()["workers"]
+    assert (worker["id"], worker["state"]) == ("w1", "idle")
+    assert (await broker.get("/v1/workers?pool=empty")).json() == {"workers": []}
+
+
+async def test_what_a_pool_has_to_do(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    """What an autoscaler asks: prompts of running jobs, and who is alive."""
+
+    async def status(pool: str) -> dict[str, Any]:
+        answer = await broker.get(f"/v1/pools/{pool}")
+        assert answer.status_code == 200
+        found: dict[str, Any] = answer.json()
+        assert found.pop("pool") == pool
+        return found
+
+    nothing = {"num_jobs": 0, "num_prompts": 0, "num_unclaimed_prompts": 0, "num_trainers": 0, "num_rollouts": 0}
+    assert await status("scaled") == nothing
+    now = await ledger.now()
+    await ledger.workers.heartbeat("scaled", WorkerRecord(id="w1", state="idle", last_seen_at=now))
+    await ledger.workers.heartbeat("scaled", WorkerRecord(id="dead", state="idle", last_seen_at=now - 60))
+    await ledger.trainers.heartbeat("scaled", TrainerRecord(id="t1", state="idle", last_seen_at=now))
+    await ledger.trainers.heartbeat("scaled", TrainerRecord(id="t2", state="stopped", last_seen_at=now))
+    job_id = await submit(broker, pool="scaled")
+    there = {"num_jobs": 1, "num_trainers": 1, "num_rollouts": 1}
+    assert await status("scaled") == nothing | there
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    assert await status("scaled") == nothing | there | {"num_prompts": 2, "num_unclaimed_prompts": 2}
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task))
+    assert await status("scaled") == nothing | there | {"num_prompts": 1}
+    await broker.post(f"/v1/jobs/{job_id}:pause")
+    assert await status("scaled") == nothing | there
+    await broker.post(f"/v1/jobs/{job_id}:resume")
+    await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task))
+    assert await status("scaled") == nothing | there
+    assert await status("default") == await status("default") | {"num_rollouts": 0}
+    await commit(ledger, job_id, epoch, 0)
+    problem_of(await broker.get("/v1/pools/No_Pool"), 422)
+
+
+# ---- health ------------------------------------------------------------------------------------------------------
+
+
+async def test_health_and_prometheus(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    assert (await broker.get("/livez")).json() == {"status": "alive"}
+    assert (await broker.get("/readyz")).json() == {"status": "ready"}
+    job_id = await submit(broker)
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task, version=4))
+    for claim in (first, second, first):
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
+    await commit(ledger, job_id, epoch, 0)
+
+    async def scrape() -> str:
+        return (await broker.get("/metrics")).text
+
+    text = await scrape()
+    assert f'onbeat_iterations_committed_total{{job_id="{job_id}"}} 1.0' in text
+    for outcome, count in {"accepted": 2, "stale": 1, "duplicate": 1, "failed": 0}.items():
+        assert f'onbeat_groups_total{{job_id="{job_id}",outcome="{outcome}"}} {count}.0' in text
+    assert 'onbeat_jobs{state="RUNNING"}' in text
+    assert 'onbeat_http_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in text
+    for iteration in (1, 2):  # counts stay when iterations settle
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration)
+        assert f'outcome="accepted"}} {2 + 2 * iteration}.0' in await scrape()
+
+
+async def test_bounded_job_shows_open_iterations_and_cost_of_versions(
+    broker: httpx.AsyncClient, ledger: Ledger
+) -> None:
+    job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 1})
+    epoch = await start_training(ledger, job_id)
+    for iteration in (0, 1):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
+    await commit(ledger, job_id, epoch, 0, staleness_max=0)
+    await commit(ledger, job_id, epoch, 1, staleness_max=1)
+    await wait_open(ledger, job_id, 2)
+    await asyncio.sleep(0.1)
+    await ledger.versions.engine_ready(job_id, 2, "w1", update_of(1000))
+    records = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
+    assert [(record["iteration"], record["policy_version"], record["staleness_max"]) for record in records] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 2, None),
+    ]
+    first, second, third = (record["weight_sync_s"] for record in records)
+    assert first == second  # the same version
+    assert 0.1 < third < 1.0  # since its commit
+    job = (await broker.get(f"/v1/jobs/{job_id}")).json()
+    assert (job["num_opened"], job["next_iteration"]) == (3, 2)
+    assert [sample["iteration"] for sample in (await broker.get(f"/v1/jobs/{job_id}/samples")).json()["samples"]] == [
+        1
+    ] * 4
+    assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 4.0' in (await broker.get("/metrics")).text
+
+
+async def test_weights_by_version_have_trainer_and_rollout_numbers(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
+    weights, gauges = f"/v1/jobs/{job_id}/weights", f'{{job_id="{job_id}"}}'
+    assert (await broker.get(weights)).json() == {"weights": []}
+    epoch = await start_training(ledger, job_id)
+    for iteration in (0, 1, 2):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
+    for version in (1, 3):
+        published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+        await ledger.versions.announce(job_id, epoch, version, "127.0.0.1:1", "d", published)
+        for worker, open_s in (("w1", 0.5 * version), ("w2", 0.25)):
+            await ledger.versions.engine_ready(job_id, version, worker, update_of(20, open_s))
+    await commit(ledger, job_id, epoch, 0)
+    text = (await broker.get("/metrics")).text
+    assert f"onbeat_weight_open_seconds{gauges} 0.5" in text  # version 3 is not published yet
+    for iteration in (1, 2):
+        await commit(ledger, job_id, epoch, iteration, is_published=iteration == 2)
+    joined, first, second = (await broker.get(weights)).json()["weights"]
+    assert [record["policy_version"] for record in (joined, first, second)] == [0, 1, 3]
+    assert (joined["full_bytes"], joined["rollouts"]["w1"]["open_s"]) == (None, None)
+    assert second == {
+        "policy_version": 3,
+        "full_bytes": 1000,
+        "delta_bytes": 20,
+        "encode_s": 0.5,
+        "publish_s": 0.75,
+        "rollouts": {"w1": update_of(20, 1.5).model_dump(), "w2": update_of(20, 0.25).model_dump()},
+    }
+    assert (await broker.get(f"{weights}?after=1")).json()["weights"] == [second]
+    assert (await broker.get(f"{weights}?limit=2")).json()["weights"] == [joined, first]
+    problem_of(await broker.get(f"{weights}?limit=0"), 422)
+    text = (await broker.get("/metrics")).text
+    assert f"onbeat_weight_open_seconds{gauges} 1.5" in text  # the slowest rollout
+    assert f"onbeat_weight_full_bytes{gauges} 1000.0" in text
+    assert f"onbeat_weight_received_bytes{gauges} 40.0" in text
+
+
+async def test_weight_gauges_keep_the_last_version_that_is_served(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker)
+    epoch = await start_training(ledger, job_id)
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
+    await wait_open(ledger, job_id, 0)
+    await drain(ledger, job_id)
+    await ledger.versions.announce(
+        job_id, epoch, 1, "127.0.0.1:1", "d1", PublishedWeights(full_bytes=1000, encode_s=0.5, publish_s=0.75)
+    )
+    await commit(ledger, job_id, epoch, 0)
+    text = (await broker.get("/metrics")).text
+    assert f'onbeat_weight_received_bytes{{job_id="{job_id}"}} 1000.0' in text
+    assert f'onbeat_weight_open_seconds{{job_id="{job_id}"}}' not in text  # it joined
+
+
+async def test_weight_gauges_skip_versions_that_were_not_published(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
+    epoch = await start_training(ledger, job_id)
+    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
+    for iteration in (0, 1, 2):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+    published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+    await ledger.versions.announce(job_id, epoch, 3, "127.0.0.1:1", "d3", published)
+    for iteration in (0, 1, 2):
+        await commit(ledger, job_id, epoch, iteration, is_published=iteration == 2)
+    received = f'onbeat_weight_received_bytes{{job_id="{job_id}"}}'
+    assert f"{received} 1000.0" in (await broker.get("/metrics")).text  # nobody serves version 3 yet
+    await ledger.versions.engine_ready(job_id, 3, "w1", update_of(20))
+    assert f"{received} 20.0" in (await broker.get("/metrics")).text
+
+
+async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
+    sets = [{"name": "easy", "data": data, "num_prompts": 1}, {"name": "hard", "data": data, "solved_at": 2.0}]
+    job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
+    await start_training(ledger, job_id)
+
+    async def is_done() -> bool:
+        await drain(ledger, job_id)
+        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
+
+    await eventually("evaluation 0 is done", is_done)
+    (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
+    assert (record["num_groups"], record["reward_mean"], record["pass_at_k"]) == (3, 0.5, 1.0)
+    assert (record["metrics"]["easy/pass_at_k"], record["metrics"]["hard/pass_at_k"]) == (1.0, 0.0)
+    assert record["message"] == "reward 0.500 easy, 0.500 hard"
+    series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
+    assert series["eval/hard/solved_none_frac"] == [[0, 1.0]]
+    samples = (await broker.get(f"/v1/jobs/{job_id}/evaluations/0/samples")).json()["samples"]
+    assert {sample["group_id"] for sample in samples} == {"eval-0-0", "eval-0-1", "eval-0-2"}
+
+
+async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
+    job_id = await submit(broker, evaluation=held_out)
+    await start_training(ledger, job_id)
+
+    async def is_done() -> bool:
+        await drain(ledger, job_id)
+        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
+
+    await eventually("evaluation 0 is done", is_done)
+    (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
+    assert (record["evaluation"], record["policy_version"], record["state"]) == (0, 0, "DONE")
+    assert (record["reward_mean"], record["reward_std"], record["pass_at_k"]) == (0.5, 0.5, 1.0)
+    assert (record["response_tokens_mean"], record["truncated_frac"], record["num_accepted"]) == (2.0, 0.0, 2)
+    assert (await broker.get(f"/v1/jobs/{job_id}/evaluations?after=0")).json() == {"evaluations": []}
+    samples = (await broker.get(f"/v1/jobs/{job_id}/evaluations/0/samples")).json()["samples"]
+    assert [sample["group_id"] for sample in samples] == ["eval-0-0", "eval-0-1"] * 2
+    assert (await broker.get(f"/v1/jobs/{job_id}/evaluations/9/samples")).json() == {"samples": []}
+    series = (await broker.get(f"/v1/jobs/{job_id}/metrics")).json()["metrics"]
+    assert series["eval/reward_mean"] == [[0, 0.5]]
+    assert f'onbeat_groups_total{{job_id="{job_id}",outcome="accepted"}} 2.0' in (await broker.get("/metrics")).text
+
+
+async def test_openapi_has_the_schema_of_a_job_and_of_a_problem(broker: httpx.AsyncClient) -> None:
+    spec = (await broker.get("/openapi.json")).json()
+    assert "JobConfig" in json.dumps(spec["paths"]["/v1/jobs"]["post"]["requestBody"])
+    assert "Problem" in spec["components"]["schemas"]
+    assert "application/problem+json" in spec["paths"]["/v1/jobs"]["post"]["responses"]["422"]["content"]
+
+
+async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
+    from onbeat.streams.connection import connect
+    from tests.conftest import free_port
+
+    client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
+    async with running_broker(Ledger(client), tmp_path) as broker:
+        assert "ONBEAT_REDIS_URL" in problem_of(await broker.get("/readyz"), 503)["detail"]
+        answer = await broker.get("/v1/jobs")
+        assert "Nothing is lost" in problem_of(answer, 503)["detail"]
+        assert answer.headers["retry-after"] == "2"
+        assert (await broker.get("/livez")).status_code == 200
+    await client.aclose()
+
+
+async def test_refused_redis_command_differs_from_an_unreachable_redis(
+    broker: httpx.AsyncClient, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as by the data of another version."""
+    await ledger.redis.set(JobKeys("odd").job, "text")
+    answer = await broker.get("/v1/jobs/odd")
+    problem = problem_of(answer, 503)
+    assert problem["title"] == "Redis refused a command"
+    assert problem["detail"].startswith("WRONGTYPE ")
+    assert "another version" in problem["detail"]
+    chat = {"model": "odd", "messages": [{"role": "user", "content": "hi"}]}
+    refused = await broker.post("/v1/chat/completions", json=chat)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"].startswith("Redis refused a command: WRONGTYPE ")
+    assert [line.levelname for line in caplog.records if "WRONGTYPE" in line.getMessage()] == ["ERROR"] * 2
+
+
+async def test_broker_is_not_ready_when_its_conductor_gave_up(tmp_path: Path) -> None:
+    from onbeat.streams.connection import connect
+    from tests.conftest import free_port
+
+    client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
+    async with running_broker(Ledger(client), tmp_path, redis_retry_s=0.01) as broker:
+
+        async def has_given_up() -> bool:
+            return "control loop has ended" in (await broker.get("/readyz")).text
+
+        await eventually("the conductor gives up", has_given_up)
+    await client.aclose()

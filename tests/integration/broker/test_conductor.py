@@ -1,0 +1,722 @@
+"""The control loop and the data process on a real Redis: once, in time, and never for ever."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from onbeat.config import JobConfig, ReasoningGymData
+from onbeat.errors import StreamLost
+from onbeat.streams import keys
+from onbeat.streams.codec import PromptTask
+from onbeat.streams.connection import connect
+from onbeat.streams.inspection import newest_events
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.types import EvaluationState, Event, IterationState, JobState, TrainerRecord, Verdict, WorkerRecord
+from services.broker import watcher
+from services.broker.conductor import MAX_CRASHES, Conductor
+from services.broker.datasets import DatasetError, DatasetSpec
+from services.broker.datasets.process import DatasetProcess
+from services.broker.doctor.explain import num_lost_trainers
+from tests.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    job_body,
+    make_group,
+    start_training,
+    wait_open,
+    write_prompts,
+)
+from tests.conftest import free_port, start_redis, unfinished
+from tests.waiting import eventually
+
+SEVERAL_LOOKS_S = 0.4
+
+
+@pytest_asyncio.fixture
+async def process(tmp_path: Path) -> AsyncIterator[DatasetProcess]:
+    write_prompts(tmp_path)
+    process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
+    yield process
+    await process.close()
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are looked at often, so that nothing has happened after SEVERAL_LOOKS_S where nothing should."""
+    monkeypatch.setattr(watcher, "WAIT_S", 0.1)
+    monkeypatch.setattr(watcher, "PENDING_WAIT_S", 0.1)
+    monkeypatch.setattr(watcher, "ARRIVAL_S", 0.2)
+
+
+@pytest_asyncio.fixture
+async def conductors(ledger: Ledger, process: DatasetProcess) -> AsyncIterator[None]:
+    """Two of them: they must not get into each other's way in any test."""
+    tasks = [asyncio.create_task(Conductor(ledger, process, timeout_s=10).run()) for _ in range(2)]
+    yield
+    for task in tasks:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+
+
+async def reaches(ledger: Ledger, job_id: str, state: JobState) -> dict[str, str]:
+    async def has_state() -> bool:
+        return await ledger.jobs.state(job_id) is state
+
+    await eventually(f"job is {state}", has_state)
+    return await ledger.jobs.fields(job_id)
+
+
+# ---- opening -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_whole_job_every_iteration_opened_exactly_once(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    seen: list[str] = []
+    for iteration in range(3):
+        await wait_open(ledger, job_id, iteration)
+        tasks = await drain(ledger, job_id)
+        seen += [task.group_id for task in tasks]
+        assert {task.policy_version for task in tasks} == {iteration}
+        await commit(ledger, job_id, epoch, iteration)
+    await asyncio.sleep(0.2)
+    assert seen == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    assert await ledger.iterations.state(job_id, 3) is None  # the job has three
+    assert await claim_all(ledger, job_id) == []
+    opened = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.opened"]
+    assert [event.data["iteration"] for event in opened] == [0, 1, 2]
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await drain(ledger, job_id)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    await commit(ledger, job_id, epoch, 0)
+    await asyncio.sleep(0.3)
+    assert await ledger.iterations.state(job_id, 1) is None
+    await ledger.jobs.move(job_id, JobState.RUNNING)
+    await wait_open(ledger, job_id, 1)
+
+
+async def test_prompts_are_the_same_whichever_broker_opens(ledger: Ledger, process: DatasetProcess) -> None:
+    """One job is conducted by one broker, its twin by another for each iteration."""
+    dispatched: list[list[bytes]] = []
+    for brokers_per_job in (1, 3):
+        job_id = await create_job(ledger, seed=7)
+        epoch = await start_training(ledger, job_id)
+        payloads: list[bytes] = []
+        conductor: asyncio.Task[None] | None = None
+        for iteration in range(3):
+            if conductor is None or brokers_per_job > 1:
+                if conductor:
+                    conductor.cancel()
+                conductor = asyncio.create_task(Conductor(ledger, process, timeout_s=10).run())
+            await wait_open(ledger, job_id, iteration)
+            payloads += [task.SerializeToString(deterministic=True) for task in await drain(ledger, job_id)]
+            await commit(ledger, job_id, epoch, iteration)
+        assert conductor
+        conductor.cancel()
+        await asyncio.gather(conductor, return_exceptions=True)
+        dispatched.append(payloads)
+    assert len(dispatched[0]) == 6
+    assert dispatched[0] == dispatched[1]
+
+
+# ---- opening ahead -----------------------------------------------------------------------------------------------
+
+
+async def wait_claimable(ledger: Ledger, job_id: str, worker: str = "w1") -> list[Claim]:
+    """What is or becomes free to claim."""
+
+    async def claim() -> list[Claim]:
+        return await claim_all(ledger, job_id, worker)
+
+    claims: list[Claim] = await eventually("prompts", claim)
+    return claims
+
+
+async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str = "w1") -> None:
+    for claim in claims:
+        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker)) is Verdict.ACCEPTED
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await asyncio.sleep(0.2)
+    assert await ledger.iterations.state(job_id, 1) is None  # rollouts have prompts to claim: a newer version may come
+    for iteration in (0, 1, 2):
+        claims = await wait_claimable(ledger, job_id)
+        assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {(iteration, 0)}
+        await submit(ledger, job_id, claims)
+    await asyncio.sleep(0.2)
+    assert await ledger.iterations.state(job_id, 3) is None  # the bound
+    for iteration in range(3):
+        await commit(ledger, job_id, epoch, iteration)
+        claims = await wait_claimable(ledger, job_id)
+        assert {(claim.task.iteration, claim.task.policy_version) for claim in claims} == {
+            (iteration + 3, iteration + 1)
+        }
+        await submit(ledger, job_id, claims)
+    for iteration in (3, 4, 5):
+        await commit(ledger, job_id, epoch, iteration)
+    assert (await ledger.jobs.fields(job_id))["num_opened"] == "6"
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    monkeypatch.setattr(watcher, "WAIT_S", 5.0)
+    await asyncio.sleep(1.2)  # the watcher waits for an event, and now for as long as that
+    started = time.monotonic()
+    await claim_all(ledger, job_id)
+    await wait_open(ledger, job_id, 1)
+    assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger: Ledger) -> None:
+    schedule = {"mode": "bounded", "max_staleness": 1, "iteration_deadline_s": 1.0}
+    job_id = await create_job(ledger, pool="mute", schedule=schedule)
+    await start_training(ledger, job_id)
+    for _ in range(2):
+        await submit(ledger, job_id, await wait_claimable(ledger, job_id))
+    await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "next_iteration", 2)  # a trainer that published neither
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "not open: it needs policy version 1, and trainer trainer-a has published 0" in fields["error"]
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------
+
+HELD_OUT = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3, "every_iterations": 2}
+
+
+def write_held_out(folder: Path) -> None:
+    rows = [json.dumps({"prompt": f"held out {i}", "answer": str(i)}) for i in range(5)]
+    (folder / "held_out.jsonl").write_text("\n".join(rows))
+
+
+async def is_over(ledger: Ledger, job_id: str, evaluation: int) -> EvaluationState:
+    async def ended() -> EvaluationState | None:
+        state = await ledger.evaluations.state(job_id, evaluation)
+        return state if state and state.is_over else None
+
+    state: EvaluationState = await eventually(f"evaluation {evaluation} has ended", ended)
+    return state
+
+
+async def serve_until(ledger: Ledger, job_id: str, condition: Callable[[], Awaitable[Any]]) -> list[PromptTask]:
+    """Be a rollout until the condition is met; returns what was claimed."""
+    tasks: list[PromptTask] = []
+
+    async def step() -> Any:
+        tasks.extend(await drain(ledger, job_id))
+        return await condition()
+
+    await eventually("served", step)
+    return tasks
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger: Ledger, tmp_path: Path) -> None:
+    write_held_out(tmp_path)
+    job_id = await create_job(ledger, evaluation=HELD_OUT)
+    epoch = await start_training(ledger, job_id)
+    tasks: list[PromptTask] = []
+
+    async def is_generated(iteration: int) -> bool:
+        return await ledger.iterations.state(job_id, iteration) is IterationState.DRAINED
+
+    async def is_done(evaluation: int) -> bool:
+        return await ledger.evaluations.state(job_id, evaluation) is EvaluationState.DONE
+
+    for iteration in range(3):
+        tasks += await serve_until(ledger, job_id, partial(is_generated, iteration))
+        if iteration != 1:
+            tasks += await serve_until(ledger, job_id, partial(is_done, iteration))
+        await commit(ledger, job_id, epoch, iteration)
+    tasks += await serve_until(ledger, job_id, partial(is_done, 3))
+    evaluated = [task for task in tasks if task.is_evaluation]
+    assert [task.group_id for task in evaluated] == [f"eval-{e}-{i}" for e in (0, 2, 3) for i in range(3)]
+    assert [task.policy_version for task in evaluated] == [e for e in (0, 2, 3) for _ in range(3)]
+    assert {task.messages[-1].content for task in evaluated} == {"held out 0", "held out 1", "held out 2"}
+    trained = await ledger.trainer.take(job_id, "rank-0", 100, 0.01)
+    assert [group.group_id for group in trained] == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    for iteration in range(3):
+        assert not any(group.is_evaluation for group in await ledger.iterations.accepted_groups(job_id, iteration))
+    assert await ledger.evaluations.state(job_id, 1) is None
+    fields = await ledger.evaluations.fields(job_id, 2)
+    assert json.loads(fields["scores"])["reward_mean"] == 0.5
+    assert await ledger.evaluations.groups(job_id, 2) == []  # scored, dropped
+    done = [event for event in await ledger.event_log.read(job_id) if event.kind == "evaluation.done"]
+    assert [(event.data["evaluation"], event.data["policy_version"]) for event in done] == [(0, 0), (2, 2), (3, 3)]
+    kinds = [event.kind for event in await ledger.event_log.read(job_id) if event.kind.endswith(".opened")]
+    assert kinds[:2] == ["iteration.opened", "evaluation.opened"]  # training's prompts go first
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledger, tmp_path: Path) -> None:
+    write_held_out(tmp_path)
+    job_id = await create_job(ledger, evaluation=HELD_OUT)
+    epoch = await start_training(ledger, job_id)
+
+    async def has_prompts() -> bool:
+        return await ledger.rollout.num_unclaimed_prompts(job_id) == 5
+
+    await eventually("iteration 0 and evaluation 0 are open", has_prompts)
+    trained = await ledger.rollout.claim(job_id, "w1", 2, lease_s=30)
+    await submit(ledger, job_id, trained)
+    lost = await ledger.rollout.claim(job_id, "dead", 3, lease_s=0.3)
+    assert {claim.task.is_evaluation for claim in lost} == {True}
+    await commit(ledger, job_id, epoch, 0)
+    await wait_open(ledger, job_id, 1)  # training does not wait for it
+    await asyncio.sleep(0.3)
+    claims = await ledger.rollout.claim(job_id, "w2", 10, lease_s=0.3)
+    again = [claim for claim in claims if claim.task.is_evaluation]
+    assert [claim.entry_id for claim in again] == [claim.entry_id for claim in lost]
+    newer = make_group(again[0].task, "w2", version=1)
+    assert await ledger.rollout.submit(job_id, again[0].entry_id, newer) is Verdict.STALE
+    await submit(ledger, job_id, again, "w2")
+    late = make_group(lost[0].task, "dead")
+    assert await ledger.rollout.submit(job_id, lost[0].entry_id, late) in (Verdict.DUPLICATE, Verdict.CLOSED)
+    assert await is_over(ledger, job_id, 0) is EvaluationState.DONE
+    assert (await ledger.evaluations.fields(job_id, 0))["num_accepted"] == "3"
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, evaluation=HELD_OUT)  # nobody has written the file
+    await start_training(ledger, job_id)
+    assert await is_over(ledger, job_id, 0) is EvaluationState.FAILED
+    (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "evaluation.failed"]
+    assert event.message.startswith("no prompts: evaluation.data.path: there is no file held_out.jsonl")
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "2"
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tmp_path: Path) -> None:
+    write_held_out(tmp_path)
+    schedule = {"num_iterations": 1, "iteration_deadline_s": 1.0}
+    job_id = await create_job(ledger, evaluation=HELD_OUT, schedule=schedule)
+    epoch = await start_training(ledger, job_id)
+    await submit(ledger, job_id, (await wait_claimable(ledger, job_id))[:2])
+    await commit(ledger, job_id, epoch, 0)
+    assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
+    assert "given up, no progress for 1 s: 0 of 3 groups" in (await ledger.evaluations.fields(job_id, 1))["message"]
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING  # its trainer can still end it
+    assert await claim_all(ledger, job_id, "w2") == []  # nobody generates for nothing
+    assert await ledger.rollout.num_unclaimed_prompts(job_id) == 0
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "trainer-a has not finished the job" in fields["error"]
+
+
+# ---- ending ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_job_without_progress_fails_and_says_what_it_waited_for(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, pool="stuck", schedule={"iteration_deadline_s": 0.6})
+    lazy = WorkerRecord(id="w1", job_id=None, state="generating", last_seen_at=time.time() - 60, lease_s=90)
+    await ledger.workers.heartbeat("stuck", lazy)
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    claim, _ = await claim_all(ledger, job_id)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "iteration 0 made no progress for" in fields["error"]
+    assert "w1 was last seen 6" in fields["error"]
+    assert "others take over its 2 prompts in 8" in fields["error"]
+    assert "iteration 0 (policy version 0): 0 of 2 groups accepted; 2 with w1 (" in fields["error"]
+    assert "the job fails in" not in fields["error"]  # it does now
+    assert claim.task.group_id == "0-0"
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_job_whose_trainer_publishes_nothing_fails_and_names_it(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, pool="empty", schedule={"iteration_deadline_s": 0.3})
+    await ledger.trainer.claim_job(job_id, "trainer-mute", 30)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert "it needs policy version 0, and trainer trainer-mute has published none" in fields["error"]
+    assert "none in pool empty was seen in the last 10 s; start a rollout: `onbeat up`" in fields["error"]
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_paused_and_pending_jobs_may_wait(ledger: Ledger) -> None:
+    pending = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
+    paused = await create_job(ledger, schedule={"iteration_deadline_s": 0.2})
+    await ledger.jobs.move(paused, JobState.RUNNING)
+    await ledger.jobs.move(paused, JobState.PAUSED)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(pending) is JobState.PENDING
+    assert await ledger.jobs.state(paused) is JobState.PAUSED
+
+
+async def trainer_seen(ledger: Ledger, pool: str, ago_s: float) -> None:
+    record = TrainerRecord(id="trainer-a", state="training", job_id="another", last_seen_at=await ledger.now() - ago_s)
+    await ledger.redis.hset(keys.trainers(pool), record.id, record.model_dump_json())
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_pending_job_fails_when_its_pool_lacks_trainers_too_long(ledger: Ledger) -> None:
+    pool = f"pool-{uuid.uuid4().hex[:8]}"
+    await trainer_seen(ledger, pool, ago_s=0)
+    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 100.0})
+    await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(job_id) is JobState.PENDING  # it waits for its turn, which may take long
+    await trainer_seen(ledger, pool, ago_s=600)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith("no trainer came for 60")
+    assert "(the last one, trainer-a, was last seen 60" in fields["error"]
+    assert "start one: `onbeat up`, or `python -m services.trainer` with ONBEAT_POOL=" + pool in fields["error"]
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_pending_job_waits_for_trainers_that_start_as_well(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, pool=f"pool-{uuid.uuid4().hex[:8]}", schedule={"start_deadline_s": 100.0})
+    await ledger.redis.hset(JobKeys(job_id).job, "created_at", await ledger.now() - 1000)  # all services were down
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(job_id) is JobState.PENDING
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_pending_job_fails_at_a_start_deadline_that_is_short(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "ARRIVAL_S", 60.0)
+    job_id = await create_job(ledger, pool=f"pool-{uuid.uuid4().hex[:8]}", schedule={"start_deadline_s": 0.5})
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith("no trainer came for ")
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_job_that_kills_its_trainers_is_not_handed_on_for_ever(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
+    for owner in ("trainer-a", "trainer-b"):  # one loss, and a commit
+        epoch = await ledger.trainer.claim_job(job_id, owner, 0.0)
+        assert epoch is not None
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    await wait_open(ledger, job_id, 0)
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.trainer.claim_job(job_id, "trainer-c", 0.0)  # the first loss since
+    await wait_open(ledger, job_id, 1)
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    assert await ledger.trainer.claim_job(job_id, "trainer-d", 30.0)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith("2 trainers in a row were lost (schedule.max_lost_trainers); ")
+    assert "2 trainers in a row ended without committing iteration 1" in fields["error"]
+    assert "trainer-d holds" in fields["error"]
+
+
+def test_handover_hides_no_earlier_loss() -> None:
+    kinds = ["job.taken_over", "job.handed_over", "job.taken_over", "job.handed_over"]  # nobody has come yet
+    events = [Event(id=f"{index}-0", time=0.0, kind=kind, message="", data={}) for index, kind in enumerate(kinds)]
+    assert num_lost_trainers(events[::-1]) == 1
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_trainers_that_hand_their_job_over_are_not_lost(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"max_lost_trainers": 2})
+    for owner in ("trainer-a", "trainer-b", "trainer-c", "trainer-d"):
+        epoch = await ledger.trainer.claim_job(job_id, owner, 30.0)
+        assert epoch is not None
+        await ledger.trainer.give_back(job_id, epoch, is_handover=True)
+    assert await ledger.trainer.claim_job(job_id, "trainer-e", 0.0)
+    assert await ledger.trainer.claim_job(job_id, "trainer-f", 0.0)  # one loss
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    assert num_lost_trainers(await newest_events(ledger, job_id)) == 1
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-g", 30.0)  # the second one
+    await reaches(ledger, job_id, JobState.FAILED)
+    await ledger.trainer.give_back(job_id, str(epoch), is_handover=True)  # too late: it leaves nothing to anybody
+    kinds = [event.kind for event in await ledger.event_log.read(job_id)]
+    assert kinds.count("job.handed_over") == 4
+
+
+async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
+    ledger: Ledger, process: DatasetProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await create_job(ledger)
+    conductor = Conductor(ledger, process, timeout_s=10)
+    for _ in range(MAX_CRASHES - 1):
+        await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
+    monkeypatch.setattr("services.broker.conductor.CRASH_WINDOW_S", 0.0)  # by now all of them are long ago
+    await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
+    assert await ledger.jobs.state(job_id) is JobState.PENDING
+    monkeypatch.undo()
+    for _ in range(MAX_CRASHES - 1):
+        await conductor._bury_after_crashes(job_id, RuntimeError("a defect"))
+    assert "the broker cannot conduct this job: RuntimeError: a defect" in (await ledger.jobs.fields(job_id))["error"]
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_long_broker_outage_fails_no_job_that_it_delayed(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"iteration_deadline_s": 1.0})
+    await start_training(ledger, job_id)
+    await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "progress_at", time.time() - 1000)
+    await wait_open(ledger, job_id, 0)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+async def test_time_that_no_broker_watched_fails_no_job(ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"iteration_deadline_s": 1.0})
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await ledger.redis.hset(JobKeys(job_id).job, "progress_at", time.time() - 100_000)  # all services were down
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+    error = (await reaches(ledger, job_id, JobState.FAILED))["error"]
+    assert ("made no progress for" in error, "for 100000 s" in error) == (True, False)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_cancelled_job_without_a_trainer_is_ended(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id, lease_s=0.5)
+    await ledger.jobs.move(job_id, JobState.CANCELLING)
+    fields = await reaches(ledger, job_id, JobState.CANCELLED)
+    assert float(fields["finished_at"]) >= float(fields["lease_until"])
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_final_job_is_taken_off_the_active_list(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    await ledger.redis.zadd("onbeat:active", {job_id: 1.0})  # its mover died half way
+
+    async def is_retired() -> bool:
+        return job_id not in await unfinished(ledger)
+
+    await eventually("retired", is_retired)
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await create_job(ledger, rollout={"num_prompts_per_iteration": 5})
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await asyncio.sleep(0.1)  # iteration 1 is prepared by now
+    (tmp_path / "prompts.jsonl").unlink()
+    for iteration in range(2):
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration)
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith("iteration 2 has no prompts: data.path: there is no file prompts.jsonl")
+
+
+@pytest.mark.usefixtures("conductors")
+async def test_unreadable_job_fails_and_does_not_stop_the_others(ledger: Ledger) -> None:
+    good = await create_job(ledger)
+    config = JobConfig.model_validate(job_body()).model_dump(mode="json") | {"of_a_later_version": 1}
+    bad = f"{good}-bad"
+    await ledger.jobs.create(bad, config, 3, 0)
+    fields = await reaches(ledger, bad, JobState.FAILED)
+    assert "of_a_later_version" in fields["error"]
+    await start_training(ledger, good)
+    await wait_open(ledger, good, 0)
+
+
+@pytest.mark.usefixtures("conductors")
+@pytest.mark.parametrize(
+    "odd",
+    [{"x": "y"}, {"kind": b"\xff", "message": "", "data": "{}", "time": "1"}, {"kind": "a", "data": "[1", "time": "x"}],
+    ids=["other fields", "no text", "no JSON"],
+)
+async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(
+    ledger: Ledger, odd: dict[str, str | bytes]
+) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    for iteration in range(3):
+        entry = await ledger.redis.xadd(JobKeys(job_id).events, odd)
+        await wait_open(ledger, job_id, iteration)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration)
+    unreadable = [event for event in await ledger.event_log.read(job_id) if event.kind == "event.unreadable"]
+    assert len(unreadable) == 3
+    assert unreadable[-1].id == entry.decode()
+    assert abs(unreadable[-1].time - time.time()) < 60
+    assert await ledger.event_log.read(job_id, after=(await ledger.event_log.read(job_id))[-1].id) == []
+
+
+@pytest.mark.usefixtures("conductors", "eager")
+@pytest.mark.parametrize("name", ["prompts", "rollouts"])
+async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger: Ledger, name: str) -> None:
+    job_id, other = await create_job(ledger), await create_job(ledger)
+    for each in (job_id, other):
+        await start_training(ledger, each)
+        await wait_open(ledger, each, 0)
+    await ledger.redis.delete(getattr(JobKeys(job_id), name))
+    fields = await reaches(ledger, job_id, JobState.FAILED)
+    assert fields["error"].startswith(f"the stream {name} of job {job_id} is gone from Redis")
+    await asyncio.sleep(SEVERAL_LOOKS_S)
+    assert await ledger.jobs.state(other) is JobState.RUNNING
+
+
+async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    await ledger.redis.delete(JobKeys(job_id).rollouts)
+    with pytest.raises(StreamLost, match=f"the stream rollouts of job {job_id} is gone"):
+        await ledger.trainer.take(job_id, "trainer-a", 1, 0.1)
+
+
+# ---- the data process --------------------------------------------------------------------------------------------
+
+
+def file_spec() -> DatasetSpec:
+    return DatasetSpec.of_job(JobConfig.model_validate(job_body()))
+
+
+async def test_data_process_serves_again_after_a_hang_and_a_crash(tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    process = DatasetProcess(tmp_path, timeout_s=1.0, memory_mb=1024)
+    assert len(await process.read(file_spec(), 0, 3)) == 3
+    endless = ReasoningGymData(task="chain_sum", options={"min_terms": 10**9, "max_terms": 10**9})
+    with pytest.raises(DatasetError, match=r"longer than 1 s|more than 1024 MB"):
+        await process.read(DatasetSpec(data=endless, seed=0, num_items=1), 0, 1)
+    assert len(await process.read(file_spec(), 3, 2)) == 2
+    assert process._child
+    process._child.kill()
+    await process._child.wait()
+    assert len(await process.read(file_spec(), 5, 1)) == 1
+    await process.close()
+
+
+async def test_idle_data_process_ends_and_starts_again(tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096, idle_s=0.2)
+    await process.read(file_spec(), 0, 3)
+    assert (first := process._child)
+    assert await asyncio.wait_for(first.wait(), 10) == 0
+    assert len(await process.read(file_spec(), 3, 2)) == 2
+    await process.close()
+
+
+async def test_cancelled_request_does_not_answer_the_next_one(process: DatasetProcess) -> None:
+    spec = file_spec()
+    await process.read(spec, 0, 1)
+    abandoned = asyncio.create_task(process.read(spec, 0, 4))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    await asyncio.gather(abandoned, return_exceptions=True)
+    assert len(await process.read(spec, 0, 2)) == 2
+
+
+async def test_data_process_ends_with_its_broker(tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.broker.datasets.child", str(tmp_path), "1024"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert child.stdin
+    child.stdin.close()
+    assert await asyncio.wait_for(child.wait(), 10) == 0
+
+
+# ---- the process -------------------------------------------------------------------------------------------------
+
+
+def start_broker(redis_port: int, port: int, folder: Path, **settings: str) -> "subprocess.Popen[str]":
+    env = {"ONBEAT_REDIS_URL": f"redis://127.0.0.1:{redis_port}", "ONBEAT_PORT": str(port)}
+    env |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_LOG_FORMAT": "json", **settings}
+    command = [sys.executable, "-m", "services.broker"]
+    return subprocess.Popen(command, env=os.environ | env, stderr=subprocess.PIPE, text=True)
+
+
+async def test_broker_survives_a_redis_restart_and_stops_with_zero(tmp_path: Path) -> None:
+    redis_port, port = free_port(), free_port()
+    redis = start_redis(redis_port, str(tmp_path))
+    broker = start_broker(redis_port, port, tmp_path)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+
+            async def is_ready() -> bool:
+                try:
+                    return (await client.get("/readyz")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually("ready", is_ready, timeout_s=20)
+            redis.terminate()
+            redis.wait(10)
+            assert (await client.get("/readyz")).status_code == 503
+            assert (await client.get("/livez")).status_code == 200
+            redis = start_redis(redis_port, str(tmp_path))
+            await eventually("ready again", is_ready)
+            ledger = Ledger(connect(f"redis://127.0.0.1:{redis_port}"))
+            job_id = await create_job(ledger)
+            waiting = asyncio.create_task(client.get(f"/v1/jobs/{job_id}/stream"))
+            await asyncio.sleep(0.2)
+            broker.send_signal(signal.SIGTERM)
+            assert '"stopping"' in (await waiting).text  # a stream does not hold up the end
+            await ledger.redis.aclose()
+        assert await asyncio.to_thread(broker.wait, 10) == 0
+        assert broker.stderr
+        lines = [json.loads(line) for line in broker.stderr.read().splitlines()]
+        assert lines[0]["message"].startswith("serving http://127.0.0.1")
+    finally:
+        broker.kill()
+        redis.terminate()
+        redis.wait(10)
+
+
+async def test_broker_without_redis_says_so_and_exits_non_zero(tmp_path: Path) -> None:
+    port = free_port()
+    broker = start_broker(port, free_port(), tmp_path, ONBEAT_REDIS_RETRY_S="1")
+    assert await asyncio.to_thread(broker.wait, 20) == 1
+    assert broker.stderr
+    last = json.loads(broker.stderr.read().splitlines()[-1])
+    assert last["level"] == "CRITICAL"
+    assert f"no Redis at 127.0.0.1:{port}" in last["message"]
+    assert "set ONBEAT_REDIS_URL" in last["message"]
+
+
+async def test_broker_that_lost_redis_for_good_exits_non_zero(tmp_path: Path) -> None:
+    redis_port = free_port()
+    redis = start_redis(redis_port, str(tmp_path))
+    broker = start_broker(redis_port, free_port(), tmp_path, ONBEAT_REDIS_RETRY_S="1")
+    try:
+        assert broker.stderr
+        assert "serving" in await asyncio.to_thread(broker.stderr.readline)
+        redis.terminate()
+        redis.wait(10)
+        assert await asyncio.to_thread(broker.wait, 30) == 1
+        assert "the control loop gave up" in broker.stderr.read()
+    finally:
+        broker.kill()
+        redis.kill()

@@ -1,0 +1,589 @@
+"""`explain` says who waits for whom in every phase of a job, and the doctor what is wrong, on a real Redis."""
+
+import asyncio
+import os
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from onbeat.config import JobConfig
+from onbeat.streams import keys
+from onbeat.streams.connection import connect
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRecord
+from services.broker.doctor.diagnosis import diagnose, explain_silence
+from services.broker.doctor.explain import explain_job
+from services.trainer.feed import GroupFeed
+from services.trainer.job.background import Background
+from services.trainer.job.lease import ClaimedJob, Lease
+from services.trainer.job.presence import Presence
+from services.trainer.job.session import JobSession
+from tests.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    make_group,
+    running_broker,
+    serving,
+    start_training,
+    tasks_for,
+    write_prompts,
+)
+from tests.conftest import free_port, start_redis
+from tests.waiting import eventually
+
+LATER_S = 30.0  # in which a slow machine gets anywhere
+
+
+@pytest.fixture
+def pool() -> str:
+    """Tests share one Redis: the heartbeats of another test are not to be seen here."""
+    return f"pool-{uuid.uuid4().hex[:8]}"
+
+
+async def beat_trainer(ledger: Ledger, pool: str, trainer: str, state: str, job_id: str | None = None) -> None:
+    record = TrainerRecord(id=trainer, job_id=job_id, state=state, last_seen_at=await ledger.now())
+    await ledger.trainers.heartbeat(pool, record)
+
+
+async def beat_rollout(ledger: Ledger, pool: str, worker: str, state: str, **fields: Any) -> None:
+    seen_at = await ledger.now() - fields.pop("ago_s", 0.0)
+    await ledger.workers.heartbeat(pool, WorkerRecord(id=worker, state=state, last_seen_at=seen_at, **fields))
+
+
+async def open_iteration(ledger: Ledger, job_id: str, iteration: int, num_groups: int = 8) -> None:
+    assert not await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, num_groups))
+
+
+async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str) -> None:
+    for claim in claims:
+        await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, worker))
+
+
+def sentence_of(finding: Finding) -> str:
+    """With N in place of whole seconds: a machine may be slow."""
+    return re.sub(r"\b\d+ s\b", "N s", finding.sentence)
+
+
+def text_of(findings: list[Finding]) -> str:
+    return "\n".join(map(sentence_of, findings))
+
+
+def problems(findings: list[Finding]) -> list[str]:
+    return [sentence_of(finding) for finding in findings if finding.is_problem]
+
+
+async def train_dully(ledger: Ledger, pool: str, num_iterations: int = 5) -> str:
+    """Make a job whose groups all had equal rewards, and whose responses were all cut."""
+    job_id = await create_job(ledger, pool=pool, schedule={"num_iterations": num_iterations})
+    epoch = await start_training(ledger, job_id)
+    dull = {"rollout/uniform_groups": 2.0, "rollout/solved_none_frac": 1.0, "rollout/truncated_frac": 1.0}
+    for iteration in range(num_iterations):
+        await open_iteration(ledger, job_id, iteration, num_groups=2)
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, reward_mean=0.0, **dull)
+    return job_id
+
+
+# ---- pending -----------------------------------------------------------------------------------------------------
+
+
+async def test_pending_job_without_trainers_says_what_to_start(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 5000})
+    findings = await explain_job(ledger, job_id)
+    assert findings[0].is_problem
+    assert f"no trainer of pool {pool} has asked for jobs in the last N s; start one: `onbeat up`" in (
+        sentence_of(findings[0])
+    )
+    assert findings[0].waits_for == f"a trainer of pool {pool}"
+    (deadline,) = [finding for finding in findings if finding.next == "the job fails"]
+    assert deadline.deadline_s is not None
+    assert 4900 < deadline.deadline_s <= 5000
+    assert "no rollout is alive" in text_of(findings)
+    await beat_trainer(ledger, pool, "trainer-z", "stopped")
+    assert "(the last one, trainer-z, stopped N s ago)" in text_of(await explain_job(ledger, job_id))
+
+
+async def test_pending_job_waits_its_turn_or_is_taken_next(ledger: Ledger, pool: str) -> None:
+    first, second = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+    await beat_rollout(ledger, pool, "rollout-a", "idle")
+    await beat_trainer(ledger, pool, "trainer-a", "training", "job-0")
+    findings = await explain_job(ledger, second)
+    assert f"trainer-a trains job-0; before it: 1 pending job of pool {pool}" in text_of(findings)
+    assert problems(findings) == []
+    await beat_trainer(ledger, pool, "trainer-b", "idle")
+    assert "trainer-b asks for jobs and takes it next" in text_of(await explain_job(ledger, first))
+    await ledger.redis.hset(JobKeys(first).job, "created_at", await ledger.now() - 60)
+    assert "trainer-b asks for jobs but does not take it; see its log" in problems(await explain_job(ledger, first))[0]
+
+
+# ---- running -----------------------------------------------------------------------------------------------------
+
+
+async def test_trainer_that_loads_the_model_is_what_the_job_waits_for(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
+    assert epoch
+    await ledger.trainer.renew_job(job_id, epoch, 30, "loading the model")
+    await beat_rollout(ledger, pool, "rollout-a", "idle")
+    findings = await explain_job(ledger, job_id)
+    assert "iteration 0 is not open: it needs policy version 0, and trainer trainer-a has published none" in (
+        text_of(findings)
+    )
+    (trainer,) = [finding for finding in findings if finding.who == "trainer-a"]
+    assert sentence_of(trainer).startswith(
+        f"trainer-a holds {job_id}: loading the model, for N s (its lease runs out in "
+    )
+    assert trainer.waits_for == "loading the model"
+    assert problems(findings) == []
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    preparing = "iteration 0 is not open yet: a broker has been preparing its prompts"
+    assert preparing in text_of(await explain_job(ledger, job_id))
+
+
+async def test_open_iteration_says_where_every_group_is(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 3000})
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
+    claims = await claim_all(ledger, job_id, "rollout-a", 6)
+    await submit(ledger, job_id, claims[:3], "rollout-a")
+    await ledger.rollout.release(job_id, "rollout-a", [claims[3].entry_id], is_attempt=True)
+    assert await ledger.rollout.submit(job_id, claims[4].entry_id, make_group(claims[4].task, "rollout-z")) == "lost"
+    findings = await explain_job(ledger, job_id)
+    (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
+    assert sentence_of(unit).startswith(
+        "iteration 0 (policy version 0): 3 of 8 groups accepted; "
+        "2 with rollout-a (claimed or renewed N s ago, attempt 1 at most); "
+        "1 handed back and free again (attempt 1 at most); 2 unclaimed for "
+    )
+    assert sentence_of(unit).endswith(
+        ": every rollout is at capacity; 1 submissions were refused because another rollout holds the lease"
+    )
+    assert unit.waits_for == "5 groups"
+    assert f"{job_id} is served by 1 rollout: 1 generating" in text_of(findings)
+    (deadline,) = [finding for finding in findings if finding.next == "the job fails"]
+    assert deadline.deadline_s is not None
+    assert 2900 < deadline.deadline_s <= 3000
+    assert problems(findings) == []
+    await beat_rollout(ledger, pool, "rollout-a", "starting", job_id=job_id, doing="starting the engine")
+    (unit,) = [finding for finding in await explain_job(ledger, job_id) if finding.who == "iteration 0"]
+    assert "attempt 1 at most; starting the engine); 1 handed back" in unit.sentence
+
+
+async def test_wait_for_a_tool_says_when_its_episode_is_given_up(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await ledger.rollout.claim(job_id, "rollout-a", 2, lease_s=30.0)
+    place = {"group_id": "0-5", "episode": 5}
+    wait = EpisodeWait(**place, waits_for="tool `search`", waited_s=41.0, left_s=19.0)
+    await beat_rollout(
+        ledger, pool, "rollout-a", "generating", job_id=job_id, doing="in other words", waiting_episode=wait
+    )
+    loading = EpisodeWait(**place, waits_for="environment shop (being loaded)", waited_s=12.0)
+    await beat_rollout(ledger, pool, "rollout-b", "generating", job_id=job_id, waiting_episode=loading)
+    elsewhere = EpisodeWait(**place, waits_for="tool `other`", waited_s=99.0)
+    await beat_rollout(ledger, pool, "rollout-c", "generating", job_id="another", waiting_episode=elsewhere)
+    findings = await explain_job(ledger, job_id)
+    (found,) = [finding for finding in findings if finding.who == "rollout-a"]
+    assert re.fullmatch(
+        r"group 0-5: rollout-a waits for tool `search` of episode 5 for 4[1-9] s; "
+        r"the episode is given up in 1\d s \(environment.timeout_s\)",
+        found.sentence,
+    )
+    assert (found.waits_for, found.next, found.is_problem) == ("tool `search`", "the episode is given up", False)
+    assert found.since_s is not None
+    assert found.deadline_s is not None
+    assert found.since_s + found.deadline_s == pytest.approx(60.0)
+    text = text_of(findings)
+    assert "group 0-5: rollout-b waits for environment shop (being loaded) of episode 5 for N s\n" in text
+    assert "in other words" not in text
+    assert "`other`" not in text
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "reason"),
+    [
+        ([("rollout-a", "starting", True)], "rollout-a is starting"),
+        ([("rollout-a", "updating", True), ("rollout-b", "generating", True)], "rollout-a is updating"),
+        ([("rollout-a", "generating", False)], "no rollout serves this job; rollout-a serves job-other"),
+        ([], "no rollout is alive"),
+    ],
+)
+async def test_unclaimed_prompts_say_why(
+    ledger: Ledger, pool: str, rollouts: list[tuple[str, str, bool]], reason: str
+) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    for worker, state, is_ours in rollouts:
+        await beat_rollout(ledger, pool, worker, state, job_id=job_id if is_ours else "job-other")
+    findings = await explain_job(ledger, job_id)
+    (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
+    assert sentence_of(unit).endswith(f": {reason}")
+    assert bool(problems(findings)) is not bool(rollouts)
+
+
+async def test_silent_rollout_is_named_with_what_it_holds(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await claim_all(ledger, job_id, "rollout-gone", 1)
+    *_, handed_back = await claim_all(ledger, job_id, "rollout-b", 4)
+    await ledger.rollout.release(job_id, "rollout-b", [handed_back.entry_id])
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
+    await beat_rollout(ledger, pool, "rollout-b", "generating", job_id=job_id, ago_s=14, lease_s=1000)
+    named, gone = (await explain_job(ledger, job_id))[:2]
+    assert sentence_of(named) == "rollout-b was last seen N s ago (generating); others take over its 3 prompts in N s"
+    assert named.since_s is not None
+    assert named.since_s >= 14
+    assert named.deadline_s is not None
+    assert 900 < named.deadline_s <= 1000
+    assert sentence_of(gone) == (
+        "rollout-gone is no longer listed; others take over its 1 prompt when their leases run out"
+    )
+
+
+async def test_drained_iteration_waits_for_the_trainer(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0, num_groups=2)
+    await drain(ledger, job_id)
+    await ledger.trainer.renew_job(job_id, epoch, 30, "training a micro-batch of 2 groups of iteration 0")
+    findings = await explain_job(ledger, job_id)
+    (unit,) = [finding for finding in findings if finding.who == "iteration 0"]
+    start = "iteration 0 (policy version 0): 2 of 2 groups accepted, the last one N s ago; trainer-a has to train"
+    assert sentence_of(unit).startswith(start)
+    assert unit.waits_for == "trainer-a"
+    assert "trainer-a holds " in text_of(findings)
+    await commit(ledger, job_id, epoch, 0)
+    assert "iteration 1 is not open yet" in text_of(await explain_job(ledger, job_id))
+
+
+async def test_job_after_its_last_iteration_waits_for_its_evaluation(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"num_iterations": 1})
+    epoch = await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0, num_groups=2)
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    tasks = tasks_for(1)
+    for task in tasks:
+        task.is_evaluation = True
+    await ledger.evaluations.fail(job_id, 0, 1, "no prompts")
+    assert not await ledger.evaluations.open(job_id, 1, 1, 2, tasks)
+    await ledger.trainer.renew_job(job_id, epoch, 30, "waiting for the last evaluation")
+    found = text_of(await explain_job(ledger, job_id))
+    assert "all 1 iterations are committed, but trainer-a has not finished the job yet" in found
+    assert "waiting for the last evaluation, for N s" in found
+    assert "evaluation 1 (policy version 1): 0 of 2 groups accepted; 2 unclaimed for N s" in found
+
+
+async def test_lost_trainer_is_named_with_who_takes_over(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await ledger.trainer.claim_job(job_id, "trainer-dead", 0.0)
+    found = problems(await explain_job(ledger, job_id))[0]
+    assert found.startswith(
+        f"trainer-dead stopped, died or lost its connection: its lease of {job_id} ran out N s ago; no trainer"
+    )
+    await beat_trainer(ledger, pool, "trainer-b", "idle")
+    assert problems(await explain_job(ledger, job_id))[0].endswith("; trainer-b takes over")
+    for owner in ("trainer-b", "trainer-c"):
+        assert await ledger.trainer.claim_job(job_id, owner, 0.0)
+    assert problems(await explain_job(ledger, job_id))[0].startswith(
+        "2 trainers in a row ended without committing iteration 0; the job fails after 10 (schedule.max_lost_trainers)"
+    )
+
+
+async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
+    await start_training(ledger, job_id)
+    await open_iteration(ledger, job_id, 0)
+    await beat_rollout(ledger, pool, "rollout-a", "generating", job_id=job_id)
+    assert problems(await explain_job(ledger, job_id)) == []
+    await ledger.redis.hset(JobKeys(job_id).job, "progress_at", await ledger.now() - 600)
+    (late,) = problems(await explain_job(ledger, job_id))
+    assert late == "no progress for N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
+
+
+# ---- paused, ending, ended ---------------------------------------------------------------------------------------
+
+
+async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledger, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await start_training(ledger, job_id)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    findings = await explain_job(ledger, job_id)
+    assert "and stays paused without a limit: `onbeat jobs resume" in sentence_of(findings[0])
+    assert problems(findings) == []
+    await ledger.jobs.move(job_id, JobState.CANCELLING)
+    findings = await explain_job(ledger, job_id)
+    assert "trainer-a has to stop at its next safe point; otherwise the broker ends the job in N s" in sentence_of(
+        findings[0]
+    )
+    assert findings[0].deadline_s is not None
+    assert 60 < findings[0].deadline_s <= 120
+    await ledger.trainer.renew_job(job_id, epoch, 0.0)
+    assert "no trainer holds it, so the broker ends it within a second" in text_of(await explain_job(ledger, job_id))
+    await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
+    (end,) = await explain_job(ledger, job_id)
+    assert end.is_problem
+    assert sentence_of(end) == f"{job_id} has been FAILED for N s, after 0 of 3 iterations: the disk is full"
+
+
+# ---- the API and the command -------------------------------------------------------------------------------------
+
+
+async def test_api_explains_one_job_and_the_whole_installation(ledger: Ledger, pool: str, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        job_id = await create_job(ledger, pool=pool)
+        answer = (await client.get(f"/v1/jobs/{job_id}:explain")).json()
+        assert answer["is_healthy"] is False
+        assert answer["findings"][0]["job_id"] == job_id
+        assert (await client.get("/v1/jobs/job-none:explain")).status_code == 404
+        assert (await client.get(f"/v1/jobs/{job_id}")).json()["id"] == job_id  # its route is still its own
+        found = (await client.get("/v1/doctor")).json()
+        sentences = "\n".join(finding["sentence"] for finding in found["findings"])
+        for expected in (
+            "the broker answers, and its control loop runs",
+            "the clocks of broker and Redis differ by 0.0 s",
+            "Redis keeps no append-only file",
+            f"pool {pool}: 0 trainers alive, 0 rollouts alive",
+            f"streams of {job_id}: 0 prompts, 0 of them unclaimed; 0 groups kept",
+            f"no trainer of pool {pool} has asked for jobs",
+        ):
+            assert expected in sentences
+        assert [f["is_problem"] for f in found["findings"]] == sorted(
+            (f["is_problem"] for f in found["findings"]), reverse=True
+        )
+
+
+async def test_doctor_reports_what_redis_lets_it_know(tmp_path: Path) -> None:
+    port = free_port()
+    process = start_redis(port, str(tmp_path))
+    redis = connect(f"redis://127.0.0.1:{port}", retry_s=1)
+    admin, ledger = Ledger(redis), Ledger(connect(f"redis://weak:pw@127.0.0.1:{port}", retry_s=1))
+    try:
+        healthy = await diagnose(admin, is_conducting=True)
+        assert healthy.is_healthy, healthy
+        await redis.config_set("appendonly", "yes")
+        await redis.config_set("appendfsync", "always")
+        assert "keeps an append-only file (appendfsync always)" in text_of(
+            (await diagnose(admin, is_conducting=True)).findings
+        )
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        await redis.config_set("maxmemory", str(10**9))
+        assert (
+            "maxmemory-policy is allkeys-lru; set it to noeviction"
+            in problems((await diagnose(admin, is_conducting=True)).findings)[0]
+        )
+        await redis.execute_command("ACL", "SETUSER", "weak", "on", ">pw", "~onbeat:*", "+@all", "-info", "-config")
+        refused = await diagnose(ledger, is_conducting=True)
+        assert refused.is_healthy, refused
+        assert "this user may not run INFO" in text_of(refused.findings)
+        ended = await diagnose(ledger, is_conducting=False)
+        assert problems(ended.findings) == [
+            "the control loop of the broker has ended: no iteration will be opened; see its log and start it again"
+        ]
+        process.kill()
+        process.wait(10)
+        gone = await diagnose(ledger, is_conducting=True)
+        assert f"Redis at 127.0.0.1:{port}/0 does not answer" in problems(gone.findings)[0]
+    finally:
+        process.kill()
+        await redis.aclose()
+        await ledger.redis.aclose()
+
+
+async def test_password_that_was_changed_is_named_as_such(tmp_path: Path) -> None:
+    port = free_port()
+    process = start_redis(port, str(tmp_path))
+    ledger = Ledger(connect(f"redis://:before@127.0.0.1:{port}", retry_s=60))
+    admin = connect(f"redis://127.0.0.1:{port}", retry_s=1)
+    try:
+        await admin.config_set("requirepass", "before")
+        await ledger.now()
+        await admin.config_set("requirepass", "after")
+        await admin.client_kill_filter(_type="normal", skipme=True)
+        diagnosis = await diagnose(ledger, is_conducting=True)
+        (finding,) = [finding for finding in diagnosis.findings if finding.who == "redis"]
+        assert "refuses the user or the password" in finding.sentence
+        assert "correct ONBEAT_REDIS_PASSWORD_FILE or ONBEAT_REDIS_URL" in finding.sentence
+        assert "before" not in finding.sentence
+    finally:
+        await admin.aclose()
+        await ledger.redis.aclose()
+        process.terminate()
+        process.wait(10)
+
+
+async def onbeat(*arguments: str, url: str) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "onbeat.cli", *arguments),
+        env=os.environ | {"ONBEAT_URL": url},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+@pytest_asyncio.fixture
+async def broker_url(ledger: Ledger, tmp_path: Path) -> AsyncIterator[str]:
+    async with serving(ledger, tmp_path) as broker:
+        yield broker.url
+
+
+async def test_command_exits_zero_only_when_nothing_is_wrong(ledger: Ledger, pool: str, broker_url: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    code, out = await onbeat("doctor", job_id, url=broker_url)
+    assert code == 1
+    assert out.splitlines()[0].startswith(f"PROBLEM  {job_id} has been PENDING for ")
+    assert out.splitlines()[-1] == "2 problems"
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    code, out = await onbeat("doctor", job_id, url=broker_url)
+    assert (code, out.splitlines()[-1]) == (0, "healthy")
+    code, out = await onbeat("doctor", url=broker_url)
+    assert "ok       the broker answers, and its control loop runs" in out
+    code, out = await onbeat("doctor", "job-none", url=broker_url)
+    assert (code, "there is no job 'job-none'" in out) == (1, True)
+
+
+async def test_command_fails_for_a_job_that_cannot_learn(ledger: Ledger, pool: str, broker_url: str) -> None:
+    job_id = await train_dully(ledger, pool)
+    for state in (JobState.RUNNING, JobState.SUCCEEDED):
+        if state is JobState.SUCCEEDED:
+            await ledger.jobs.move(job_id, state)
+        code, out = await onbeat("doctor", job_id, url=broker_url)
+        assert code == 1
+        assert f"PROBLEM  {job_id} learns nothing: in the last 5 iterations" in out
+        assert "raise rollout.max_response_tokens above 8" in out
+        assert out.splitlines()[-1] != "healthy"
+
+
+async def test_command_says_that_the_broker_is_what_does_not_answer() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    code, out = await onbeat("doctor", url=url)
+    assert code == 1
+    assert out.startswith(f"PROBLEM  the broker at {url} does not answer (")
+    assert "(--url, ONBEAT_URL)" in out
+
+
+# ---- what trainers tell --------------------------------------------------------------------------------------
+
+
+async def connect_to(redis_url: str) -> Ledger:
+    """On the loop that is to use it."""
+    return Ledger(connect(redis_url))
+
+
+async def test_idle_trainer_is_listed_until_it_stops_then_forgotten(ledger: Ledger, redis_url: str, pool: str) -> None:
+    old = TrainerRecord(id="trainer-old", state="idle", last_seen_at=await ledger.now() - 2 * 86400)
+    await ledger.trainers.heartbeat(pool, old)
+    background = Background()
+    own = background.run(connect_to(redis_url))
+    presence = Presence(background, own, pool, "trainer-a")
+
+    async def is_listed_as(state: str) -> bool:
+        found = await ledger.trainers.records(pool)
+        return [(trainer.id, trainer.state) for trainer in found] == [("trainer-a", state)]
+
+    await eventually("idle", lambda: is_listed_as("idle"), LATER_S)
+    presence.job_id = "job-1"
+    await eventually("training", lambda: is_listed_as("training"), LATER_S)
+    await asyncio.to_thread(presence.close)
+    assert await is_listed_as("stopped")
+    background.run(own.redis.aclose())
+    background.close()
+
+
+async def test_trainer_reports_what_it_does_with_its_lease(ledger: Ledger, redis_url: str, pool: str) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    epoch = await start_training(ledger, job_id)
+    config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
+    background, stop = Background(), threading.Event()
+    own = background.run(connect_to(redis_url))
+    job = JobSession(Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), stop))
+
+    async def reports(doing: str) -> None:
+        async def is_reported() -> bool:
+            return (await ledger.jobs.fields(job_id)).get("doing") == doing
+
+        await eventually(doing, is_reported, LATER_S)
+
+    try:
+        await reports("loading the model")
+        await open_iteration(ledger, job_id, 0, num_groups=2)
+        feed = (await asyncio.to_thread(GroupFeed, job, config, 0)).micro_batches(0, ["0-0", "0-1"])
+        micro_batch = asyncio.create_task(asyncio.to_thread(next, feed))
+        await reports("waiting for groups of iteration 0: 2 missing")
+        await drain(ledger, job_id)
+        num_groups = len(await micro_batch)
+        await reports(f"training a micro-batch of {num_groups} groups of iteration 0")
+    finally:
+        stop.set()  # whoever still waits for groups ends by this
+        await asyncio.to_thread(job.close)
+        background.run(own.redis.aclose())
+        background.close()
+
+
+async def test_trainer_that_does_not_leave_a_job_that_is_over_hangs(ledger: Ledger, pool: str) -> None:
+    job_id, waiting = await create_job(ledger, pool=pool), await create_job(ledger, pool=pool)
+    await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    hangs = f"trainer-a still works on {job_id}, which has been CANCELLED for N s: it hangs; kill it"
+    assert hangs not in text_of((await diagnose(ledger, is_conducting=True)).findings)
+    await ledger.redis.hset(JobKeys(job_id).job, "finished_at", await ledger.now() - 200)
+    assert hangs in "\n".join(problems((await diagnose(ledger, is_conducting=True)).findings))
+    assert f"{waiting} has been PENDING" in text_of(await explain_job(ledger, waiting))
+
+
+async def test_unreadable_heartbeat_is_named_and_stops_nobody(ledger: Ledger, pool: str, tmp_path: Path) -> None:
+    job_id = await create_job(ledger, pool=pool)
+    await start_training(ledger, job_id)
+    await beat_rollout(ledger, pool, "good", "generating", job_id=job_id)
+    await beat_trainer(ledger, pool, "trainer-a", "training", job_id)
+    for name in (keys.workers(pool), keys.trainers(pool)):
+        await ledger.redis.hset(name, mapping={"evil": "not json", "of-a-later-version": '{"id": 7}'})
+    assert [worker.id for worker in await ledger.workers.records(pool)] == ["good"]
+    assert [trainer.id for trainer in await ledger.trainers.records(pool)] == ["trainer-a"]
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as broker:
+        findings = (await broker.get("/v1/doctor")).json()["findings"]
+        complaint = [finding["sentence"] for finding in findings if "cannot be read" in finding["sentence"]]
+        assert len(complaint) == 1
+        assert complaint[0].startswith(
+            f"4 heartbeats of pool {pool} cannot be read, and are left out (evil, of-a-later-version"
+        )
+        assert len((await broker.get(f"/v1/workers?pool={pool}")).json()["workers"]) == 1
+        assert (await broker.get(f"/v1/pools/{pool}")).json()["num_rollouts"] == 1
+        assert 'onbeat_unreadable_records{kind="heartbeat"} 4.0' in (await broker.get("/metrics")).text
+    for processes in (ledger.trainers, ledger.workers):
+        await processes.forget_old(pool)
+    assert await ledger.redis.hkeys(keys.workers(pool)) == [b"good"]
+    assert await ledger.redis.hkeys(keys.trainers(pool)) == [b"trainer-a"]
+
+
+def test_silence_and_a_clock_ahead_are_told_apart() -> None:
+    now = time.time()
+
+    def complaint(ago_s: float, state: str = "generating") -> str:
+        finding = explain_silence(WorkerRecord(id="rollout-a", state=state, last_seen_at=now - ago_s), now)
+        return finding.sentence if finding else ""
+
+    assert complaint(1) == complaint(3600) == complaint(30, "stopped") == ""
+    assert complaint(30).startswith("rollout-a was last seen 30 s ago (generating) and did not sign off")
+    assert complaint(-5).startswith("the clock of rollout-a is 5.0 s ahead of that of Redis")

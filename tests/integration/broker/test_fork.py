@@ -1,0 +1,98 @@
+"""A job that starts from the checkpoint of another one: which may, and that readers begin at its first iteration."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from onbeat.streams.ledger import Ledger
+from services.broker.auditor import run_audit
+from tests.broker_fixtures import (
+    LEASE_S,
+    commit,
+    drain,
+    job_body,
+    start_training,
+    wait_open,
+)
+from tests.waiting import eventually
+
+FIRST = 2
+
+
+async def parent_of(broker: httpx.AsyncClient, ledger: Ledger, folder: Path, *kept: int) -> str:
+    """A running job that has written checkpoints and keeps these."""
+    job_id = str((await broker.post("/v1/jobs", json=job_body())).json()["id"])
+    epoch = await start_training(ledger, job_id)
+    for number in kept:
+        path = folder / "checkpoints" / f"iteration-{number:06d}"
+        path.mkdir(parents=True)
+        (path / "state.json").touch()
+        await ledger.trainer.checkpointed(job_id, epoch, 0, number, str(path))
+    return job_id
+
+
+def fork_body(parent: str, iteration: int = FIRST, **sections: object) -> dict[str, object]:
+    return job_body(fork={"job": parent, "iteration": iteration}, **({"schedule": {"num_iterations": 4}} | sections))
+
+
+async def test_refused_fork_names_the_reason_and_the_remedy(
+    broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path
+) -> None:
+    parent = await parent_of(broker, ledger, tmp_path, 1, 2)
+    without = await parent_of(broker, ledger, tmp_path / "none")
+    refusals = {
+        "there is no job 'nobody'": fork_body("nobody"),
+        f"job {parent} has no checkpoint after 3 iterations; there are those after 1, 2; take one": fork_body(
+            parent, 3
+        ),
+        f"job {without} has no checkpoint after 2 iterations; it has none yet": fork_body(without),
+        f"a fork trains the model of job {parent}, bundled:smollm2-135m-instruct, with the same [lora]": fork_body(
+            parent, lora={"rank": 4}
+        ),
+        "2 are done in the checkpoint after 2 iterations": fork_body(parent, schedule={"num_iterations": 2}),
+    }
+    for reason, body in refusals.items():
+        answer = await broker.post("/v1/jobs", json=body)
+        assert answer.status_code == 422, answer.text
+        assert reason in answer.text
+
+
+async def test_unseen_disk_is_left_to_the_trainer(broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path) -> None:
+    parent = await parent_of(broker, ledger, tmp_path, 2)
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    assert (await broker.post("/v1/jobs", json=fork_body(parent, 1))).status_code == 201
+    answer = await broker.post("/v1/jobs", json=fork_body(parent, 3))
+    assert f"job {parent} has no checkpoint after 3 iterations; its newest is after 2" in answer.text
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_fork_counts_on_and_is_read_from_there(
+    broker: httpx.AsyncClient, ledger: Ledger, tmp_path: Path, max_staleness: int
+) -> None:
+    parent = await parent_of(broker, ledger, tmp_path, FIRST)
+    bounded = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
+    evaluation = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "every_iterations": 2, "num_prompts": 1}
+    body = fork_body(parent, schedule={"num_iterations": 4, **bounded}, evaluation=evaluation)
+    job_id = str((await broker.post("/v1/jobs", json=body)).json()["id"])
+    url = f"/v1/jobs/{job_id}"
+    for path in ("/iterations", "/evaluations", "/metrics", "/samples", "/timeline", "/weights", "/audit"):
+        assert (await broker.get(f"{url}{path}")).status_code == 200, path
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", LEASE_S)
+    assert epoch is not None
+    await ledger.versions.announce(job_id, epoch, FIRST, "127.0.0.1:1", "d2")
+    for iteration in (2, 3):
+        await wait_open(ledger, job_id, iteration)
+        await eventually("it is due", lambda: ledger.evaluations.state(job_id, FIRST))
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, reward_mean=0.5)
+    record = (await broker.get(url)).json()
+    assert (record["first_iteration"], record["next_iteration"], record["num_iterations"]) == (2, 4, 4)
+    found = {path: (await broker.get(f"{url}/{path}")).json() for path in ("iterations", "metrics", "timeline")}
+    assert [each["iteration"] for each in found["iterations"]["iterations"]] == [2, 3]
+    assert [step for step, _ in found["metrics"]["metrics"]["iteration/reward_mean"]] == [2, 3]
+    assert found["timeline"]["iterations"] == [2, 3]
+    evaluations = (await broker.get(f"{url}/evaluations")).json()["evaluations"]
+    assert evaluations[0]["evaluation"] == FIRST
+    report = await run_audit(ledger, job_id)
+    assert (report.violation, report.num_commits, report.num_groups) == (None, 2, 4)

@@ -1,0 +1,716 @@
+"""A job as it runs, over real sockets to a whole broker: what its stream sends, and its timeline."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from onbeat.api_keys import Role
+from onbeat.client import AsyncClient, BrokerUnreachable
+from onbeat.errors import ApiError
+from onbeat.streams import inspection
+from onbeat.streams.ledger import Claim, Ledger
+from onbeat.streams.ledger.audit_log import AuditLog
+from onbeat.streams.ledger.iterations import Iterations
+from onbeat.streams.ledger.scripts import Scripts
+from onbeat.types import Diagnosis, Event, IterationState, IterationUpdate, JobRecord, JobState, Timeline, WeightUpdate
+from services.broker.views import live
+from services.broker.views import timeline as timeline_module
+from services.broker.views.live import JobStreams
+from services.broker.views.timeline import Timelines
+from tests.broker_fixtures import (
+    Broker,
+    Keys,
+    commit,
+    create_job,
+    drain,
+    make_group,
+    running_broker,
+    serving,
+    start_training,
+    wait_open,
+    write_prompts,
+)
+from tests.conftest import free_port
+from tests.waiting import eventually
+
+LIMIT_S = 30.0
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read the authorities for each client takes its time
+
+
+@pytest_asyncio.fixture
+async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[Broker]:
+    async with serving(ledger, tmp_path) as broker:
+        yield broker
+
+
+@dataclass(frozen=True)
+class Sent:
+    kind: str  # "" of a comment
+    data: Any
+    id: str
+
+
+async def listen(url: str, job_id: str, **headers: str) -> AsyncIterator[Sent]:
+    """By the rules of the format alone, without our client."""
+    path = f"{url}/v1/jobs/{job_id}/stream"
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(httpx.AsyncClient(verify=NO_TLS, trust_env=False, timeout=LIMIT_S))
+        response = await stack.enter_async_context(client.stream("GET", path, headers=headers))
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-store"
+        fields: dict[str, str] = {}
+        async for line in response.aiter_lines():
+            if line:
+                name, _, value = line.partition(": ")
+                fields[name or "comment"] = value
+                continue
+            yield Sent(fields.get("event", ""), json.loads(fields.get("data", "null")), fields.get("id", ""))
+            fields = {}
+
+
+async def take(sent: list[Sent], url: str, job_id: str, **headers: str) -> list[Sent]:
+    """All messages, into `sent`."""
+    async with asyncio.timeout(LIMIT_S):
+        async for message in listen(url, job_id, **headers):
+            sent.append(message)
+    return sent
+
+
+async def listen_to_end(url: str, job_id: str, **headers: str) -> list[Sent]:
+    return await take([], url, job_id, **headers)
+
+
+async def begin_to_listen(broker: Broker, job_id: str, **headers: str) -> asyncio.Task[list[Sent]]:
+    """Returns when it has heard something."""
+    sent: list[Sent] = []
+    listening = asyncio.create_task(take(sent, broker.url, job_id, **headers))
+
+    await eventually("it listens", lambda: bool(sent) or listening.done())
+    return listening
+
+
+async def train(ledger: Ledger, job_id: str, epoch: str, iterations: range, rollout_s: float = 0.0) -> None:
+    for iteration in iterations:
+        await wait_open(ledger, job_id, iteration)
+        await asyncio.sleep(rollout_s)
+        await drain(ledger, job_id)
+        await commit(ledger, job_id, epoch, iteration, reward_mean=0.5, **{"train/loss": 1.0 + iteration})
+
+
+async def ledger_events(ledger: Ledger, job_id: str) -> list[str]:
+    return [event.id for event in await ledger.event_log.read(job_id)]
+
+
+def events_of(sent: list[Sent]) -> list[str]:
+    return [message.id for message in sent if message.kind == "event"]
+
+
+def committed_of(sent: list[Sent]) -> dict[int, dict[str, float]]:
+    """Iteration -> its point."""
+    updates = [message.data for message in sent if message.kind == "iteration"]
+    done = [update for update in updates if update["record"]["state"] == "COMMITTED"]
+    return {update["record"]["iteration"]: update["point"] for update in done}
+
+
+# ---- the stream --------------------------------------------------------------------------------------------------
+
+
+async def test_stream_sends_each_state_and_event_once_until_the_end(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    listening = await begin_to_listen(broker, job_id)
+    epoch = await start_training(ledger, job_id)
+    await train(ledger, job_id, epoch, range(3))
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+    sent = await listening
+    assert events_of(sent) == await ledger_events(ledger, job_id)
+    points = committed_of(sent)
+    assert [points[i]["train/loss"] for i in range(3)] == [1.0, 2.0, 3.0]
+    assert [points[i]["iteration/reward_mean"] for i in range(3)] == [0.5] * 3
+    states = [message.data["state"] for message in sent if message.kind == "job"]
+    assert (states[0], states[-1]) == ("PENDING", "SUCCEEDED")
+    assert (sent[-1].kind, sent[-1].data) == ("end", {"reason": "over"})
+    for place, message in enumerate(sent):  # the states behind an event come before it
+        if message.kind == "event" and message.data["kind"] == "iteration.committed":
+            assert message.data["data"]["iteration"] in committed_of(sent[:place])
+    assert [message.id for message in sent if message.kind != "event"] == [""] * (len(sent) - len(events_of(sent)))
+    assert broker.num_watchers == 0
+
+
+async def test_stream_continues_after_the_last_event_without_gaps(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 6})
+    epoch = await start_training(ledger, job_id)
+    first: list[Sent] = []
+    async with contextlib.aclosing(listen(broker.url, job_id)) as messages:
+        training = asyncio.create_task(train(ledger, job_id, epoch, range(2)))
+        async for message in messages:
+            first.append(message)
+            if len(events_of(first)) == 5:  # in the middle of it all
+                break
+    await training
+    await train(ledger, job_id, epoch, range(2, 6))  # nobody listens
+    listening = await begin_to_listen(broker, job_id, **{"Last-Event-ID": events_of(first)[-1]})
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+    second = await listening
+    assert events_of(first) + events_of(second) == await ledger_events(ledger, job_id)
+    assert committed_of(first).keys() | committed_of(second).keys() == set(range(6))
+
+
+async def test_event_seen_through_another_broker_is_not_sent_again(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "TICK_S", 1.5)
+    job_id = await create_job(ledger)
+    first = await begin_to_listen(broker, job_id)
+    await asyncio.sleep(0.3)
+    await ledger.event_log.emit(job_id, "test.seen", "the reader has not looked yet")
+    (seen,) = await inspection.newest_events(ledger, job_id, count=1)
+    second = await begin_to_listen(broker, job_id, **{"Last-Event-ID": seen.id})
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    expected = await ledger_events(ledger, job_id)
+    assert events_of(await first) == expected
+    assert events_of(await second) == expected[expected.index(seen.id) + 1 :]
+
+
+async def test_stream_of_a_job_that_is_over_reports_it_and_ends(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    await train(ledger, job_id, epoch, range(2))
+    await ledger.jobs.move(job_id, JobState.FAILED, "out of memory")
+    sent = await listen_to_end(broker.url, job_id)
+    assert events_of(sent) == await ledger_events(ledger, job_id)
+    assert committed_of(sent).keys() == {0, 1}
+    assert sent[0].data["error"] == "out of memory"
+    assert [message.kind for message in sent[-2:]] == ["explain", "end"]
+    (newest,) = (await inspection.newest_events(ledger, job_id, count=1))[:1]
+    resumed = await listen_to_end(broker.url, job_id, **{"Last-Event-ID": newest.id})
+    assert events_of(resumed) == []
+    assert resumed[-1].data == {"reason": "over"}
+
+
+async def test_stream_sends_all_iterations_however_many_they_are(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await create_job(ledger, schedule={"num_iterations": 6})
+    await train(ledger, job_id, await start_training(ledger, job_id), range(5))
+    await ledger.jobs.move(job_id, JobState.FAILED)
+    for at_once in (2, 5):  # the last read is full, or not
+        monkeypatch.setattr(live, "ITERATIONS_AT_ONCE", at_once)
+        assert committed_of(await listen_to_end(broker.url, job_id)).keys() == set(range(5))
+
+
+async def test_unforeseen_error_is_logged_and_breaks_the_stream(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def crash(*_: Any) -> Any:
+        raise ValueError("a record that nobody has foreseen")
+
+    monkeypatch.setattr(inspection, "look", crash)
+    job_id = await create_job(ledger)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await listen_to_end(broker.url, job_id)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
+        "a record that nobody has foreseen"
+    ]
+    assert broker.num_watchers == 0
+
+
+async def test_watchers_of_a_job_share_one_reader(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = inspection.look
+
+    async def counting(*args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await look(*args)
+
+    monkeypatch.setattr(inspection, "look", counting)
+    job_id = await create_job(ledger)
+    listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(20)]
+
+    await eventually("all listen", lambda: broker.num_watchers == 20)
+    clock = asyncio.get_running_loop()
+    before, since = looks, clock.time()
+
+    await eventually("it looks", lambda: looks - before >= 4)
+    assert looks - before <= (clock.time() - since) / live.TICK_S + 1
+    await ledger.event_log.emit(job_id, "test.hello", "hello")
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    expected = await ledger_events(ledger, job_id)
+    for sent in await asyncio.gather(*listening):
+        assert events_of(sent) == expected
+
+
+async def test_many_watchers_may_come_at_once(broker: Broker, ledger: Ledger) -> None:
+    """More than the connections to Redis that a process has at most."""
+    job_id = await create_job(ledger)
+    listening = [asyncio.create_task(listen_to_end(broker.url, job_id)) for _ in range(150)]
+
+    await eventually("all listen", lambda: broker.num_watchers == 150, LIMIT_S)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    expected = await ledger_events(ledger, job_id)
+    assert all(events_of(sent) == expected for sent in await asyncio.gather(*listening))
+
+
+async def test_waiting_job_is_explained_now_and_then(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "EXPLAIN_S", 1.0)
+    explained: list[float] = []
+    explain_job = live.explain_job
+
+    async def noting(*args: Any) -> Any:
+        explained.append(asyncio.get_running_loop().time())
+        return await explain_job(*args)
+
+    monkeypatch.setattr(live, "explain_job", noting)
+    job_id, num_sent = await create_job(ledger, pool="nobody-there"), 0
+    async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
+        async for message in messages:
+            if message.kind == "explain":
+                assert "trainer of pool nobody-there" in message.data["findings"][0]["waits_for"]
+                num_sent += 1
+            if num_sent == 3:
+                break
+    assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(explained))
+
+
+async def test_silent_stream_has_a_heart(broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "HEARTBEAT_S", 0.1)
+    job_id = await create_job(ledger)
+    async with asyncio.timeout(LIMIT_S), contextlib.aclosing(listen(broker.url, job_id)) as messages:
+        async for message in messages:
+            if message.kind == "":  # a comment
+                return
+    raise AssertionError("it ended without")
+
+
+async def test_long_stream_is_to_be_asked_for_again(
+    broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_STREAM_S", 0.5)
+    sent = await listen_to_end(broker.url, await create_job(ledger))
+    assert sent[-1].data == {"reason": "renew"}
+
+
+async def test_stopping_broker_ends_its_streams(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await create_job(ledger)
+    async with serving(ledger, tmp_path) as broker:
+        listening = await begin_to_listen(broker, job_id)
+        broker.server.should_exit = True
+        async with asyncio.timeout(4.0):  # below the server's own deadline
+            assert (await listening)[-1].data == {"reason": "stopping"}
+
+
+async def test_deleted_job_ends_its_stream(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    listening = await begin_to_listen(broker, job_id)
+    await ledger.redis.delete(inspection.JobKeys(job_id).job)
+    assert (await listening)[-1].data == {"reason": "over"}
+
+
+# ---- who may, and how many ---------------------------------------------------------------------------------------
+
+
+async def test_stream_asks_for_a_key_that_may_read(ledger: Ledger, tmp_path: Path) -> None:
+    keys, job_id = Keys(tmp_path / "keys.json"), await create_job(ledger)
+    async with serving(ledger, tmp_path, api_keys_file=keys.path) as broker:
+        async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+            for part in ("stream", "timeline"):
+                assert (await client.get(f"/v1/jobs/{job_id}/{part}")).status_code == 401
+        await ledger.jobs.move(job_id, JobState.CANCELLED)
+        assert (await listen_to_end(broker.url, job_id, **keys.header(Role.READ)))[0].data["id"] == job_id
+        async with AsyncClient(broker.url, "onbeat_0_wrong") as stranger:
+            with pytest.raises(ApiError, match="401"):
+                await anext(stranger.jobs.stream(job_id))
+
+
+async def test_impossible_streams_are_refused_before_they_begin(broker: Broker, ledger: Ledger) -> None:
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+        assert (await client.get("/v1/jobs/nobody/stream")).status_code == 404
+        job_id = await create_job(ledger)
+        for after in ("now", "\u0663", "1-\u0664"):  # digits that are none to Redis
+            for path in ("stream", "events"):
+                assert (await client.get(f"/v1/jobs/{job_id}/{path}", params={"after": after})).status_code == 422
+        headers = {"Last-Event-ID": "yesterday"}
+        assert (await client.get(f"/v1/jobs/{job_id}/stream", headers=headers)).status_code == 422
+    assert broker.num_watchers == 0
+
+
+async def test_streams_leave_room_for_other_requests(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await create_job(ledger)
+    async with serving(ledger, tmp_path, max_connections=4) as broker:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                messages = await stack.enter_async_context(contextlib.aclosing(listen(broker.url, job_id)))
+                await anext(messages)
+            async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+                refused = await client.get(f"/v1/jobs/{job_id}/stream")
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+                assert (await client.get(f"/v1/jobs/{job_id}")).status_code == 200
+
+        await eventually("those who left are forgotten", lambda: broker.num_watchers == 0)
+
+
+async def test_watcher_that_takes_nothing_is_hung_up_on(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "TICK_S", 0.05)
+    job_id = await create_job(ledger)
+    async with serving(ledger, tmp_path, stall_s=1.0) as broker:
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", int(broker.url.rsplit(":")[-1])))
+            reader.sendall(f"GET /v1/jobs/{job_id}/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            sent: list[Sent] = []  # to one that is quick
+            listening = asyncio.create_task(take(sent, broker.url, job_id))
+
+            await eventually("both listen", lambda: broker.num_watchers == 2)
+
+            async with asyncio.timeout(LIMIT_S):
+                while (broker.num_watchers, len(broker.server.server_state.connections)) != (1, 1):
+                    for _ in range(50):
+                        await ledger.event_log.emit(job_id, "test.long", "x" * 20_000)
+                    (newest,) = await inspection.newest_events(ledger, job_id, count=1)
+                    await eventually("it has taken all", lambda last=newest.id: events_of(sent)[-1:] == [last])
+            await ledger.jobs.move(job_id, JobState.CANCELLED)
+            await asyncio.wait_for(listening, LIMIT_S)
+            assert sent[-1].data == {"reason": "over"}
+
+
+async def test_watcher_that_is_slow_misses_nothing(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "TICK_S", 0.01)
+    job_id = await create_job(ledger)
+    streams = JobStreams(ledger, is_stopping=lambda: False, max_watchers=5)
+    stream = streams.stream(job_id, "0")
+    bodies = [await anext(stream)]
+    for _ in range(live.EVENTS_AT_ONCE + 50):  # more than one page
+        await ledger.event_log.emit(job_id, "test.quick", "")
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    async with asyncio.timeout(LIMIT_S):
+        bodies += [body async for body in stream]
+    assert b'"over"' in bodies[-1]
+    lines = [line for body in bodies for line in body.decode().split("\n")]
+    ids = [line.removeprefix("id: ") for line in lines if line.startswith("id: ")]
+    every: list[str] = []
+    while page := await ledger.event_log.read(job_id, every[-1] if every else "0"):
+        every += [event.id for event in page]
+    assert ids == every
+    await streams.close()
+
+
+async def test_question_is_read_once_for_all_who_ask_it() -> None:
+    shared, num_reads = live.Shared(), 0
+
+    async def read() -> int:
+        nonlocal num_reads
+        num_reads += 1
+        await asyncio.sleep(0.05)
+        return num_reads
+
+    assert await asyncio.gather(*(shared.answer("a", 0.1, read) for _ in range(5))) == [1] * 5
+    with pytest.raises(asyncio.TimeoutError):  # one who leaves takes the answer from nobody
+        await asyncio.wait_for(shared.answer("b", 0.1, read), 0.01)
+    assert await shared.answer("b", 0.1, read) == 2
+    await asyncio.sleep(0.15)
+    assert await shared.answer("a", 0.1, read) == 3
+    await shared.close()
+
+
+async def test_error_is_no_answer_for_those_who_ask_later() -> None:
+    shared = live.Shared()
+
+    async def fail() -> int:
+        raise RedisConnectionError("away")
+
+    async def read() -> int:
+        return 7
+
+    with pytest.raises(RedisConnectionError):
+        await shared.answer("a", 60.0, fail)
+    assert await shared.answer("a", 60.0, read) == 7
+    await shared.close()
+
+
+# ---- the client --------------------------------------------------------------------------------------------------
+
+
+async def test_client_streams_typed_records_until_the_job_is_over(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+
+    async def collect() -> list[Any]:
+        async with AsyncClient(broker.url) as client:
+            return [update async for update in client.jobs.stream(job_id)]
+
+    collecting = asyncio.create_task(collect())
+    await train(ledger, job_id, await start_training(ledger, job_id), range(3))
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+    updates = await asyncio.wait_for(collecting, LIMIT_S)
+    assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
+    assert [u for u in updates if isinstance(u, JobRecord)][-1].state is JobState.SUCCEEDED
+    last = [u for u in updates if isinstance(u, IterationUpdate)][-1]
+    assert (last.record.state, last.point["train/loss"]) == (IterationState.COMMITTED, 3.0)
+    assert {type(u) for u in updates} <= {Event, JobRecord, IterationUpdate, Diagnosis}
+
+
+ODD_TEXT = "a\u2028b\x85c\u2029d\x0be\rf"  # ends of lines to str.splitlines(), and to nobody else
+
+
+async def test_client_returns_all_events_however_many_they_are(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    for number in range(live.EVENTS_AT_ONCE + 1):
+        await ledger.event_log.emit(job_id, "job.warning", str(number))
+    async with AsyncClient(broker.url) as client:
+        found = await client.jobs.events(job_id)
+        assert [event.message for event in found[1:]] == [str(number) for number in range(live.EVENTS_AT_ONCE + 1)]
+        assert await client.jobs.events(job_id, found[-2].id) == found[-1:]
+
+
+async def test_odd_ends_of_lines_are_text_to_the_client(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await ledger.event_log.emit(job_id, "test.odd", ODD_TEXT)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    async with AsyncClient(broker.url) as client:
+        updates = [update async for update in client.jobs.stream(job_id)]
+    assert [u.message for u in updates if isinstance(u, Event) and u.kind == "test.odd"] == [ODD_TEXT]
+    sent = await listen_to_end(broker.url, job_id)  # a reader that takes them for ends of lines
+    assert [m.data["message"] for m in sent if m.kind == "event" and m.data["kind"] == "test.odd"] == [ODD_TEXT]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+async def test_client_takes_lines_by_the_rules_of_the_format(end: str) -> None:
+    """Of any broker, and in whatever pieces they come."""
+    event = Event(id="1-0", time=1.0, kind="test.odd", message=ODD_TEXT, data={})
+    lines = [
+        "event: event",
+        f"data: {event.model_dump_json()}",
+        "id: 1-0",
+        "",
+        "event: end",
+        'data: {"reason":"over"}',
+        "",
+    ]
+    head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head.encode())
+        for byte in "".join(line + end for line in lines).encode():
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", port := free_port())
+    async with server, asyncio.timeout(LIMIT_S), AsyncClient(f"http://127.0.0.1:{port}") as client:
+        assert [update async for update in client.jobs.stream("job")] == [event]
+
+
+async def test_client_goes_on_when_the_broker_comes_back(ledger: Ledger, tmp_path: Path) -> None:
+    job_id, port = await create_job(ledger), free_port()
+    updates: list[Any] = []
+
+    async def collect() -> None:
+        async with AsyncClient(f"http://127.0.0.1:{port}") as client:
+            async for update in client.jobs.stream(job_id):
+                updates.append(update)
+
+    async with serving(ledger, tmp_path, port=port):
+        collecting = asyncio.create_task(collect())
+        epoch = await start_training(ledger, job_id)
+        await train(ledger, job_id, epoch, range(1))
+
+        await eventually("it hears", lambda: any(isinstance(update, Event) for update in updates))
+    await ledger.event_log.emit(job_id, "test.unheard", "nobody is there")
+    async with serving(ledger, tmp_path, port=port):
+        await train(ledger, job_id, epoch, range(1, 3))
+        await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+        await asyncio.wait_for(collecting, LIMIT_S)
+    assert [u.id for u in updates if isinstance(u, Event)] == await ledger_events(ledger, job_id)
+
+
+async def test_client_gives_up_on_a_broker_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.01, 0.01))
+    async with AsyncClient(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(BrokerUnreachable):
+            await anext(client.jobs.stream("job"))
+
+
+# ---- the timeline ------------------------------------------------------------------------------------------------
+
+
+async def get_timeline(broker: Broker, job_id: str, iterations: int = 5) -> Any:
+    async with AsyncClient(broker.url) as client:
+        return await client.jobs.timeline(job_id, iterations)
+
+
+async def test_timeline_puts_groups_weights_and_training_on_one_clock(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    nothing = await get_timeline(broker, job_id)
+    assert (nothing.iterations, nothing.lanes, nothing.spans) == ([], [], [])
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    opened_at = float((await ledger.iterations.fields(job_id, 0))["opened_at"])
+    update = WeightUpdate(received_bytes=9, pull_s=0.04, apply_s=0.01, load_s=0.03, held_s=0.02)
+    await asyncio.sleep(0.1)
+    await ledger.versions.engine_ready(job_id, 0, "w1", update)
+    ready_at = next(e.time for e in await ledger.event_log.read(job_id) if e.kind == "worker.updated")
+    await asyncio.sleep(0.5)
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    group = make_group(first.task)
+    group.timings.generate_s, group.timings.score_s = 0.3, 0.1
+    await ledger.rollout.submit(job_id, first.entry_id, group)
+    accepted_at = int((await ledger.iterations.groups(job_id, 0))["0-0"].removeprefix("accepted:").split("-")[0]) / 1000
+    open_one = await get_timeline(broker, job_id)  # what is accepted shows before the rest
+    assert {(s.lane, s.kind, s.group_id) for s in open_one.spans if s.group_id} == {
+        ("w1", "generate", "0-0"),
+        ("w1", "score", "0-0"),
+    }
+    failed = make_group(second.task)
+    failed.timings.generate_s, failed.timings.score_s = 0.0, 0.0
+    await ledger.rollout.submit(job_id, second.entry_id, failed)
+    begin = opened_at + 0.1
+    spans = [("micro_batch", begin, 0.1), ("micro_batch", begin + 0.102, 0.1), ("optimizer", begin + 0.3, 0.05)]
+    await commit(ledger, job_id, epoch, 0, spans=spans, reward_mean=0.5)
+    committed_at = float((await ledger.iterations.fields(job_id, 0))["committed_at"])
+    timeline = await get_timeline(broker, job_id, 1)
+    if timeline.iterations == [1]:  # the next one is open already
+        timeline = await get_timeline(broker, job_id, 2)
+    spans = {(s.lane, s.kind, s.group_id or round(s.start - begin, 3)): s for s in timeline.spans}
+    generate, score = spans["w1", "generate", "0-0"], spans["w1", "score", "0-0"]
+    assert (generate.start, generate.end) == pytest.approx((accepted_at - 0.4, accepted_at - 0.1))
+    assert (score.start, score.end) == pytest.approx((accepted_at - 0.1, accepted_at))
+    (load,) = [s for s in timeline.spans if s.kind == "load"]
+    (pull,) = [s for s in timeline.spans if s.kind == "pull"]
+    assert (load.lane, load.start, load.end) == ("w1", pytest.approx(ready_at - 0.03), pytest.approx(ready_at))
+    assert (pull.start, pull.end) == pytest.approx((ready_at - 0.06, ready_at - 0.02))
+    trainer = [(s.kind, s.start - begin, s.end - begin) for s in timeline.spans if s.lane == "trainer"]
+    assert trainer == [  # the 2 ms between the micro-batches are not waiting
+        ("wait", pytest.approx(-0.1, abs=1e-3), pytest.approx(0.0, abs=1e-3)),
+        ("micro_batch", pytest.approx(0.0, abs=1e-3), pytest.approx(0.1, abs=1e-3)),
+        ("micro_batch", pytest.approx(0.102, abs=1e-3), pytest.approx(0.202, abs=1e-3)),
+        ("wait", pytest.approx(0.202, abs=1e-3), pytest.approx(0.3, abs=1e-3)),
+        ("optimizer", pytest.approx(0.3, abs=1e-3), pytest.approx(0.35, abs=1e-3)),
+    ]
+    idle = {lane.id: lane.idle_frac for lane in timeline.lanes}
+    assert list(idle) == ["trainer", "w1"]
+    assert idle["trainer"] == pytest.approx(1 - 0.25 / (committed_at - opened_at), abs=1e-3)
+    assert idle["w1"] == pytest.approx(1 - 0.3 / (timeline.end - timeline.start), abs=1e-3)
+    (record,) = [r for r in (await records(broker, job_id)) if r["iteration"] == 0]
+    assert record["metrics"] == {}  # spans are no metric
+    assert (record["reward_mean"], record["state"]) == (0.5, "COMMITTED")
+
+
+async def records(broker: Broker, job_id: str) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=broker.url, trust_env=False) as client:
+        return list((await client.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"])
+
+
+async def test_timeline_of_a_job_that_reports_less(broker: Broker, ledger: Ledger) -> None:
+    """Of an older trainer and older rollouts: groups have their place all the same."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await ledger.versions.engine_ready(
+        job_id, 0, "w1", WeightUpdate(received_bytes=9, pull_s=0.1, apply_s=0.1, load_s=0.1)
+    )
+    await train(ledger, job_id, epoch, range(3), rollout_s=0.25)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+    timeline = await get_timeline(broker, job_id, 2)
+    assert timeline.iterations == [1, 2]
+    assert {s.kind for s in timeline.spans if s.iteration > 0} == {"generate", "score"}
+    assert timeline.lanes[0].idle_frac is None
+    assert timeline.spans == (await get_timeline(broker, job_id, 2)).spans  # read once, sent twice
+
+
+async def test_timeline_reads_each_group_once(broker: Broker, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = await create_job(ledger)
+    await train(ledger, job_id, await start_training(ledger, job_id), range(3), rollout_s=0.25)
+    first = await get_timeline(broker, job_id)
+
+    async def never(*_: Any) -> Any:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(AuditLog, "rollouts", never)
+    assert (await get_timeline(broker, job_id)).spans == first.spans
+    assert len([s for s in first.spans if s.kind == "generate"]) == 6
+
+
+async def test_timeline_is_built_and_serialized_off_the_event_loop(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have tens of thousands of spans, and takes its time."""
+    threads: list[int] = []
+
+    def noted(call: Any) -> Any:
+        def note(*args: Any, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return call(*args, **options)
+
+        return note
+
+    monkeypatch.setattr(timeline_module, "put_together", noted(timeline_module.put_together))
+    monkeypatch.setattr(Timeline, "model_dump_json", noted(Timeline.model_dump_json))
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        job_id = await create_job(ledger)
+        await train(ledger, job_id, await start_training(ledger, job_id), range(1), rollout_s=0.0)
+        answer = await client.get(f"/v1/jobs/{job_id}/timeline")
+    assert Timeline.model_validate_json(answer.content).iterations[:1] == [0]
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
+class SlowIterations(Iterations):
+    """Another group is accepted after the groups have been listed, and before they are read."""
+
+    def __init__(self, ledger: Ledger, late: list[Claim]) -> None:
+        super().__init__(Scripts(ledger.redis))
+        self._ledger, self._late = ledger, late
+
+    async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
+        listed = await super().groups(job_id, iteration)
+        while self._late:
+            claim = self._late.pop()
+            await self._ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
+        return listed
+
+
+async def test_timeline_shows_a_group_that_is_accepted_while_it_reads(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    await wait_open(ledger, job_id, 0)
+    await asyncio.sleep(0.3)  # then the groups' spans lie within the window
+    first, second = await ledger.rollout.claim(job_id, "w1", 10, 30)
+    await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task))
+    slow = Ledger(ledger.redis)
+    slow.iterations = SlowIterations(ledger, late=[second])
+    timelines = Timelines(slow)
+    await timelines.read(job_id, 1)
+    shown = (await timelines.read(job_id, 1)).spans
+    assert sorted(s.group_id for s in shown if s.kind == "generate") == ["0-0", "0-1"]  # each once
+
+
+async def test_pages_of_samples_and_metrics_after_an_iteration(broker: Broker, ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await train(ledger, job_id, await start_training(ledger, job_id), range(2))
+    async with AsyncClient(broker.url) as client:
+        whole = await client.jobs.samples(job_id, iteration=1)
+        pages = [await client.jobs.samples(job_id, iteration=1, limit=3, offset=offset) for offset in (0, 3, 6)]
+        assert [sample for page in pages for sample in page] == whole
+        assert [len(page) for page in pages] == [3, 1, 0]
+        assert (await client.jobs.metrics(job_id, after=0))["train/loss"] == [(1, 2.0)]

@@ -1,0 +1,254 @@
+"""What is refused before a job is created: rewards, trackers and models that cannot work."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from onbeat.rewards import RewardConfig
+from onbeat.streams.ledger import Ledger
+from onbeat.types import TrainerRecord
+from services.broker.admission.hub import review_hub_model
+from services.broker.admission.review import MAX_TRIALS
+from services.broker.admission.rewards import review_on_data
+from services.broker.datasets import PromptItem
+from tests.broker_fixtures import job_body, running_broker, write_prompts
+from tests.installed import install
+
+SOLUTION = "Tom has 3 + 4 = 7 apples.\n#### 7"
+
+
+async def refusals(broker: httpx.AsyncClient, **sections: Any) -> list[dict[str, str]]:
+    answer = await broker.post("/v1/jobs", json=job_body(**sections))
+    assert answer.status_code in (201, 422), answer.text
+    return list(answer.json()["errors"]) if answer.status_code == 422 else []
+
+
+async def beat_trainer(ledger: Ledger, pool: str, trainer: str, trackers: list[str]) -> None:
+    record = TrainerRecord(id=trainer, state="idle", last_seen_at=await ledger.now(), trackers=trackers)
+    await ledger.trainers.heartbeat(pool, record)
+
+
+# ---- all at once -------------------------------------------------------------------------------------------------
+
+
+async def test_schema_and_other_checks_refuse_together(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    await beat_trainer(ledger, "crowded", "t1", ["wandb"])
+    wrong = {
+        "pool": "crowded",
+        "seed": "x",
+        "rollout": {"num_samples_per_prompt": 0},
+        "schedule": {"num_iterations": None, "num_iteration": 3},
+        "model": {"path": "bundled:nothing", "dtype": "fp16"},
+        "data": {"path": "missing.jsonl"},
+        "reward": {"name": "exactly"},
+        "tracking": [{"type": "mlflow"}],
+    }
+    first = {
+        "seed",
+        "rollout.num_samples_per_prompt",
+        "schedule.num_iterations",
+        "schedule.num_iteration",
+        "model.dtype",
+    }
+    later = {"model.path", "data.path", "reward.name", "tracking.0.type"}
+    assert {error["field"] for error in await refusals(broker, **wrong)} == first | later
+    valid = {"rollout": {}, "schedule": {}, "model": {"path": "bundled:nothing"}, "seed": 1}
+    assert {error["field"] for error in await refusals(broker, **(wrong | valid))} == later
+
+
+HUGE = "0x" + "f" * 5000  # only decimal numbers have a limit of digits
+JOB_TOML = """
+seed = {seed}
+model.path = "bundled:smollm2-135m-instruct"
+data = {{ type = "reasoning_gym", task = "chain_sum", options = {{ max_terms = {max_terms} }} }}
+reward = {{ name = "{reward}", options = {{ {option} = {value} }} }}
+rollout = {{ num_prompts_per_iteration = 2, num_samples_per_prompt = 2, max_response_tokens = 8 }}
+schedule.num_iterations = 1
+"""
+VALUES = {"seed": "0", "max_terms": "2", "reward": "regex", "option": "pattern", "value": "'x'"}
+
+
+@pytest.mark.parametrize(
+    ("odd", "field"),
+    [
+        ({"seed": HUGE}, "seed"),
+        ({"max_terms": HUGE}, "data.options"),
+        ({"value": HUGE}, "reward.options"),
+        ({"reward": "http", "option": "service", "value": HUGE}, "reward.options"),
+    ],
+)
+async def test_number_of_thousands_of_digits_is_refused(
+    broker: httpx.AsyncClient, odd: dict[str, str], field: str
+) -> None:
+    text = JOB_TOML.format(**VALUES | odd)
+    answer = await broker.post("/v1/jobs", content=text, headers={"Content-Type": "application/toml"})
+    assert answer.status_code == 422, answer.text
+    assert field in {error["field"] for error in answer.json()["errors"]}
+
+
+async def test_body_with_many_wrong_sections_is_refused(broker: httpx.AsyncClient) -> None:
+    model = {f"unknown_{i}": i for i in range(30)}  # more than are explained
+    refused = await broker.post("/v1/jobs", json=job_body(model=model, rollout="x", schedule=["y"]))
+    assert refused.status_code == 422, refused.text
+
+
+async def test_misspelt_key_hides_what_it_may_have_meant(broker: httpx.AsyncClient) -> None:
+    errors = await refusals(broker, data={"answr_field": "level", "answer_field": "x"}, reward={"name": "exactly"})
+    assert {error["field"] for error in errors} == {"data.answr_field", "reward.name"}
+    options = {"name": "regex", "options": "x"}  # whether a pattern is missing is not known
+    assert [error["field"] for error in await refusals(broker, reward=options)] == ["reward.options"]
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with rewards of a user, which this process and those that it starts see as installed."""
+    site = tmp_path / "site"
+    code = (
+        "def short(response, context, *, limit):\n    return float(len(response) < limit)\n"
+        "def strict(response, context):\n    return float(response.split('=')[1])\n"
+    )
+    entries = "[onbeat.rewards]\nshort = own_rewards:short\nstrict = own_rewards:strict\n"
+    install(site, "own", entries, own_rewards=code)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.syspath_prepend(str(site))
+
+
+async def test_refusal_of_long_prompts_without_a_length_is_refused(broker: httpx.AsyncClient) -> None:
+    (error,) = await refusals(broker, data={"on_too_long": "refuse"})
+    assert error["field"] == "data.on_too_long"
+
+
+@pytest.mark.usefixtures("own_rewards")
+async def test_options_that_a_reward_does_not_take_are_refused(broker: httpx.AsyncClient) -> None:
+    (error,) = await refusals(broker, reward={"name": "short", "options": {"limit2": 3}})
+    assert error["field"] == "reward.options"
+    assert "missing a required" in error["message"] or "unexpected keyword argument 'limit2'" in error["message"]
+    assert await refusals(broker, reward={"name": "short", "options": {"limit": 3}}) == []
+
+
+@pytest.mark.usefixtures("own_rewards")
+async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.AsyncClient) -> None:
+    created = await broker.post("/v1/jobs", json=job_body(reward={"name": "strict"}))
+    assert created.status_code == 201, created.text
+    events = (await broker.get(f"/v1/jobs/{created.json()['id']}/events")).json()["events"]
+    (warning,) = [event["message"] for event in events if event["kind"] == "job.warning"]
+    assert "reward strict fails on the first prompt's own answer" in warning
+
+
+@pytest.mark.parametrize(
+    "reward", [{"name": "math"}, {"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}}]
+)
+async def test_answer_inside_its_field_is_refused_with_the_pattern(
+    broker: httpx.AsyncClient, tmp_path: Path, reward: dict[str, Any]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "How many?", "answer": SOLUTION}) + "\n")
+    (error,) = await refusals(broker, reward=reward)
+    assert error["field"] == "data.answer_pattern"
+    assert "set it to '#### (.+)'" in error["message"]
+    assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
+
+
+async def test_many_requests_do_not_start_many_processes(
+    broker: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_now, most = 0, 0
+
+    async def find_failure(*_: object) -> None:
+        nonlocal num_now, most
+        num_now += 1
+        most = max(most, num_now)
+        await asyncio.sleep(0.4)  # much longer than reading the first row
+        num_now -= 1
+
+    monkeypatch.setattr("services.broker.admission.rewards.find_failure", find_failure)
+    body = job_body(reward={"name": "math"})
+    answers = await asyncio.gather(*(broker.post("/v1/jobs:validate", json=body) for _ in range(8)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert most == MAX_TRIALS
+
+
+async def test_answer_that_is_no_mathematics_is_refused() -> None:
+    reward = RewardConfig(name="math")
+    for answer, is_right in (("1/2", True), ("", False)):
+        complaints, notes = await review_on_data("reward", reward, PromptItem(text="?", context={"answer": answer}))
+        assert (complaints == [], notes) == (is_right, [])
+
+
+# ---- trackers ----------------------------------------------------------------------------------------------------
+
+
+async def test_tracker_that_no_trainer_has_is_refused(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    wanted = {"pool": "tracked", "tracking": [{"type": "mlflow"}]}
+    assert await refusals(broker, **wanted) == []  # no trainer, so nothing is known
+    await beat_trainer(ledger, "tracked", "t1", ["wandb"])
+    (error,) = await refusals(broker, **wanted)
+    assert error["field"] == "tracking.0.type"
+    assert "mlflow is not installed where the trainers of pool tracked run" in error["message"]
+    await beat_trainer(ledger, "tracked", "t2", ["mlflow"])
+    assert await refusals(broker, **wanted) == []
+
+
+# ---- models of a hub ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    return tmp_path / "hub"
+
+
+async def test_model_of_a_hub_that_cannot_be_had_is_refused(empty_cache: Path) -> None:
+    ((field, message),) = await review_hub_model("org/name")
+    assert (field, "the hub http://127.0.0.1:1 does not answer" in message) == ("model.path", True)
+    snapshot = empty_cache / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert await review_hub_model("org/name") == []
+    assert await review_hub_model("bundled:smollm2-135m-instruct") == await review_hub_model("/a/folder") == []
+
+
+@pytest.mark.usefixtures("empty_cache")
+async def test_model_that_a_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        status = b"200 OK" if b"/api/models/org/there " in asked else b"404 Not Found"
+        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server:
+        assert await review_hub_model("org/there") == []
+        ((_, message),) = await review_hub_model("org/gone")
+    assert "has no model org/gone" in message
+
+
+@pytest.mark.usefixtures("empty_cache")
+async def test_hub_is_not_asked_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ((_, message),) = await review_hub_model("org/name")
+    assert "HF_HUB_OFFLINE is set" in message
+
+
+# ---- a broker that only shows ------------------------------------------------------------------------------------
+
+
+async def test_broker_that_only_shows_changes_nothing(ledger: Ledger, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path, is_read_only=True) as broker:
+        for method, path in (("POST", "/v1/jobs"), ("PUT", "/v1/datasets/a.jsonl"), ("DELETE", "/v1/jobs/job-1")):
+            refused = await broker.request(method, path, json=job_body())
+            assert (refused.status_code, "only shows" in refused.json()["detail"]) == (403, True)
+        assert (await broker.get("/readyz")).status_code == 200
+        assert (await broker.get("/v1/jobs")).status_code == 200
+        assert not [task for task in asyncio.all_tasks() if task.get_name() in ("conductor", "retention")]

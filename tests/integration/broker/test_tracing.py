@@ -1,0 +1,639 @@
+"""Iterations as OpenTelemetry traces: a real ledger on one side, a real OTLP receiver on the other."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.streams.codec import check_content
+from onbeat.streams.keys import JobKeys
+from onbeat.streams.ledger import Ledger, rollout_side
+from onbeat.types import JobState, WeightUpdate
+from services.broker.metrics import Meters
+from services.broker.settings import Settings
+from services.broker.tracing import exporter as tracing
+from services.broker.tracing.exporter import Tracer
+from tests.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    failed_group,
+    make_group,
+    running_broker,
+    start_training,
+    tasks_for,
+)
+from tests.conftest import free_port
+from tests.integration.authority import Authority
+from tests.otlp_receiver import OK, Received, Receiver
+from tests.waiting import eventually
+
+LIMIT_S = 30.0
+QUICK_S = 0.7  # less than the exporter waits before it tries again by itself
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def redis_url(redis_url: str) -> str:
+    """A database of its own: a tracer exports the jobs of all tests that share one."""
+    return f"{redis_url}/1"
+
+
+@pytest.fixture(autouse=True)
+async def alone(ledger: Ledger) -> None:
+    await ledger.redis.flushdb()
+
+
+class Exporter:
+    """A broker's tracer, without the broker."""
+
+    def __init__(self, ledger: Ledger, url: str, **settings: Any) -> None:
+        self.meters = Meters()
+        self.tracer = Tracer(ledger, Settings(otlp_endpoint=url, **settings), self.meters.traces)
+
+    def count(self, outcome: str) -> float:
+        return self.meters._requests.get_sample_value("onbeat_traces_total", {"outcome": outcome}) or 0.0
+
+    @property
+    def num_failures(self) -> float:
+        return self.meters._requests.get_sample_value("onbeat_trace_failures_total") or 0.0
+
+
+@asynccontextmanager
+async def exporting(ledger: Ledger, url: str, **settings: Any) -> AsyncIterator[Exporter]:
+    exporter = Exporter(ledger, url, **settings)
+    exporter.tracer.start()
+    try:
+        yield exporter
+    finally:
+        await exporter.tracer.close()
+
+
+until = functools.partial(eventually, timeout_s=LIMIT_S)
+
+
+async def run_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: int, num_groups: int = 2) -> None:
+    assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, num_groups)) == ""
+    await drain(ledger, job_id)
+    assert await commit(ledger, job_id, epoch, iteration)
+
+
+async def run_job(ledger: Ledger, num_iterations: int, **sections: Any) -> str:
+    """Without a trainer's spans: for tests of what is exported when."""
+    job_id = await create_job(ledger, schedule={"num_iterations": num_iterations}, **sections)
+    epoch = await start_training(ledger, job_id)
+    for iteration in range(num_iterations):
+        await run_iteration(ledger, job_id, epoch, iteration)
+    return job_id
+
+
+def sha256_hex(text: str, digits: int) -> str:
+    """As the document says, and as anybody can compute it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def exported(receiver: Receiver, job_id: str) -> list[int]:
+    """The iterations whose root came, in order of arrival."""
+    return [
+        span.attributes["onbeat.iteration"]
+        for span in list(receiver.spans)
+        if span.name == "iteration" and span.attributes["onbeat.job_id"] == job_id
+    ]
+
+
+# ---- what a trace holds ----------------------------------------------------------------------------------------------
+
+
+async def traced_iterations(ledger: Ledger) -> tuple[str, dict[str, float]]:
+    """Two iterations of three groups in two micro-batches; the second one's moments."""
+    job_id = await create_job(ledger, rollout={"num_prompts_per_iteration": 3}, schedule={"num_iterations": 2})
+    epoch = await start_training(ledger, job_id)
+    moments: dict[str, float] = {}
+    for iteration in range(2):
+        update = WeightUpdate(received_bytes=9, pull_s=0.01, apply_s=0.0, load_s=0.02, held_s=0.03)
+        await ledger.versions.engine_ready(job_id, iteration, "w1", update)
+        moments["ready"] = await ledger.now()
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration, 3)) == ""
+        await asyncio.sleep(0.25)  # longer than the groups' durations
+        claims = await claim_all(ledger, job_id)
+        groups = [make_group(claims[0].task), make_group(claims[1].task, "w2"), failed_group(claims[2].task)]
+        for claim, group in zip(claims, groups, strict=True):
+            if claim is claims[1]:
+                await ledger.rollout.release(job_id, "w1", [claim.entry_id])
+                (claim,) = await claim_all(ledger, job_id, "w2")
+            await ledger.rollout.submit(job_id, claim.entry_id, group)
+        now = moments["told"] = await ledger.now()
+        ids = [f"{iteration}-{index}" for index in range(3)]
+        for index, batch in enumerate((ids[:2], ids[2:])):
+            assert await ledger.trainer.record_micro_batch(job_id, epoch, iteration, 0, index, batch) == batch
+        told = [("checkpoint", now, 0.01)] * iteration
+        told += [("micro_batch", now + 0.02, 0.02), ("micro_batch", now + 0.05, 0.01), ("optimizer", now + 0.07, 0.02)]
+        told += [("publish", now + 0.10, 0.01), ("publish", now + 0.12, 0.01)]
+        metrics: dict[str, Any] = {"spans": told, "reward_mean": 0.5, "num_training_devices": 1}
+        await asyncio.sleep(0.15)
+        assert await commit(ledger, job_id, epoch, iteration, **metrics)
+    return job_id, moments
+
+
+async def test_each_group_has_one_path_from_prompt_to_optimizer_step(ledger: Ledger, receiver: Receiver) -> None:
+    job_id, moments = await traced_iterations(ledger)
+    async with exporting(ledger, receiver.url):
+        await until("both are there", lambda: exported(receiver, job_id) == [0, 1])
+    assert receiver.most_often() == 1
+    assert receiver.traces.keys() == {sha256_hex(f"{job_id}/{iteration}", 32) for iteration in range(2)}
+    trace = receiver.traces[sha256_hex(f"{job_id}/1", 32)]
+    record = await ledger.iterations.fields(job_id, 1)
+    opened_at, committed_at, told = float(record["opened_at"]), float(record["committed_at"]), moments["told"]
+
+    def span(path: str) -> Received:
+        (found,) = [each for each in trace if each.id == sha256_hex(f"{job_id}/1/{path}", 16)]
+        return found
+
+    root, optimizer = span("iteration"), span("optimizer/0")
+    assert (root.name, root.parent_id, root.service, root.error) == ("iteration", "", "onbeat-broker", "")
+    assert root.end == pytest.approx(committed_at, abs=1e-5)
+    assert root.attributes["onbeat.policy_version"] == 1
+    assert (root.attributes["onbeat.num_groups"], root.attributes["onbeat.reward_mean"]) == (3, 0.5)
+    batches = {"1-0": (0.02, 0.04, 0), "1-1": (0.02, 0.04, 0), "1-2": (0.05, 0.06, 1)}
+    for group_id, (batch_start, batch_end, index) in batches.items():
+        group = span(f"group/{group_id}")
+        assert (group.parent_id, group.name, group.service) == (root.id, "group", "onbeat-broker")
+        assert group.start == pytest.approx(opened_at, abs=1e-5)
+        assert group.end == optimizer.end
+        children = sorted((each for each in trace if each.parent_id == group.id), key=lambda each: each.start)
+        failed = group_id == "1-2"
+        generated = [] if failed else ["generate", "score"]
+        assert [each.name for each in children] == ["wait_for_rollout", *generated, "wait_for_trainer", "micro_batch"]
+        assert children[0].start == group.start
+        for one, following in pairwise(children):
+            assert one.end == pytest.approx(following.start, abs=1e-5)
+        batch = children[-1]
+        assert (batch.start, batch.end) == pytest.approx((told + batch_start, told + batch_end), abs=1e-3)
+        assert (batch.service, batch.instance) == ("onbeat-trainer", "trainer-a")
+        assert batch.attributes["onbeat.micro_batch"] == index
+        assert "onbeat.is_timed" not in batch.attributes
+        assert batch.links == ((root.trace_id, optimizer.id),)
+        assert group.error == ("reward_failed: it raised" if failed else "")
+    generate, score = span("group/1-1/generate"), span("group/1-1/score")
+    assert (generate.end - generate.start, score.end - score.start) == pytest.approx((0.1, 0.1), abs=1e-3)
+    assert {(each.service, each.instance) for each in (generate, score)} == {("onbeat-rollout", "w2")}
+    entry = (await ledger.iterations.groups(job_id, 1))["1-1"].removeprefix("accepted:")
+    assert score.end == pytest.approx(int(entry.partition("-")[0]) / 1000, abs=1e-5)
+    assert span("group/1-0").attributes["onbeat.response_tokens"] == 4
+    steps = {each.name: each for each in trace if each.parent_id == root.id and each.service == "onbeat-trainer"}
+    assert steps.keys() == {"checkpoint", "optimizer", "publish"}
+    assert (steps["publish"].start, steps["publish"].end) == pytest.approx((told + 0.1, told + 0.13), abs=1e-3)
+    published = (sha256_hex(f"{job_id}/0", 32), sha256_hex(f"{job_id}/0/publish", 16))
+    for kind, (start, end) in {"pull": (0.04, 0.03), "load": (0.02, 0.0)}.items():
+        (one,) = [each for each in trace if each.name == kind]
+        ready = moments["ready"]
+        assert (one.start, one.end) == pytest.approx((ready - start, ready - end), abs=0.05)
+        assert (one.instance, one.parent_id, one.links) == ("w1", root.id, (published,))
+    assert all(root.start <= each.start <= each.end <= root.end for each in trace)
+    assert len(trace) == 1 + (1 + 5) * 2 + (1 + 3) + 3 + 2
+
+
+async def test_trace_holds_no_text_of_prompts_and_responses(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await run_job(ledger, 1)
+    async with exporting(ledger, receiver.url):
+        await until("it is there", lambda: exported(receiver, job_id) == [0])
+    assert not [span for span in receiver.spans if "prompt of" in repr(span) or "response 0" in repr(span)]
+
+
+async def test_late_joiner_is_in_the_trace_of_the_open_iteration(ledger: Ledger, receiver: Receiver) -> None:
+    """In `bounded` two iterations may have one version: each load is in one trace."""
+    bounded = {"mode": "bounded", "max_staleness": 2, "num_iterations": 9}
+    job_id = await create_job(ledger, schedule=bounded)
+    epoch = await start_training(ledger, job_id)
+    update = WeightUpdate(received_bytes=1, pull_s=0.0, apply_s=0.0, load_s=0.01)
+    for iteration in range(2):
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
+        await ledger.versions.engine_ready(job_id, 0, f"w{iteration}", update)
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, is_published=False)
+    async with exporting(ledger, receiver.url):
+        await until("both are there", lambda: exported(receiver, job_id) == [0, 1])
+    loads = {span.instance: span.trace_id for span in receiver.spans if span.name == "load"}
+    assert loads == {f"w{iteration}": sha256_hex(f"{job_id}/{iteration}", 32) for iteration in range(2)}
+    assert len([span for span in receiver.spans if span.name == "load"]) == 2
+
+
+async def test_trainer_that_has_taken_over_is_named_from_there_on(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id, lease_s=0.01)
+    await run_iteration(ledger, job_id, epoch, 0)
+    await asyncio.sleep(0.02)
+    new_epoch = await ledger.trainer.claim_job(job_id, "trainer-b", LIMIT_S)
+    assert new_epoch is not None
+    await run_iteration(ledger, job_id, new_epoch, 1)
+    async with exporting(ledger, receiver.url):
+        await until("both are there", lambda: exported(receiver, job_id) == [0, 1])
+    trainers = {
+        iteration: {
+            s.instance for s in receiver.traces[sha256_hex(f"{job_id}/{iteration}", 32)] if s.name == "micro_batch"
+        }
+        for iteration in range(2)
+    }
+    assert trainers == {0: {""}, 1: {"trainer-b"}}  # who it was before, the ledger does not say
+
+
+async def test_large_iteration_goes_in_several_requests(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await create_job(ledger, rollout={"num_prompts_per_iteration": 300})
+    epoch = await start_training(ledger, job_id)
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0, 300))
+    for _ in range(3):
+        await drain(ledger, job_id)
+    assert await commit(ledger, job_id, epoch, 0)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("all are there", lambda: exporter.count("exported") == 1)
+    assert receiver.num_requests == 4  # 300 groups of 6 spans, and the root
+    assert len({span.id for span in receiver.spans}) == len(receiver.spans) == 1801
+
+
+# ---- when, and how often ---------------------------------------------------------------------------------------------
+
+
+async def test_two_brokers_leave_no_iteration_out(ledger: Ledger, receiver: Receiver) -> None:
+    """Either may send one, and both may: it is the same trace then."""
+    job_id = await create_job(ledger, schedule={"num_iterations": 12})
+    epoch = await start_training(ledger, job_id)
+    first, second = Exporter(ledger, receiver.url), Exporter(ledger, receiver.url)
+    for iteration in range(12):
+        await run_iteration(ledger, job_id, epoch, iteration)
+        await asyncio.gather(first.tracer.step(), second.tracer.step())
+    await asyncio.gather(first.tracer.close(), second.tracer.close())
+    assert set(exported(receiver, job_id)) == set(range(12))
+    assert receiver.most_often() <= 2
+    assert len(receiver.traces) == 12
+
+
+async def test_broker_goes_on_where_the_record_ends(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await run_job(ledger, 2)
+    await ledger.iterations.record_traced(job_id, 1)  # by a broker that is gone
+    exporter = Exporter(ledger, receiver.url)
+    await exporter.tracer.step()
+    await exporter.tracer.close()
+    assert exported(receiver, job_id) == [1]
+    assert await ledger.redis.ttl(JobKeys(job_id).traces) > 0  # a record of a deleted job does not stay
+
+
+async def test_job_that_cannot_be_read_keeps_no_other_one(ledger: Ledger, receiver: Receiver) -> None:
+    odd = await run_job(ledger, 1)
+    await ledger.redis.hset(JobKeys(odd).job, "next_iteration", "many")
+    job_id = await run_job(ledger, 1)
+    async with exporting(ledger, receiver.url):
+        await until("the other one is there", lambda: exported(receiver, job_id) == [0])
+    assert exported(receiver, odd) == []
+
+
+async def test_iteration_that_is_sent_again_is_the_same_trace(ledger: Ledger, receiver: Receiver) -> None:
+    """By another broker, after the first one died before it could count it."""
+    job_id, _ = await traced_iterations(ledger)
+    for _ in range(2):
+        async with exporting(ledger, receiver.url) as exporter:
+            await until("both are sent", lambda exporter=exporter: exporter.count("exported") == 2)
+        await ledger.redis.delete(JobKeys(job_id).traces)
+    half = len(receiver.spans) // 2
+    assert receiver.spans[:half] == receiver.spans[half:]
+    assert len(receiver.traces) == 2
+
+
+async def test_stopping_broker_exports_what_is_left(
+    ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "LOOK_S", LIMIT_S)  # only its end makes it look again
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    await run_iteration(ledger, job_id, epoch, 0)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("the first one is there", lambda: exporter.count("exported") == 1)
+        await run_iteration(ledger, job_id, epoch, 1)
+    assert exported(receiver, job_id) == [0, 1]
+
+
+async def test_commits_without_a_broker_are_traced_later_up_to_a_bound(
+    ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_BEHIND", 4)
+    monkeypatch.setattr(tracing, "AT_ONCE", 3)
+    job_id = await run_job(ledger, 6)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("the newest are counted", lambda: exporter.count("exported") == 4)
+        assert exporter.count("missed") == 2
+    assert exported(receiver, job_id) == [2, 3, 4, 5]
+    async with exporting(ledger, receiver.url) as again:
+        await again.tracer.step()
+    assert exported(receiver, job_id) == [2, 3, 4, 5]
+
+
+async def test_job_that_was_over_long_ago_is_left_alone(
+    ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await run_job(ledger, 1)
+    await ledger.jobs.move(job_id, JobState.SUCCEEDED)
+    exporter = Exporter(ledger, receiver.url)
+    monkeypatch.setattr(tracing, "CATCH_UP_S", -1.0)
+    await exporter.tracer.step()
+    await exporter.tracer.close()
+    assert receiver.num_requests == 0
+
+
+async def test_every_nth_iteration_is_traced(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await run_job(ledger, 5)
+    async with exporting(ledger, receiver.url, trace_every_iterations=2):
+        await until("the last one is there", lambda: exported(receiver, job_id) == [0, 2, 4])
+    assert await ledger.iterations.next_untraced(job_id) == 5
+
+
+@pytest.mark.parametrize("num_trimmed", [1, 3])
+async def test_iteration_whose_groups_are_gone_is_left_out(
+    ledger: Ledger, receiver: Receiver, num_trimmed: int
+) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    for iteration in range(3):
+        await run_iteration(ledger, job_id, epoch, iteration)
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 4, "/c")
+    for iteration in range(num_trimmed):
+        assert await ledger.iterations.trim(job_id, iteration, 0)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("all are counted", lambda: exporter.count("missed") + exporter.count("exported") == 3)
+    assert exported(receiver, job_id) == list(range(num_trimmed, 3))
+
+
+async def test_iteration_of_which_odd_things_are_told_is_left_out(ledger: Ledger, receiver: Receiver) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    odd: dict[str, Any] = {"spans": [["micro_batch", "yesterday", 1]]}
+    for iteration in range(2):
+        assert await ledger.iterations.open(job_id, iteration, iteration, tasks_for(iteration)) == ""
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, **(odd if iteration == 0 else {}))
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("the other one is there", lambda: exported(receiver, job_id) == [1])
+        assert exporter.count("missed") == 1
+
+
+@pytest.mark.parametrize("score_s", [-math.inf, -1e300, math.nan])
+async def test_duration_that_cannot_be_sent_costs_one_trace(
+    ledger: Ledger, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, score_s: float
+) -> None:
+    """As a group may have that was accepted before durations were checked; other jobs are exported, and this one."""
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(rollout_side, "check_group", check_content)
+        for claim in await claim_all(ledger, job_id):
+            group = make_group(claim.task)
+            group.timings.score_s = score_s
+            await ledger.rollout.submit(job_id, claim.entry_id, group)
+    assert await commit(ledger, job_id, epoch, 0)
+    await run_iteration(ledger, job_id, epoch, 1)
+    other = await run_job(ledger, 1)
+    async with exporting(ledger, receiver.url) as exporter:
+        await until("this one goes on", lambda: exported(receiver, job_id)[-1:] == [1])
+        await until("the other one is there", lambda: exported(receiver, other) == [0])
+        await until("all are counted", lambda: exporter.count("exported") + exporter.count("refused") == 3)
+        assert exporter.count("refused") == (1 if score_s < 0 else 0)  # one that is no number counts as none
+
+
+# ---- collectors that do not do what they should ----------------------------------------------------------------------
+
+
+async def test_collector_that_was_away_gets_what_it_missed(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "LOOK_S", 0.02)
+    caplog.set_level(logging.INFO)
+    port = free_port()
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    async with exporting(ledger, f"http://127.0.0.1:{port}", otlp_timeout_s=QUICK_S) as exporter:
+        for iteration in range(3):
+            await run_iteration(ledger, job_id, epoch, iteration)
+        await until("it was tried again", lambda: exporter.num_failures >= 3)
+        assert await ledger.iterations.next_untraced(job_id) == 0
+        warnings = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
+        assert warnings == [f"no traces to http://127.0.0.1:{port}/v1/traces for now: {warnings[0].split(': ', 1)[1]}"]
+        with Receiver(port=port) as receiver:
+            await until("all are there", lambda: exported(receiver, job_id) == [0, 1, 2])
+            await until("all are counted", lambda: exporter.count("exported") == 3)
+            assert receiver.most_often() == 1
+    assert "answers again" in caplog.text
+
+
+async def test_too_old_iterations_are_counted_once_while_it_is_away(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "LOOK_S", 0.02)
+    monkeypatch.setattr(tracing, "MAX_BEHIND", 4)
+    await run_job(ledger, 6)
+    async with exporting(ledger, f"http://127.0.0.1:{free_port()}", otlp_timeout_s=QUICK_S) as exporter:
+        await until("it was tried again", lambda: exporter.num_failures >= 3)
+        assert exporter.count("missed") == 2
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_collector_that_is_busy_is_asked_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(tracing, "LOOK_S", 0.02)
+    answers = iter([(status, b""), (status, b"")])
+    job_id = await run_job(ledger, 1)
+    with Receiver(answer=lambda _: next(answers, (200, OK))) as receiver:
+        async with exporting(ledger, receiver.url, otlp_timeout_s=QUICK_S) as exporter:
+            await until("it is there", lambda: exported(receiver, job_id) == [0])
+            assert exporter.num_failures >= 2
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 500, 302])
+async def test_trace_refused_by_a_collector_is_counted_and_not_resent(ledger: Ledger, status: int) -> None:
+    answers = iter([(status, b"no")])
+    job_id = await run_job(ledger, 2)
+    with Receiver(answer=lambda _: next(answers, (200, OK))) as receiver:
+        async with exporting(ledger, receiver.url) as exporter:
+            await until("the second one is there", lambda: exported(receiver, job_id) == [1])
+        assert (exporter.count("refused"), exporter.count("exported"), exporter.num_failures) == (1, 1, 0)
+        assert receiver.num_requests == 2
+
+
+async def test_silent_collector_delays_neither_the_broker_nor_its_end(ledger: Ledger, tmp_path: Path) -> None:
+    job_id = await run_job(ledger, 1)
+
+    def sleep(_: object) -> tuple[int, bytes]:
+        time.sleep(LIMIT_S)
+        return 200, OK
+
+    with Receiver(answer=sleep) as receiver:
+        settings = {"otlp_endpoint": receiver.url, "otlp_timeout_s": 0.2}
+        async with running_broker(ledger, tmp_path, **settings) as broker:
+            failures = 0.0
+            deadline = time.monotonic() + LIMIT_S
+            while failures < 1:
+                assert time.monotonic() < deadline, "no deadline has passed"
+                asked_at = time.monotonic()
+                assert (await broker.get(f"/v1/jobs/{job_id}")).status_code == 200
+                assert time.monotonic() - asked_at < 5
+                lines = (await broker.get("/metrics")).text.splitlines()
+                failures = float(
+                    next(line for line in lines if line.startswith("onbeat_trace_failures_total")).split()[1]
+                )
+            ended_at = time.monotonic()
+        assert time.monotonic() - ended_at < tracing.CLOSE_S + 5
+    assert await ledger.iterations.next_untraced(job_id) == 0
+
+
+@asynccontextmanager
+async def trickling() -> AsyncIterator[str]:
+    """A server that answers one byte at a time, for ever: no single read takes long."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def test_collector_that_sends_single_bytes_meets_the_deadline(ledger: Ledger) -> None:
+    await run_job(ledger, 1)
+    async with trickling() as url, exporting(ledger, url, otlp_timeout_s=0.3) as exporter:
+        await until("it is given up", lambda: exporter.num_failures == 1)
+
+
+async def test_key_of_the_collector_is_sent(ledger: Ledger, receiver: Receiver, tmp_path: Path) -> None:
+    path = tmp_path / "headers"
+    path.write_text("Authorization=Bearer abc=\n\nX-Scope-OrgID = team\n")
+    await run_job(ledger, 1)
+    async with exporting(ledger, receiver.url, otlp_headers_file=path):
+        await until("it is there", lambda: bool(receiver.spans))
+    headers = {name.lower(): value for name, value in receiver.headers[0].items()}
+    assert (headers["authorization"], headers["x-scope-orgid"]) == ("Bearer abc=", "team")
+
+
+async def test_certificate_of_the_collector_is_checked(ledger: Ledger, tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    certificate, key = authority.issue("127.0.0.1")
+    job_id = await run_job(ledger, 1)
+    with Receiver(certificate=certificate, key=key) as receiver:
+        for wrong in ({}, {"otlp_tls_ca": stranger.cert}):
+            async with exporting(ledger, receiver.url, otlp_timeout_s=QUICK_S, **wrong) as exporter:
+                await until("it is not trusted", lambda exporter=exporter: exporter.num_failures >= 1)
+        assert receiver.num_requests == 0
+        async with exporting(ledger, receiver.url, otlp_tls_ca=authority.cert):
+            await until("it is there", lambda: exported(receiver, job_id) == [0])
+
+
+# ---- off, and settings -----------------------------------------------------------------------------------------------
+
+ASK_FOR_MODULES = """
+import asyncio, sys
+from pathlib import Path
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from services.broker.app import create_app
+from services.broker.settings import Settings
+
+async def main():
+    redis = connect(sys.argv[1], retry_s=5)
+    app = create_app(Settings(data_dir=Path(sys.argv[2])), Ledger(redis))
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(2)
+    await redis.aclose()
+    ours = ("opentelemetry.proto", "opentelemetry.exporter", "services.broker.tracing")
+    sys.stdout.write(" ".join(name for name in sys.modules if name.startswith(ours)))
+
+asyncio.run(main())
+"""
+
+
+def run_in_process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
+async def test_off_by_default_nothing_is_imported_nor_sent(
+    ledger: Ledger, receiver: Receiver, redis_url: str, tmp_path: Path
+) -> None:
+    """Also where the environment has a collector for everybody's programs. (redis-py imports the SDK by itself.)"""
+    job_id = await run_job(ledger, 1)
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
+    ended = await asyncio.to_thread(run_in_process, ASK_FOR_MODULES, redis_url, str(tmp_path), **environment)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert receiver.num_requests == 0
+    assert not await ledger.redis.exists(JobKeys(job_id).traces)
+
+
+NOT_INSTALLED = """
+import sys
+sys.modules["opentelemetry"] = None
+from services.broker.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_broker_says_which_package_is_missing() -> None:
+    ended = run_in_process(NOT_INSTALLED, ONBEAT_OTLP_ENDPOINT="http://127.0.0.1:4318")
+    assert ended.returncode == 2
+    assert "ONBEAT_OTLP_ENDPOINT is set, but opentelemetry-exporter-otlp-proto-http is not installed" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "collector:4318",
+        "ftp://c",
+        "http://",
+        "http://u:p@c:4318",
+        "http://c:x",
+        "http://c?a=b",
+        "http://[1",
+        "http://c:0",
+    ],
+)
+def test_endpoint_that_is_no_address_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="ONBEAT_OTLP_ENDPOINT is not like http://collector:4318"):
+        Settings(otlp_endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    "content", ["Authorization: secret", "=secret", "A=", "A B=secret", "A=sécret", "A=se\x00cret"]
+)
+def test_broken_headers_are_refused_without_telling_them(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "headers"
+    path.write_text(f"X-First=1\n{content}\n")
+    with pytest.raises(ValueError, match="line 2 is not like name=value") as caught:
+        Settings(otlp_endpoint="http://c:4318", otlp_headers_file=path)
+    assert "cret" not in str(caught.value)
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    for name in ("otlp_headers_file", "otlp_tls_ca"):
+        with pytest.raises(ValueError, match=f"ONBEAT_{name.upper()}={tmp_path / 'none'}"):
+            Settings(otlp_endpoint="https://c:4318", **{name: tmp_path / "none"})

@@ -1,0 +1,25 @@
+"""What tests of several areas begin with."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from onbeat.streams.ledger import Ledger
+from tests.broker_fixtures import running_broker, write_prompts
+from tests.integration.authority import Authority
+
+
+@pytest_asyncio.fixture
+async def broker(ledger: Ledger, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a whole broker, whose data folder is `tmp_path`."""
+    write_prompts(tmp_path)
+    async with running_broker(ledger, tmp_path) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("pki") / "ours")

@@ -1,0 +1,121 @@
+"""Environments behind OpenEnv's own server, from its package on PyPI."""
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from websockets.asyncio.server import ServerConnection, serve
+
+from onbeat.environments import Task, openenv
+from onbeat.environments.openenv import OpenEnvGame, openenv_environment
+from tests.conftest import free_port
+from tests.integration.environments.test_servers import is_listening
+from tests.scripted_session import ScriptedSession, says
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+LOCK = ROOT / "requirements/openenv.lock"
+TASK = Task([{"role": "user", "content": "Speak."}], "Speak.", "", seed=4)
+
+
+@pytest.fixture(scope="module")
+def packages() -> Path:
+    """The folder with the packages of the lock, installed once for each lock."""
+    folder = Path(sys.prefix) / f"openenv-{hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]}"
+    if not folder.exists():
+        partial = folder.with_suffix(f".{os.getpid()}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
+        subprocess.run([*pip, "--requirement", str(LOCK)], check=True, timeout=240)
+        partial.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(packages: Path) -> Iterator[str]:
+    """A server that has room for two episodes."""
+    port = free_port()
+    command = [sys.executable, str(ROOT / "tests/integration/environments/openenv_server.py"), str(port)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(packages)})
+    wait_until(lambda: is_listening(port), "it listens")
+    yield f"http://127.0.0.1:{port}"
+    process.kill()
+    process.wait()
+
+
+async def test_episode_is_played_to_its_end(url):
+    session = ScriptedSession(says("a"), says("bb"), says("ccc"), says("never asked"))
+    outcome = await openenv_environment(url, to_text=lambda seen: seen["text"]).run(TASK, session)
+    assert outcome.reward == pytest.approx(0.6)
+    assert list(outcome.turn_rewards.values()) == [0.1, 0.2, 0.3]
+    assert session.asked[0] == [{"role": "user", "content": "Speak.\nseed 4"}]
+    assert session.asked[1][-1] == {"role": "user", "content": "a"}
+
+
+async def test_episodes_side_by_side_have_games_of_their_own(url):
+    environment = openenv_environment(url)
+    scripts = [[says(letter * length) for length in (1, 2, 3)] for letter in "ab"]
+    outcomes = await asyncio.gather(*(environment.run(TASK, ScriptedSession(*script)) for script in scripts))
+    assert [outcome.reward for outcome in outcomes] == pytest.approx([0.6, 0.6])
+
+
+async def test_refused_actions_are_failures_and_give_back_their_place(url):
+    environment = openenv_environment(url, to_action=lambda text: {"guess": text})
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="refuses step: VALIDATION_ERROR: "):
+            await environment.run(TASK, ScriptedSession(says("a")))
+
+
+async def test_error_of_the_environment_is_a_failure(url):
+    with pytest.raises(RuntimeError, match=r"refuses step: EXECUTION_ERROR: .*the parrot is gone"):
+        await openenv_environment(url).run(TASK, ScriptedSession(says("die")))
+
+
+async def test_server_without_a_free_place_is_a_failure(url):
+    games = [game_of(url), game_of(url)]
+    for game in games:
+        await game.init(TASK.messages, seed=1)
+    with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
+        await openenv_environment(url).run(TASK, ScriptedSession(says("a")))
+    for game in games:
+        await game.close()
+
+
+async def test_state_counts_the_steps(url):
+    game = game_of(url)
+    await game.init(TASK.messages, seed=1)
+    await game.step(says("a"))
+    assert (await game.state())["step_count"] == 1
+    await game.close()
+
+
+def game_of(url: str) -> OpenEnvGame:
+    return OpenEnvGame(url, lambda text: {"message": text}, str)
+
+
+async def test_server_that_is_not_there_is_a_failure():
+    with pytest.raises(OSError, match=r"127\.0\.0\.1"):
+        await openenv_environment("ws://127.0.0.1:9").run(TASK, ScriptedSession(says("a")))
+
+
+async def test_server_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(openenv, "ANSWER_S", 0.5)
+    monkeypatch.setattr(openenv, "CLOSE_S", 0.1)
+    is_over = asyncio.Event()
+
+    async def hang(connection: ServerConnection) -> None:
+        connection.transport.pause_reading()  # so that it never hears that the client closes
+        await is_over.wait()
+
+    async with serve(hang, "127.0.0.1", 0, close_timeout=0.1) as server:
+        port = server.sockets[0].getsockname()[1]
+        try:
+            with pytest.raises(TimeoutError, match=r"the OpenEnv server has not answered reset for 0\.5 s"):
+                async with asyncio.timeout(8):  # websockets by itself waits for ten seconds
+                    await openenv_environment(f"ws://127.0.0.1:{port}").run(TASK, ScriptedSession(says("a")))
+        finally:
+            is_over.set()

@@ -1,0 +1,449 @@
+"""Environments that misbehave, in real child processes: only their process dies, and every episode has a result."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from onbeat.confine import MEBIBYTE
+from onbeat.environments import Outcome, Task
+from onbeat.memory import Memory
+from services.rollout.environments import pool as pool_module
+from services.rollout.environments import process as process_module
+from services.rollout.environments.child import MAX_OPEN_FILES
+from services.rollout.environments.pool import EnvironmentProcesses
+from services.rollout.episodes.contract import EpisodeAccess, EpisodeFailure, PlayRequest
+from tests.installed import install
+from tests.waiting import is_running, wait_until, wait_until_gone
+
+ENVIRONMENTS = '''
+import asyncio, json, os, resource, signal, subprocess, sys, time
+from pathlib import Path
+from onbeat import confine
+from onbeat.environments import Outcome
+from onbeat.environments.final_reward import reward_of_answer
+
+class Mute(Exception):
+    def __str__(self): raise KeyError("no text")
+
+class Behave:
+    """Does what the key of the episode says; everything else ends with a reward."""
+
+    def __init__(self, **options):
+        self.options = options
+        if options.get("refuse"): raise ValueError("no such option")
+        if options.get("vanish"): os._exit(7)
+
+    async def run(self, task, policy):
+        key, place = policy.key, task.metadata.get("place", "")
+        if key == "nap": await asyncio.sleep(0.3)
+        if key == "share":
+            task.messages.append({}); task.metadata["seen"].append(1)
+            await asyncio.sleep(0)
+            return Outcome(len(task.messages) + len(task.metadata["seen"]))
+        if key == "raise": raise KeyError("no such thing")
+        if key == "raise in a tool": await asyncio.to_thread(self.tool)
+        if key == "group": raise ExceptionGroup("several", [RuntimeError("the first"), ValueError()])
+        if key == "cancel": raise asyncio.CancelledError()
+        if key == "half a character": raise ValueError(chr(0xD800))
+        if key == "wait": await asyncio.sleep(3600)
+        if key == "zero":
+            try: await asyncio.sleep(3600)
+            except BaseException: return Outcome(0.0)
+        if key == "deaf":
+            while True:
+                try: await asyncio.sleep(3600)
+                except asyncio.CancelledError: pass
+        if key == "own timeout":
+            async with asyncio.timeout(0.01): await asyncio.sleep(3600)
+        if key == "thread": await asyncio.to_thread(time.sleep, 3600)
+        if key == "block": time.sleep(3600)
+        if key.startswith("score"):
+            parts = await reward_of_answer(key, self.options, task, [])
+            return Outcome(parts["reward"], dict(parts))
+        if key == "eat": return len([bytes(1 << 20) for _ in range(10_000)])
+        if key == "nan": return Outcome(float("nan"))
+        if key == "huge": return Outcome(1.0, {"length": -1e39})
+        if key == "odd turn": return Outcome(1.0, turn_rewards=[1.0])
+        if key == "number": return 1.0
+        if key == "quit": sys.exit(3)
+        if key == "quit in a thread": await asyncio.to_thread(sys.exit, 3)
+        if key == "mute": raise Mute()
+        if key == "parts": return Outcome(1.0, {f"part {n}": 1.0 for n in range(100_000)})
+        if key == "exit": os._exit(3)
+        if key == "crash":
+            print("last words", file=sys.stderr, flush=True)
+            os.abort()
+        if key == "flood":
+            while True: os.write(1, b"x" * 65536)
+        if key == "print":
+            print('{"request": 1, "step": "ended", "episode": 0}', flush=True)
+            sys.stdin.read()
+        if key == "scribble":
+            for number in range(3, 20):
+                try: os.write(number, b"5\\\\n")
+                except OSError: pass
+        if key == "forge":
+            line = {"request": 1, "step": "failed", "episode": -1, "kind": "raised", "message": ""}
+            for number in range(3, 20):
+                try: os.write(number, json.dumps(line).encode() + b"\\n")
+                except OSError: pass
+            await asyncio.sleep(3600)
+        if key == "twin" and os.fork() == 0: await asyncio.sleep(0.2)
+        if key == "child":
+            Path(place).write_text(str(os.fork() or time.sleep(3600)))
+            await asyncio.sleep(3600)
+        if key == "leash":
+            command = [sys.executable, "-I", confine.__file__, '{"parent": %d}' % os.getpid(), "sleep", "600"]
+            Path(place).write_text(str(subprocess.Popen(command, start_new_session=True).pid))
+            await asyncio.sleep(3600)
+        if key == "close":
+            await policy.close()
+            await policy.chat([{"role": "user", "content": "hello"}])
+        if key == "chat": await policy.chat([{"role": "user", "content": "hello"}])
+        if key == "late":
+            async def call_later():
+                await asyncio.sleep(0.05)
+                await policy.chat([{"role": "user", "content": "hello"}])
+            self.late = asyncio.create_task(call_later())
+        parts = {"pid": os.getpid(), "secret": "ONBEAT_REDIS_URL" in os.environ, **self.options}
+        if key == "limits":
+            for kind in ("AS", "CORE", "FSIZE", "NOFILE"):
+                parts[kind] = resource.getrlimit(getattr(resource, "RLIMIT_" + kind))[1]
+            parts |= {kind: parts[kind] >> 20 for kind in ("AS", "FSIZE")}
+            parts["nice"] = os.nice(0)
+        return Outcome(1.0, parts, {"call-1": 0.5})
+
+    def tool(self):
+        try: json.loads("{")
+        except ValueError: raise ValueError("bad")
+
+class Tools:
+    def __init__(self, bonus=0.0): self.bonus = bonus
+    def reset(self, answer): self.answer = answer
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        self.sum = a + b
+        return self.sum
+    def get_reward(self, response): return (str(self.sum) == self.answer == response) + self.bonus
+
+class Game:
+    def init(self, seed): return f"say {seed}"
+    def step(self, message): return "well", len(message["content"]), True
+
+def gives_a_number():
+    return 5
+
+def wait(response, context): time.sleep(3600)
+
+def ring(response, context, level):
+    """Ask for an alarm, as math-verify does: only the main thread of a process may do that."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return {"reward": level * (context["answer"] == "2"), "pid": os.getpid()}
+'''
+
+ENTRIES = """[onbeat.environments]
+behave = onbeat_test_environments:Behave
+number = onbeat_test_environments:gives_a_number
+tools = onbeat_test_environments:Tools
+game = onbeat_test_environments:Game
+missing = no_such_package:Nothing
+
+[onbeat.rewards]
+score by waiting = onbeat_test_environments:wait
+score by ringing = onbeat_test_environments:ring
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own environments, on the path of child processes."""
+    code = {"onbeat_test_environments": ENVIRONMENTS}
+    site = install(tmp_path / "site", "onbeat_test_environments", ENTRIES, **code)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
+
+
+@pytest.fixture
+async def processes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_module, "GRACE_S", 60.0)  # this machine may be busy
+    processes = EnvironmentProcesses(1, 1024)
+    yield processes
+    await processes.close()
+
+
+def request(*keys: str, timeout_s: float = 20.0, **kwargs) -> PlayRequest:
+    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", kwargs.pop("metadata", {}))
+    defaults = {"name": "behave", "options": {}, "task": task, "memory_limit_mb": 1024}
+    access = [EpisodeAccess("http://127.0.0.1:9", key) for key in keys]
+    return PlayRequest(**(defaults | kwargs), access=access, timeout_s=timeout_s)
+
+
+def kinds(results) -> list[str]:
+    return [result.kind if isinstance(result, EpisodeFailure) else "ended" for result in results]
+
+
+def pid_of(result) -> int:
+    assert isinstance(result, Outcome), result
+    return int(result.parts["pid"])
+
+
+async def test_outcomes_come_back_in_order_and_side_by_side(processes):
+    ended: list[int] = []
+    begun: list[int] = []
+    on = {"on_begin": lambda: begun.append(len(ended)), "on_end": ended.append}
+    results = await processes.play(request("nap", "a", "nap", options={"level": 2}, **on))
+    assert kinds(results) == ["ended"] * 3
+    assert [(each.reward, each.parts["level"], each.turn_rewards) for each in results] == [
+        (1.0, 2, {"call-1": 0.5})
+    ] * 3
+    assert (begun, ended[0]) == ([0], 1)
+    assert sorted(ended) == [0, 1, 2]
+
+
+async def test_as_many_groups_are_played_as_memory_is_free_for(monkeypatch):
+    free = Memory(3 * 1024 * MEBIBYTE, 8 * 1024 * MEBIBYTE)
+    monkeypatch.setattr(pool_module, "read_memory", lambda: free)
+    processes = EnvironmentProcesses(8, 1024)
+    assert processes.num_groups() == 3
+    await processes.play(request("a"))
+    assert processes.num_groups() == 4  # the idle process has its memory
+    playing = asyncio.create_task(processes.play(request("wait")))
+    await asyncio.sleep(0)
+    assert processes.num_groups() == 4
+    assert EnvironmentProcesses(2, 1024).num_groups() == 2
+    assert EnvironmentProcesses(8, 8192).num_groups() == 1  # else nothing would ever be played
+    playing.cancel()
+    await asyncio.wait({playing})
+    await processes.close()
+
+
+async def test_no_episode_sees_how_another_changes_the_task(processes):
+    """A user's code may well append to the prompt's messages: the group's other episodes begin without that."""
+    results = await processes.play(request("share", "share", "share", metadata={"seen": []}))
+    assert [result.reward for result in results] == [3.0, 3.0, 3.0]
+
+
+async def test_process_stays_warm_for_the_same_environment(processes):
+    (first,) = await processes.play(request("a"))
+    (second,) = await processes.play(request("a"))
+    (third,) = await processes.play(request("a", options={"level": 1}))
+    assert pid_of(first) == pid_of(second) != pid_of(third)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid_of(first), 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("raise", "raised", "KeyError: 'no such thing' (onbeat_test_environments.py, line "),
+        ("raise in a tool", "raised", "ValueError: bad (onbeat_test_environments.py, line "),
+        ("group", "raised", "RuntimeError: the first"),
+        ("cancel", "raised", "CancelledError"),
+        ("quit", "raised", "SystemExit: 3"),
+        ("quit in a thread", "raised", "SystemExit: 3"),
+        ("mute", "raised", "Mute: (its text raises KeyError)"),
+        ("parts", "invalid", "bytes, of at most 524288: give it fewer parts"),
+        ("own timeout", "raised", "TimeoutError"),
+        ("half a character", "raised", "ValueError: ?"),
+        ("close", "raised", "client has been closed"),
+        ("chat", "raised", "SessionError: the session does not answer: ConnectError"),
+        ("nan", "invalid", "reward is nan, not a number from -1000000 to 1000000"),
+        ("huge", "invalid", "length is -1e+39, not a number from"),
+        ("odd turn", "invalid", "turn_rewards is [1.0], not a mapping of names to numbers"),
+        ("number", "invalid", "it returned 1.0, not an Outcome"),
+    ],
+)
+async def test_failed_episode_leaves_the_others_alone(processes, key, kind, words):
+    failed, ended = await processes.play(request(key, "nap"))
+    assert isinstance(failed, EpisodeFailure)
+    assert failed.kind == kind
+    assert words in failed.message
+    (again,) = await processes.play(request("a"))
+    assert pid_of(again) == pid_of(ended)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "words"),
+    [
+        ("exit", "crashed", "exited with code 3"),
+        ("crash", "crashed", "was killed by SIGABRT; it said: "),
+        ("flood", "output", "it printed more than 4194304 bytes"),
+        ("scribble", "crashed", "wrote into the protocol"),
+        ("forge", "crashed", "wrote into the protocol"),
+    ],
+)
+async def test_death_of_the_process_fails_what_had_not_ended(processes, key, kind, words):
+    ended, failed, other = await processes.play(request("a", key, "wait"))
+    assert isinstance(ended, Outcome) or kind == ended.kind  # the process may die before its answer is read
+    assert (failed.kind, other.kind) == (kind, kind)
+    assert words in failed.message
+    assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+async def test_memory_limit_is_a_failure_and_the_process_is_replaced(processes):
+    (first,) = await processes.play(request("a", memory_limit_mb=512))
+    (failed,) = await processes.play(request("eat", memory_limit_mb=512))
+    assert failed == EpisodeFailure("memory", "the memory limit was reached")
+    (again,) = await processes.play(request("a", memory_limit_mb=512))
+    assert pid_of(again) != pid_of(first)
+
+
+@pytest.mark.parametrize("key", ["wait", "thread", "zero"])
+async def test_episode_that_waits_for_ever_times_out_alone(processes, key):
+    ended, failed, late = await processes.play(request("a", key, "nap", timeout_s=3.0))
+    assert failed == EpisodeFailure("timeout", "the episode took longer than 3 s")
+    assert kinds([ended, late]) == ["ended", "ended"]
+    (again,) = await processes.play(request("a"))
+    assert pid_of(again) != pid_of(ended)
+
+
+async def test_reward_of_an_answer_that_blocks_holds_up_nobody(processes):
+    failed, ended = await processes.play(request("score by waiting", "nap", timeout_s=5.0))
+    assert failed == EpisodeFailure("timeout", "the episode took longer than 5 s")
+    assert isinstance(ended, Outcome)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+async def test_rewards_of_answers_have_a_process_of_their_own(processes):
+    scored = [await processes.play(request("score by ringing", "a", options={"level": 2})) for _ in range(2)]
+    (first, environment), (second, _) = scored
+    assert (first.reward, second.reward) == (2.0, 2.0)
+    assert pid_of(first) == pid_of(second) != pid_of(environment)
+    (refused,) = await processes.play(request("score by ringing"))
+    assert refused.kind == "raised"
+    assert "RewardRefused: response 0: options: TypeError: missing a required argument: 'level'" in refused.message
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid_of(first)}/stat"))  # its environment was replaced
+
+
+@pytest.mark.parametrize("key", ["block", "deaf"])
+async def test_process_that_does_not_answer_is_killed(processes, key, monkeypatch):
+    monkeypatch.setattr(process_module, "GRACE_S", 1.0)
+    (warm,) = await processes.play(request("a"))
+    results = await processes.play(request("nap", key, timeout_s=3.0))
+    assert results[1].kind == "timeout"
+    assert "does not answer: code that does not await holds up all episodes" in results[1].message
+    assert kinds(results) == [{"block": "timeout", "deaf": "ended"}[key], "timeout"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid_of(warm), 0)
+
+
+async def test_prints_do_not_reach_the_protocol(processes):
+    assert kinds(await processes.play(request("print", "a"))) == ["ended", "ended"]
+
+
+async def test_fork_that_returns_twice_gives_no_second_result(processes, monkeypatch):
+    """The copy runs on in the same event loop, which may harm it: then the process is replaced."""
+    monkeypatch.setattr(process_module, "GRACE_S", 1.0)
+    results = await processes.play(request("twin", "nap", timeout_s=5.0))
+    assert set(kinds(results)) <= {"ended", "timeout"}
+    after = [kinds(await processes.play(request("a", timeout_s=5.0))) for _ in range(2)]
+    assert after[0] in (["ended"], ["timeout"])
+    assert after[1] == ["ended"]
+
+
+async def test_call_after_the_end_changes_no_result(processes):
+    assert kinds(await processes.play(request("late", "nap"))) == ["ended", "ended"]
+    assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"name": "nobody"}, "load", "ValueError: no environment 'nobody' is installed here; there are: behave,"),
+        ({"name": "missing"}, "load", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ({"name": "number"}, "load", "gave a int, which has no method `run`"),
+        ({"options": {"refuse": True}}, "load", "ValueError: no such option"),
+        ({"options": {"vanish": True}}, "crashed", "exited with code 7"),
+    ],
+)
+async def test_environment_that_cannot_be_built_fails_all(processes, changes, kind, words):
+    results = await processes.play(request("a", "b", **changes))
+    assert kinds(results) == [kind, kind]
+    assert words in results[0].message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_limits_are_set_and_settings_are_hidden(processes):
+    (outcome,) = await processes.play(request("limits", memory_limit_mb=900))
+    found = outcome.parts
+    assert (found["AS"], found["CORE"], found["FSIZE"]) == (900, 0, 256)
+    assert (found["NOFILE"], found["nice"], found["secret"]) == (MAX_OPEN_FILES, os.nice(0) + 5, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+@pytest.mark.parametrize("key", ["child", "leash"])  # in the process's group; out of it, but on a leash
+async def test_cancelled_group_leaves_no_process(processes, key, tmp_path):
+    marker = tmp_path / "pid"
+    playing = asyncio.create_task(processes.play(request(key, timeout_s=600, metadata={"place": str(marker)})))
+    await asyncio.to_thread(wait_until, lambda: marker.exists() and marker.read_text() != "", "it has begun")
+    playing.cancel()
+    await asyncio.wait({playing})
+    await asyncio.to_thread(wait_until_gone, Path(f"/proc/{marker.read_text()}/stat"))
+    assert kinds(await processes.play(request("a"))) == ["ended"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+def test_killed_rollout_leaves_no_environment_behind(tmp_path):
+    script = """
+import asyncio, sys
+from onbeat.environments import Task
+from services.rollout.environments import EnvironmentProcesses
+from services.rollout.episodes.contract import EpisodeAccess, PlayRequest
+task = Task([], "", metadata={"place": sys.argv[1]})
+access = [EpisodeAccess("http://127.0.0.1:9", "child")]
+asyncio.run(EnvironmentProcesses(1, 1024).play(PlayRequest("behave", {}, task, access, 600.0, 1024)))
+"""
+    marker = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", script, str(marker)])
+    wait_until(lambda: marker.exists() and marker.read_text() != "", "it has begun")
+    fork = Path(f"/proc/{marker.read_text()}/stat")
+    environment = Path(f"/proc/{fork.read_text().rpartition(') ')[2].split()[1]}/stat")
+    assert is_running(environment)
+    parent.kill()
+    parent.wait()
+    wait_until_gone(environment)
+    os.kill(int(marker.read_text()), signal.SIGKILL)  # what it forked has no parent that could tell it
+
+
+# ---- classes of users, by their entry points alone -------------------------------------------------------------------
+
+
+@pytest.fixture
+def policy() -> Iterator[EpisodeAccess]:
+    """A policy that calls `add` once, and then says what the last message says."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            last = body["messages"][-1]
+            message = {"role": "assistant", "content": last["content"]}
+            if "tools" in body and last["role"] == "user":
+                function = {"name": "add", "arguments": '{"a": 1, "b": 1}'}
+                message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
+            content = json.dumps({"id": "answer-1", "choices": [{"message": message}]}).encode()
+            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield EpisodeAccess(f"http://127.0.0.1:{server.server_address[1]}/v1", "right")
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("name", "options", "reward"), [("tools", {"bonus": 0.5}, 1.5), ("game", {}, 5.0)])
+async def test_class_of_a_user_works_by_itself(processes, policy, name, options, reward):
+    task = Task([{"role": "user", "content": "1 + 1 ="}], "1 + 1 =", "2", seed=3)
+    asked = PlayRequest(name, options, task, [policy] * 2, timeout_s=20.0, memory_limit_mb=1024)
+    assert [result.reward for result in await processes.play(asked)] == [reward, reward]

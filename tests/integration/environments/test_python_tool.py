@@ -1,0 +1,109 @@
+"""Programs of a model in real processes: what they may not do, they cannot."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from onbeat.confine import landlock_version
+from onbeat.environments import python_tool
+from onbeat.environments.python_tool import run_python
+from tests.waiting import wait_until_gone
+
+CAN_UNSHARE = sys.platform == "linux" and subprocess.run(["unshare", "-Urnp", "true"], check=False).returncode == 0
+HAS_LANDLOCK = landlock_version() >= 1
+
+
+async def test_result_has_the_output_and_the_exit_code():
+    result = await run_python("import sys; print('Grüße'); print('no', file=sys.stderr); sys.exit(3)")
+    assert (result.stdout, result.stderr, result.exit_code, result.is_ok) == ("Grüße\n", "no\n", 3, False)
+    assert (await run_python("import json, math; print(math.sqrt(9))")).is_ok
+
+
+async def test_error_of_a_program_is_in_stderr():
+    result = await run_python("1 / 0")
+    assert "ZeroDivisionError" in result.stderr
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
+async def test_program_that_does_not_end_is_killed(code):
+    result = await run_python(f"print('begun', flush=True); {code}" if ";" in code else code, timeout_s=3.0)
+    assert result.is_timeout
+    assert not result.is_ok
+
+
+async def test_memory_and_output_and_files_are_limited():
+    assert "MemoryError" in (await run_python("x = bytes(1 << 30)", memory_mb=256)).stderr
+    flood = await run_python("while True: print('x' * 1000)", timeout_s=60.0)
+    assert (flood.is_cut, flood.is_timeout, len(flood.stdout)) == (True, False, python_tool.MAX_OUTPUT_BYTES)
+    assert "File too large" in (await run_python("open('big', 'wb').truncate(1 << 40)")).stderr
+
+
+async def test_settings_and_stdin_are_hidden(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "hidden")
+    result = await run_python("import os, sys; print(sorted(os.environ), repr(sys.stdin.read()))")
+    assert "SECRET_KEY" not in result.stdout
+    assert "''" in result.stdout
+
+
+async def test_folder_is_empty_and_goes_with_the_program():
+    result = await run_python("import os; open('x', 'w').close(); print(os.getcwd(), sorted(os.listdir()))")
+    folder, _, files = result.stdout.partition(" ")
+    assert files.strip() == "['main.py', 'x']"
+    assert not await asyncio.to_thread(os.path.exists, folder)
+
+
+async def test_deep_and_closed_folders_go_with_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    deep = "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nos.mkdir('closed'); os.mkdir('closed/x')"
+    try:
+        result = await run_python(f"{deep}; os.chmod('closed', 0); print('done')", timeout_s=60.0)
+        assert result.stdout == "done\n"
+        assert not list(tmp_path.iterdir())
+    finally:  # pytest could not delete it either
+        await asyncio.to_thread(subprocess.run, ["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
+@pytest.mark.skipif(not HAS_LANDLOCK, reason="the kernel has no Landlock")
+async def test_files_outside_the_folder_are_closed(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    for code in (f"open({str(tmp_path / 'secret')!r})", f"open({str(tmp_path / 'new')!r}, 'w')", "open('/etc/passwd')"):
+        assert "PermissionError" in (await run_python(code)).stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "secret"]
+
+
+@pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or container does not permit namespaces")
+async def test_no_network_not_even_loopback():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    result = await run_python(f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)")
+    assert "unreachable" in result.stderr or "PermissionError" in result.stderr
+    server.close()
+
+
+@pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or container does not permit namespaces")
+async def test_daemon_of_a_program_ends_with_it():
+    daemon = "import os, time\nos.setsid()\nopen('pid', 'w').write('x')\ntime.sleep(600)"
+    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\ntime.sleep(1)"
+    before = own_sleepers()
+    await run_python(code, timeout_s=20.0)
+    for pid in own_sleepers() - before:
+        await asyncio.to_thread(wait_until_gone, Path(f"/proc/{pid}/stat"))
+
+
+def own_sleepers() -> set[str]:
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                command = (folder / "cmdline").read_text()
+            except OSError:
+                continue
+            if "os.setsid()" in command and folder.name != str(os.getpid()):
+                found.add(folder.name)
+    return found

@@ -1,0 +1,229 @@
+"""A running job with a fake trainer, and rollouts in this process: for tests of the rollout loop on real Redis."""
+
+import asyncio
+import functools
+import json
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from onbeat.config import JobConfig
+from onbeat.hardware.processor import Hardware
+from onbeat.streams.codec import GroupFailure, Message, PromptTask, Reward, RolloutGroup
+from onbeat.streams.ledger import Ledger
+from onbeat.types import EvaluationState, JobState, Verdict
+from services.rollout.attach import SourceFactory
+from services.rollout.settings import Settings
+from services.rollout.worker import Worker
+from tests.rollout_fakes import FakeEngine, FakeTrainer
+
+CONTEXT_TOKENS = 128
+NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")
+G = 2
+
+
+@functools.cache
+def build_model_files() -> dict[str, bytes]:
+    from tests.tiny_models import build_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        build_tokenizer().save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    config = {"model_type": "llama", "max_position_embeddings": CONTEXT_TOKENS}
+    return {**files, "config.json": json.dumps(config).encode()}
+
+
+def job_config(pool: str, num_prompts: int, max_group_attempts: int, max_staleness: int, **sections: dict) -> dict:
+    bound = {"mode": "bounded", "max_staleness": max_staleness} if max_staleness else {}
+    config = {
+        "pool": pool,
+        "model": {"path": "fake"},
+        "data": {"task": "chain_sum", "type": "reasoning_gym"},
+        "reward": {"name": "exact", "max_attempts": 2},
+        "rollout": {
+            "num_prompts_per_iteration": num_prompts,
+            "num_samples_per_prompt": G,
+            "max_response_tokens": 16,
+            "max_group_attempts": max_group_attempts,
+        },
+        "schedule": {"num_iterations": 10, **bound},
+    }
+    return JobConfig.model_validate(config | sections).model_dump(mode="json")
+
+
+class Rig:
+    """A running job with a fake trainer, and any number of workers in this process."""
+
+    def __init__(self, ledger: Ledger, pool: str = "", address: str = "trainer:1") -> None:
+        self.ledger = ledger
+        self.trainer = FakeTrainer(address, files=build_model_files())
+        self.connect: SourceFactory = self.trainer.connect
+        self.pool = pool or f"p{uuid.uuid4().hex[:8]}"
+        self.job_id = ""
+        self.epoch = ""
+        self.engines: list[FakeEngine] = []
+        self.running: list[tuple[Worker, asyncio.Task[None]]] = []
+
+    async def start_job(
+        self, num_prompts: int = 4, max_group_attempts: int = 3, max_staleness: int = 0, **sections: dict
+    ) -> None:
+        self.job_id = uuid.uuid4().hex
+        config = job_config(self.pool, num_prompts, max_group_attempts, max_staleness, **sections)
+        await self.ledger.jobs.create(self.job_id, config, 10, max_staleness)
+        epoch = await self.ledger.trainer.claim_job(self.job_id, "trainer", 60)
+        assert epoch
+        self.epoch = epoch
+        await self.ledger.trainer.record_dtype(self.job_id, epoch, "bfloat16", "")
+        await self.announce()
+
+    async def replace_job(self, **changes: Any) -> None:
+        await self.ledger.jobs.move(self.job_id, JobState.SUCCEEDED)
+        await self.start_job(**changes)
+
+    async def announce(self) -> None:
+        newest, address = self.trainer.newest, self.trainer.address
+        await self.ledger.versions.announce(self.job_id, self.epoch, newest, address, "digest")
+
+    async def open(self, iteration: int, *tasks: PromptTask, version: int | None = None) -> None:
+        version = iteration if version is None else version
+        assert await self.ledger.iterations.open(self.job_id, iteration, version, list(tasks)) == ""
+
+    async def evaluate(self, evaluation: int, num_prompts: int) -> None:
+        """Open an evaluation on the version of the same number."""
+        fields = {"is_evaluation": True, "num_samples": 1}
+        names = [f"eval-{evaluation}-{index}" for index in range(num_prompts)]
+        tasks = [self.task(evaluation, index, group_id=name, **fields) for index, name in enumerate(names)]
+        reason = await self.ledger.evaluations.open(self.job_id, evaluation, evaluation, evaluation + 1, tasks)
+        assert reason == ""
+
+    async def evaluated(self, evaluation: int) -> list[RolloutGroup]:
+        async def is_drained() -> bool:
+            return await self.ledger.evaluations.state(self.job_id, evaluation) is EvaluationState.DRAINED
+
+        await self.until(is_drained)
+        return await self.ledger.evaluations.groups(self.job_id, evaluation)
+
+    async def skip(self, iteration: int) -> None:
+        """Its one group has failed and it is committed."""
+        await self.open(iteration, self.task(iteration, 0))
+        await self.fail_and_commit(iteration)
+
+    async def fail_and_commit(self, iteration: int) -> None:
+        (claim,) = await self.ledger.rollout.claim(self.job_id, "before", 1, lease_s=30.0)
+        failure = GroupFailure(kind="generation_failed", message="not of interest")
+        version = claim.task.policy_version
+        place = {"group_id": claim.task.group_id, "iteration": iteration, "policy_version": version}
+        group = RolloutGroup(**place, failure=failure, worker_id="before")
+        assert await self.ledger.rollout.submit(self.job_id, claim.entry_id, group) is Verdict.ACCEPTED
+        await self.commit(iteration)
+
+    def task(self, iteration: int, index: int, **fields) -> PromptTask:
+        defaults = {
+            "group_id": f"{iteration}-{index}",
+            "iteration": iteration,
+            "policy_version": iteration,
+            "messages": [Message(role="user", content="2+2=")],
+            "num_samples": G,
+            "max_response_tokens": 16,
+            "temperature": 0.5,
+            "seed": 100 + index,
+            "deadline_s": 30.0,
+            "reward": Reward(name="exact", options_json="{}", timeout_s=5.0, memory_limit_mb=512),
+            "reward_context_json": json.dumps({"question": "2+2=", "answer": "4"}),
+        }
+        return PromptTask(**(defaults | fields))
+
+    async def commit(self, iteration: int) -> None:
+        """The step is done: publish the next version."""
+        await self.trainer.publish(iteration + 1)
+        place = (self.job_id, self.epoch, iteration, iteration + 1)
+        assert await self.ledger.trainer.commit(*place, "digest", {}, "used")
+
+    async def restart_trainer_behind(self, num_iterations: int) -> None:
+        """The job has come that far, but its trainer serves version 0 again and has yet to replay the rest."""
+        for iteration in range(num_iterations):
+            await self.skip(iteration)
+        self.trainer.newest = 0
+
+    def start_worker(self, engine: FakeEngine | None = None, hardware: Hardware = NEW, **settings) -> Worker:
+        engine = engine or FakeEngine()
+        defaults = {"pool": self.pool, "worker_id": f"w{len(self.running)}", "lease_s": 30.0, "drain_s": 5.0}
+        worker = Worker(Settings(**(defaults | settings)), self.ledger, hardware, lambda config: engine, self.connect)
+        self.engines.append(engine)
+        self.running.append((worker, asyncio.create_task(worker.run())))
+        return worker
+
+    async def groups(self, iteration: int) -> list[RolloutGroup]:
+        groups = await self.ledger.iterations.accepted_groups(self.job_id, iteration)
+        return sorted(groups, key=lambda group: group.group_id)
+
+    async def iteration(self, iteration: int) -> dict[str, str]:
+        return await self.ledger.iterations.fields(self.job_id, iteration)
+
+    async def drained(self, iteration: int, timeout_s: float = 15.0) -> list[RolloutGroup]:
+        async def is_drained() -> bool:
+            return (await self.iteration(iteration)).get("state") == "DRAINED"
+
+        await self.until(is_drained, timeout_s)
+        return await self.groups(iteration)
+
+    async def until(self, condition: Callable[[], Awaitable[bool] | bool], timeout_s: float = 15.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            met = condition()
+            if met if isinstance(met, bool) else await met:
+                return
+            for _, task in self.running:
+                if task.done() and not task.cancelled() and task.exception():
+                    raise task.exception()
+            assert time.monotonic() < deadline, "the condition was not met in time"
+            await asyncio.sleep(0.02)
+
+    async def until_released(self, times: int) -> None:
+        async def is_released() -> bool:
+            return len(await self.event_messages("group.released")) >= times
+
+        await self.until(is_released)
+
+    async def event_messages(self, kind: str) -> list[str]:
+        return [event.message for event in await self.ledger.event_log.read(self.job_id) if event.kind == kind]
+
+    async def stop(self) -> None:
+        for worker, _ in self.running:
+            worker.stop()
+            worker.stop()
+        await asyncio.gather(*(task for _, task in self.running), return_exceptions=True)
+
+
+@asynccontextmanager
+async def serving_model(rig: Rig, folder: Path) -> AsyncIterator[Path]:
+    """The weights of the rig's job are those of a real tiny model, over real gRPC, and each version has others."""
+    from safetensors.torch import load_file
+
+    from services.trainer.weights.server import WeightServer
+    from services.trainer.weights.store import WeightStore, take_snapshot
+    from tests.tiny_models import write_perturbed_weights, write_tied_model
+
+    model_dir = write_tied_model(folder / "model")
+    files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.suffix != ".safetensors"}
+    store = WeightStore()
+    store.add(take_snapshot(0, load_file(model_dir / "model.safetensors").items()))
+
+    async def publish(version: int) -> None:
+        weights = write_perturbed_weights(model_dir, folder / "next.safetensors", seed=version)
+        store.add(take_snapshot(version, load_file(weights).items()))
+        await server.announce()
+
+    await rig.start_job()
+    server = WeightServer(rig.job_id, files, store)
+    rig.trainer.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    rig.trainer.publish = publish  # type: ignore[method-assign]
+    await rig.announce()
+    try:
+        yield model_dir
+    finally:
+        await server.stop()

@@ -1,0 +1,108 @@
+"""Jobs with an environment on a whole rollout: claimed, played over HTTP, submitted, or given back and recorded."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from onbeat.environments import Outcome
+from onbeat.streams.codec import Environment
+from tests.episode_rig import InProcess
+from tests.integration.rollout.rollout_rig import Rig
+from tests.rollout_fakes import FakeEngine
+
+ENVIRONMENT = Environment(name="test", options_json='{"level": 2}', max_turns=4, timeout_s=30.0, memory_limit_mb=512)
+
+
+@pytest.fixture
+async def rig(ledger):
+    rig = Rig(ledger)
+    yield rig
+    await rig.stop()
+
+
+async def start(rig, monkeypatch, run, num_prompts: int = 1, num_groups: int = 8, **settings) -> InProcess:
+    """Start a job whose episodes are played by this function, `num_groups` groups at a time."""
+    environments = InProcess(run, num_groups)
+    module = SimpleNamespace(EnvironmentProcesses=lambda *limits: environments)
+    monkeypatch.setitem(sys.modules, "services.rollout.environments", module)
+    environment = {"name": "test", "max_attempts": 1}
+    await rig.start_job(num_prompts=num_prompts, reward=None, environment=environment, **settings)
+    tasks = [rig.task(0, index, environment=ENVIRONMENT, reward=None) for index in range(num_prompts)]
+    await rig.open(0, *tasks)
+    return environments
+
+
+async def test_group_of_episodes_is_submitted(rig, monkeypatch):
+    async def run(task, policy):
+        first = await policy.chat(task.messages)
+        await policy.chat([*task.messages, first, {"role": "user", "content": "more"}])
+        return Outcome(2.0, {"turns": 2.0})
+
+    environments = await start(rig, monkeypatch, run)
+    rig.start_worker()
+    (group,) = await rig.drained(0)
+    assert [response.reward for response in group.responses] == [2.0, 2.0]
+    assert [[turn.num_sampled for turn in response.turns] for response in group.responses] == [[3, 3], [3, 3]]
+    (request,) = environments.requests
+    assert (request.name, request.options, request.timeout_s, request.memory_limit_mb) == (
+        "test",
+        {"level": 2},
+        30,
+        512,
+    )
+
+
+async def test_group_whose_environment_keeps_failing_is_recorded(rig, monkeypatch):
+    async def run(task, policy):
+        raise RuntimeError("no such level")
+
+    await start(rig, monkeypatch, run, max_group_attempts=2)
+    rig.start_worker()
+    (group,) = await rig.drained(0)
+    assert (group.failure.kind, dict(group.failed_episodes)) == ("environment_failed", {"raised": 4})
+    assert "no such level" in group.failure.message
+    released = await rig.event_messages("group.released")
+    assert len(released) == 2
+    assert "EnvironmentFailed" in released[0]
+
+
+async def test_more_groups_are_claimed_while_episodes_wait(rig, monkeypatch):
+    may_end = asyncio.Event()
+
+    async def run(task, policy):
+        await policy.chat(task.messages)
+        await may_end.wait()
+        return Outcome(0.0)
+
+    environments = await start(rig, monkeypatch, run, num_prompts=6, num_groups=5)
+    rig.start_worker(FakeEngine(capacity=2))  # one group fits, and one more waits for its place
+    await rig.until(lambda: len(environments.requests) == 5)
+    await asyncio.sleep(1.5)
+    assert len(environments.requests) == 5
+    may_end.set()
+    assert len(await rig.drained(0)) == 6
+
+
+async def test_next_version_waits_for_the_episodes_of_this_one(rig, monkeypatch):
+    may_end = asyncio.Event()
+
+    async def run(task, policy):
+        await policy.chat(task.messages)
+        await may_end.wait()
+        await policy.chat(task.messages)
+        return Outcome(0.0)
+
+    await start(rig, monkeypatch, run)
+    engine = FakeEngine()
+    rig.start_worker(engine)
+    await rig.until(lambda: len(engine.requests) == 2)
+    await rig.trainer.publish(1)
+    await rig.announce()
+    await asyncio.sleep(0.3)
+    assert engine.loads == []
+    may_end.set()
+    (group,) = await rig.drained(0)
+    assert {version for version, _, _ in engine.requests} == {0}
+    assert all(len(response.turns) == 2 for response in group.responses)

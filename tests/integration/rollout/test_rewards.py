@@ -1,0 +1,423 @@
+"""Rewards that misbehave, in real child processes: only the process dies, and only that response has no score."""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from onbeat.streams.codec import MAX_REWARD, check_group
+from services.rollout.rewards import limits
+from services.rollout.rewards import scorer as scorer_module
+from services.rollout.rewards.limits import Limits
+from services.rollout.rewards.outcome import RewardRefused, RewardRequest, RewardUnavailable, Score
+from services.rollout.rewards.process import RewardProcess
+from services.rollout.rewards.scorer import Scorer
+from tests.broker_fixtures import failed_group, make_group, tasks_for
+from tests.installed import install
+from tests.waiting import is_running, wait_until, wait_until_gone
+
+REWARDS = '''
+import os, resource, signal, subprocess, sys, time
+from pathlib import Path
+
+def fork_tree(folder, levels):
+    """2 ** levels processes that never end, each known by a file."""
+    for _ in range(levels):
+        os.fork()
+    (folder / str(os.getpid())).touch()
+    time.sleep(3600)
+
+def behave(response, context, **options):
+    """Does what the response says."""
+    if response == "hang":
+        time.sleep(3600)
+    if response == "nap":
+        time.sleep(1.2)
+    if response == "spin":
+        while True: pass
+    if response == "eat":
+        return len([bytes(1 << 20) for _ in range(10_000)])
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "crash":
+        print("last words", file=sys.stderr, flush=True)
+        os.abort()
+    if response == "exit":
+        sys.exit(3)
+    if response.startswith("daemon"):
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(context["marker"], "a") as file: print(daemon.pid, file=file)
+    if response == "daemon, hang":
+        time.sleep(3600)
+    if response == "daemon, crash":
+        os.abort()
+    if response == "huge":
+        return 1e39
+    if response == "too huge":
+        return 10**400
+    if response == "odd part":
+        return {"reward": 1.0, chr(0xD800): 1.0}
+    if response == "huge part":
+        return {"reward": 1.0, "length": -1e39}
+    if response == "nan":
+        return float("nan")
+    if response == "print":
+        print('{"position": 0, "reward": 99.0, "parts": {}}', flush=True)
+        os.write(1, b"garbage without an end")
+        sys.stdin.read()
+    if response == "once":
+        marker = Path(context["marker"])
+        if not marker.exists():
+            marker.touch()
+            os.abort()
+    if response == "crash here" and "CRASH_HERE" in os.environ:
+        os.abort()
+    if response == "secrets":
+        return float("ONBEAT_REDIS_URL" in os.environ)
+    if response == "tree":
+        fork_tree(Path(context["folder"]), levels=5)
+    if response == "flood":
+        while True: os.write(1, b"x" * 65536)
+    if response == "close":
+        os.closerange(0, 64)
+    if response == "vanish":
+        os._exit(0)
+    if response == "big file":
+        with open(context["marker"], "wb") as file: file.truncate(1 << 40)
+    if response == "many files":
+        files = [open(os.devnull) for _ in range(10_000)]
+    if response == "stubborn":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU):
+            signal.signal(number, signal.SIG_IGN)
+        while True: pass
+    if response == "scribble":
+        for number in range(3, 20):
+            try: os.write(number, b"5\\n")
+            except OSError: pass
+    if response == "twin" and os.fork() == 0:
+        time.sleep(0.5)
+    if response == "burn":
+        started = time.process_time()
+        while time.process_time() < started + 0.7: pass
+    if response == "limits":
+        kinds = ("AS", "CORE", "FSIZE", "NOFILE", "CPU")
+        values = {kind: resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds}
+        values |= {kind: tuple(v >> 20 for v in values[kind]) for kind in ("AS", "FSIZE")}
+        soft_and_hard = {f"{kind}_{i}": v for kind, pair in values.items() for i, v in zip(("soft", "hard"), pair)}
+        expendable = int(Path("/proc/self/oom_score_adj").read_text())
+        return {"reward": 1.0, "nice": os.nice(0), "expendable": expendable, **soft_and_hard}
+    return {"reward": 1.0, "length": len(response), "pid": os.getpid()}
+'''
+
+
+@pytest.fixture(autouse=True)
+def installed_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own reward, on the path of child processes."""
+    entry = "[onbeat.rewards]\nbehave = onbeat_test_rewards:behave\n"
+    site = install(tmp_path / "site", "onbeat_test_rewards", entry, onbeat_test_rewards=REWARDS)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("ONBEAT_REDIS_URL", "redis://:secret@nowhere")
+
+
+@pytest.fixture
+async def scorer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.01)
+    scorer = Scorer(1, {}, "w0")
+    yield scorer
+    await scorer.close()
+
+
+async def score(scorer: Scorer, request: RewardRequest, deadline_s: float = 60.0) -> list[Score]:
+    return await scorer.score(request, asyncio.get_running_loop().time() + deadline_s)
+
+
+def request(*responses: str, max_attempts: int = 1, timeout_s: float = 5.0, context: dict | None = None, **kwargs):
+    defaults = {"name": "behave", "options": {}, "memory_limit_mb": 512}
+    limits = {"timeout_s": timeout_s, "max_attempts": max_attempts}
+    return RewardRequest(**(defaults | limits | kwargs), context=context or {}, responses=list(responses))
+
+
+def idle_pid(scorer: Scorer) -> int:
+    return scorer._pool._idle[0]._child.pid
+
+
+async def test_scores_come_back_in_order_with_their_parts(scorer):
+    scores = await score(scorer, request("a", "bbb"))
+    assert [(score.reward, score.parts["length"]) for score in scores] == [(1.0, 1.0), (1.0, 3.0)]
+
+
+async def test_process_stays_warm(scorer):
+    await score(scorer, request("a"))
+    pid = idle_pid(scorer)
+    for _ in range(20):
+        await score(scorer, request("a"))
+    assert idle_pid(scorer) == pid
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "spin", "stubborn"])
+async def test_hanging_reward_is_killed_and_replaced(scorer, behaviour):
+    await score(scorer, request("a", timeout_s=1.0))
+    pid = idle_pid(scorer)
+    with pytest.raises(RewardUnavailable, match=r"response 1: timeout: scoring took longer than 1 s"):
+        await score(scorer, request("a", behaviour, timeout_s=1.0))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert (await score(scorer, request("a")))[0].reward == 1.0
+
+
+async def test_timeout_is_per_response_not_per_group(scorer):
+    with pytest.raises(RewardUnavailable, match="response 2: timeout"):
+        await score(scorer, request("nap", "nap", "hang", timeout_s=2.3))  # 1.2 s each
+
+
+async def test_memory_hog_hits_its_limit_and_is_replaced(scorer):
+    with pytest.raises(RewardUnavailable, match="memory: the memory limit"):
+        await score(scorer, request("eat", memory_limit_mb=256))
+    assert not scorer._pool._idle
+    assert (await score(scorer, request("a")))[0].reward == 1.0
+
+
+async def test_garbage_on_stdout_does_not_reach_the_protocol(scorer):
+    scores = await score(scorer, request("print", "a"))
+    assert [score.reward for score in scores] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "outcome", "words"),
+    [
+        ("nan", RewardRefused, "invalid: reward is nan, not a number from -1000000 to 1000000"),
+        ("huge", RewardRefused, "invalid: reward is 1e\\+39, not a number from"),
+        ("too huge", RewardRefused, "invalid: reward is 10000"),
+        ("huge part", RewardRefused, "invalid: length is -1e\\+39, not a number from"),
+        ("odd part", RewardRefused, r"invalid: the part named '\\ud800' has a name that is no text"),
+        ("raise", RewardRefused, "raised: KeyError: 'no such thing'"),
+        ("big file", RewardRefused, "raised: OSError: .*File too large"),
+        ("many files", RewardRefused, "raised: OSError: .*Too many open files"),
+        ("crash", RewardUnavailable, "crashed: .* killed by SIGABRT; it said: (last words|.*Aborted)"),
+        ("exit", RewardUnavailable, "crashed: .* exited with code 3"),
+        ("vanish", RewardUnavailable, "crashed: .* exited with code 0"),
+        ("close", RewardUnavailable, "crashed: .* exited with code"),
+        ("flood", RewardUnavailable, "crashed: killed: it printed more than 4194304 bytes"),
+        ("scribble", RewardUnavailable, "crashed: the reward wrote into the protocol"),
+    ],
+)
+async def test_broken_reward_is_the_right_error_and_never_a_zero(scorer, behaviour, outcome, words, tmp_path):
+    context = {"marker": str(tmp_path / "file")}
+    with pytest.raises(outcome, match=f"response 1: {words}") as caught:
+        await score(scorer, request("a", behaviour, context=context, timeout_s=20.0))
+    assert caught.value.index == 1
+    assert (await score(scorer, request("a")))[0].reward == 1.0
+
+
+@pytest.mark.parametrize("options", [{"unknown": 1}, {"response": "again"}])
+async def test_option_that_the_reward_does_not_know_is_its_refusal(scorer, options):
+    with pytest.raises(RewardRefused, match="options: TypeError"):
+        await score(scorer, request("2", name="exact", options=options, context={"answer": "2"}))
+
+
+async def test_crash_is_retried_and_keeps_the_scores_it_had(scorer, tmp_path):
+    context = {"marker": str(tmp_path / "marker")}
+    scores = await score(scorer, request("a", "once", "bb", max_attempts=2, context=context))
+    assert [score.parts["length"] for score in scores] == [1.0, 4.0, 2.0]
+
+
+async def test_attempts_are_counted_per_response(scorer):
+    with pytest.raises(RewardRefused, match="response 1: raised"):
+        await score(scorer, request("a", "raise", "crash", max_attempts=3))
+
+
+async def test_try_due_after_the_groups_deadline_is_not_waited_for(scorer, monkeypatch):
+    monkeypatch.setattr(scorer_module, "delay_after", lambda error, num_tries: 3600.0)
+    with pytest.raises(RewardUnavailable, match="SIGABRT"):
+        await score(scorer, request("crash", max_attempts=3), deadline_s=30.0)
+
+
+@pytest.mark.parametrize("groups", [["twin", "nap"], ["twin+nap"]], ids=["next group", "same group"])
+async def test_reward_that_forks_and_returns_twice_mixes_no_scores(scorer, groups):
+    """The twin's answer arrives while the nap is awaited."""
+    for group in groups:
+        responses = group.split("+")
+        scores = await score(scorer, request(*responses, max_attempts=3))
+        assert [score.parts["length"] for score in scores] == [len(response) for response in responses]
+
+
+async def test_unknown_reward_fails_with_the_installed_names(scorer):
+    with pytest.raises(RewardRefused, match=r"load: ValueError: no reward 'nobody'.*behave, exact"):
+        await score(scorer, request("a", name="nobody"))
+
+
+async def test_settings_of_the_service_are_hidden_from_rewards(scorer):
+    assert (await score(scorer, request("secrets")))[0].reward == 0.0
+
+
+async def test_rewards_with_other_limits_keep_their_processes(scorer):
+    pids = []
+    for timeout_s in (50, 60, 50, 60):
+        (found,) = await score(scorer, request("a", timeout_s=timeout_s))
+        pids.append(found.parts["pid"])
+    assert pids[:2] == pids[2:]
+    assert pids[0] != pids[1]
+
+
+async def test_cancelled_scoring_leaves_no_process_of_a_whole_tree(scorer, tmp_path):
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    scoring = asyncio.create_task(score(scorer, request("tree", timeout_s=600, context={"folder": str(folder)})))
+    await asyncio.to_thread(wait_until, lambda: len(list(folder.iterdir())) == 32, "all run")
+    scoring.cancel()
+    await asyncio.wait({scoring})
+    for file in folder.iterdir():
+        await asyncio.to_thread(wait_until_gone, Path(f"/proc/{file.name}/stat"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("behaviour", ["daemon", "daemon, hang", "daemon, crash"])
+async def test_process_left_by_a_reward_blocks_no_caller_and_no_pipe(scorer, behaviour, tmp_path):
+    def num_open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    await score(scorer, request("a"))
+    await scorer.close()
+    before, marker = num_open_files(), tmp_path / "pids"
+    try:
+        async with asyncio.timeout(60):
+            with contextlib.suppress(RewardUnavailable):
+                await score(scorer, request(behaviour, timeout_s=2.0, context={"marker": str(marker)}))
+            assert (await score(scorer, request("a")))[0].reward == 1.0
+            await scorer.close()
+        for pid in marker.read_text().split():
+            assert is_running(Path(f"/proc/{pid}/stat"))
+        await asyncio.to_thread(wait_until, lambda: num_open_files() <= before, "the pipes are closed")
+    finally:
+        for pid in marker.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+# ---- what the trainer may rely on ----------------------------------------------------------------------------------
+
+
+def test_bounds_of_a_reward_are_its_groups_too():
+    group = make_group(tasks_for(0)[0])
+    for within in (MAX_REWARD, -MAX_REWARD):
+        group.responses[1].reward = within
+        check_group(group)
+    for beyond in (1.1e6, -1.1e6, 1e39, math.inf, math.nan):
+        group.responses[1].reward = beyond
+        with pytest.raises(ValueError, match=r"response 1: its reward is .*, not a number from -1000000 to 1000000"):
+            check_group(group)
+
+
+def test_failed_group_says_how_it_failed():
+    group = failed_group(tasks_for(0)[0])
+    check_group(group)
+    group.failure.kind = ""
+    with pytest.raises(ValueError, match="its failure has no kind"):
+        check_group(group)
+
+
+# ---- limits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_every_limit_is_set_before_the_reward_runs(scorer):
+    (outcome,) = await score(scorer, request("limits", memory_limit_mb=300, timeout_s=30))
+    expected = {
+        "AS": 300,  # MiB
+        "CORE": 0,
+        "FSIZE": limits.MAX_FILE_BYTES >> 20,
+        "NOFILE": limits.MAX_OPEN_FILES,
+    }
+    found = outcome.parts
+    assert {kind: found[f"{kind}_soft"] for kind in expected} == expected
+    assert {kind: found[f"{kind}_hard"] for kind in expected} == expected
+    assert 31 <= found["CPU_soft"] <= 40  # what it had used, the response's 30 s and one more
+    assert found["CPU_hard"] == 120 + 20 * 31
+    assert (found["nice"], found["expendable"]) == (os.nice(0) + limits.NICENESS, 1000)
+
+
+def child_alone(response: str, before: str = "") -> subprocess.Popen[str]:
+    """A scoring process that no parent watches over, asked to score one response within 0.5 s."""
+    script = f"from services.rollout.rewards import child, limits\n{before}\nchild.main()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", script, "0.5", "512"], **pipes)
+    message = {"request": 1, "reward": "behave", "options": {}, "context": {}, "responses": [response]}
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "before", "end"),
+    [("spin", "", signal.SIGXCPU), ("stubborn", "limits.LOAD_S, limits.RESPONSES_PER_LIFE = 0, 1", signal.SIGKILL)],
+)
+def test_unwatched_spinning_reward_runs_out_of_cpu_time(behaviour, before, end):
+    process = child_alone(behaviour, before)
+    try:
+        assert process.wait(60) == -end
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_process_is_replaced_before_its_cpu_limit_without_a_try(scorer, tmp_path):
+    shorter_life = "from services.rollout.rewards import limits\nlimits.LOAD_S, limits.RESPONSES_PER_LIFE = 1, 1"
+    (tmp_path / "site" / "sitecustomize.py").write_text(shorter_life)  # 1 s and 11 s, of which a response may use 11
+    responses = ["burn"] * 5  # 0.7 s each
+    scores = await score(scorer, request(*responses, max_attempts=1, timeout_s=10.0))
+    pids = [score.parts["pid"] for score in scores]
+    assert len(set(pids)) > 1
+    assert pids == sorted(pids, key=pids.index)
+
+
+async def test_start_of_a_scoring_process_imports_nothing_heavy():
+    process = await RewardProcess.start(Limits(timeout_s=5.0, memory_mb=128))
+    try:
+        scores: dict = {}
+        await process.score(request("4", name="exact", context={"answer": "4"}), [0], scores)
+        assert scores[0].reward == 1.0
+    finally:
+        await process.kill()
+
+
+async def test_users_own_folder_named_services_is_not_ours(scorer, monkeypatch, tmp_path):
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise ImportError('of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    assert [score.reward for score in await score(scorer, request("fine"))] == [1.0]
+
+
+async def test_built_in_rewards_run_within_the_default_limits(scorer):
+    entry = {"question": "1 + 1 =", "answer": "2", "metadata": {}, "task": "chain_sum", "options": {}}
+    for name in ("exact", "math", "reasoning_gym"):
+        scores = await score(scorer, request("2", "3", name=name, context=entry, memory_limit_mb=2048, timeout_s=10))
+        assert [score.reward == 1.0 for score in scores] == [True, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent death signal")
+def test_killed_rollout_leaves_no_scoring_process_behind():
+    script = """
+import asyncio
+from services.rollout.rewards.limits import Limits
+from services.rollout.rewards.outcome import RewardRequest
+from services.rollout.rewards.process import RewardProcess
+async def main():
+    process = await RewardProcess.start(Limits(600.0, 512))
+    print(process._child.pid, flush=True)
+    await process.score(RewardRequest("behave", {}, {}, ["spin"], 600, 512, 1), [0], {})
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = Path(f"/proc/{parent.stdout.readline().strip()}/stat")
+    time.sleep(0.5)
+    assert is_running(child)
+    parent.kill()
+    parent.communicate()
+    wait_until_gone(child)

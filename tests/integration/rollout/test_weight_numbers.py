@@ -1,0 +1,84 @@
+"""What a rollout tells of each move to a policy version: to the ledger, and to Prometheus."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from prometheus_client import REGISTRY
+
+from onbeat.types import WeightUpdate
+from tests.integration.rollout.rollout_rig import Rig
+from tests.rollout_fakes import FakeEngine, manifest_of
+
+LOAD_S = 0.2
+
+
+class SlowLoader(FakeEngine):
+    async def load(self, policy_version: int, weights_file: Path, arrivals: AsyncIterator[Sequence[str]]) -> None:
+        await asyncio.sleep(LOAD_S)
+        await super().load(policy_version, weights_file, arrivals)
+
+
+def sample(name: str) -> float:
+    return REGISTRY.get_sample_value(f"onbeat_rollout_weight_{name}") or 0.0
+
+
+async def update_to(rig: Rig, version: int) -> WeightUpdate:
+    async def is_recorded() -> bool:
+        record = await rig.ledger.versions.weights(rig.job_id, version)
+        return record is not None
+
+    await rig.until(is_recorded)
+    record = await rig.ledger.versions.weights(rig.job_id, version)
+    assert record is not None
+    return record.rollouts["w0"]
+
+
+async def test_first_version_is_loaded_to_join_and_next_opens_later(rig: Rig) -> None:
+    size = manifest_of(0).size_bytes
+    before = {name: sample(name) for name in ("received_bytes_total", "full_bytes_total", "open_seconds_count")}
+    rig.start_worker(SlowLoader())
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    joined = await update_to(rig, 0)
+    assert (joined.received_bytes, joined.sources, joined.num_faults) == (size, [rig.trainer.address], 0)
+    assert joined.open_s is None
+    await rig.commit(0)
+    update = await update_to(rig, 1)
+    assert update.load_s >= LOAD_S
+    assert update.open_s is not None
+    assert update.open_s >= update.load_s
+    assert update.received_bytes == manifest_of(1).size_bytes
+    rise = {name: sample(name) - value for name, value in before.items()}
+    assert rise == {"received_bytes_total": 2 * size, "full_bytes_total": 2 * size, "open_seconds_count": 1}
+
+
+async def test_older_version_for_a_dead_workers_group_is_no_wait(rig: Rig) -> None:
+    await rig.replace_job(max_staleness=2)
+    await rig.skip(0)
+    await rig.open(1, rig.task(1, 0))
+    await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=0.5)
+    await rig.trainer.publish(2)
+    rig.start_worker(lease_s=0.5)
+    await rig.drained(1)
+    assert rig.engines[0].loads[0] == 1, "it joined with version 2"
+    assert [(await update_to(rig, version)).open_s for version in (2, 1)] == [None, None]
+    await rig.trainer.publish(3)
+    assert (await update_to(rig, 3)).open_s is not None
+
+
+async def test_cured_fault_is_counted(rig: Rig) -> None:
+    before = sample("faults_total")
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    rig.trainer.refused = {1}
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0))
+    await asyncio.sleep(0.5)  # a few tries
+    rig.trainer.refused = set()
+    update = await update_to(rig, 1)
+    await rig.drained(1)
+    assert update.num_faults > 0
+    assert sample("faults_total") - before == update.num_faults == len(await rig.event_messages("weights.fault"))
+    assert update.received_bytes == manifest_of(1).size_bytes

@@ -1,0 +1,796 @@
+"""The rollout loop against real Redis and real scoring processes: with a fake engine and fake weights, and for real."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from onbeat.hardware.processor import Hardware
+from onbeat.streams.codec import Message, Reward
+from onbeat.streams.inspection import iteration_hashes
+from onbeat.streams.keys import JobKeys
+from onbeat.types import EvaluationState, JobState, WorkerRecord
+from services.broker.conductor import Conductor
+from services.broker.datasets.process import DatasetProcess
+from services.rollout import claim_loop, puller, session
+from services.rollout.__main__ import root_cause
+from services.rollout.engines.registry import EngineBroken, EngineDied
+from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
+from tests.rollout_fakes import FakeEngine
+
+# ---- the dtype of the job ------------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
+    rig.start_worker(hardware=Hardware("Older", "AVX2, no bfloat16", "emulated"))
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    events = await rig.ledger.event_log.read(rig.job_id)
+    (warning,) = [event.message for event in events if event.kind == "job.warning"]
+    assert warning.startswith("w0 computes in the job's bfloat16 without instructions for it")
+    (worker,) = await rig.ledger.workers.records(rig.pool)
+    assert (worker.hardware, worker.bfloat16) == ("Older (AVX2, no bfloat16)", "emulated")
+
+
+async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig, caplog):
+    rig.start_worker(hardware=Hardware("T4", "compute capability 7.5", "missing"))
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: "computes in bfloat16, which this rollout's T4" in caplog.text)
+    rig.start_worker()
+    (group,) = await rig.drained(0)
+    assert group.worker_id == "w1"
+
+
+# ---- the ordinary course -------------------------------------------------------------------------------------------
+
+
+async def test_every_iteration_is_generated_by_exactly_its_weights(rig):
+    rig.start_worker()
+    for iteration in range(3):
+        await rig.open(iteration, *(rig.task(iteration, index) for index in range(4)))
+        for index, group in enumerate(await rig.drained(iteration)):
+            assert group.group_id == f"{iteration}-{index}"
+            assert group.policy_version == iteration
+            assert not group.HasField("failure")
+            assert [list(response.token_ids) for response in group.responses] == [[iteration] * 3] * G
+            assert {span.policy_version for r in group.responses for span in r.version_spans} == {iteration}
+            assert [response.reward for response in group.responses] == [1.0] * G
+        await rig.commit(iteration)
+    (engine,) = rig.engines
+    assert engine.loads == [1, 2] or engine.loads == [1, 2, 3]  # the third may or may not be loaded yet
+    assert [sampling.seed for _, _, sampling in engine.requests] == [100, 101, 102, 103] * 3
+    assert {(sampling.temperature, sampling.max_response_tokens) for _, _, sampling in engine.requests} == {(0.5, 16)}
+
+
+@pytest.mark.parametrize(("text", "lengths"), [("!!!", [1, 1, 1]), ("4", [])], ids=["known", "not its tokens' text"])
+async def test_group_carries_the_part_of_each_token_in_the_text(rig, text, lengths):
+    rig.start_worker(FakeEngine(text=text))
+    await rig.open(0, rig.task(0, 0))
+    (group,) = await rig.drained(0)
+    assert [response.text for response in group.responses] == [text] * G
+    assert [list(response.token_lengths) for response in group.responses] == [lengths] * G
+
+
+async def test_group_carries_what_trainer_and_people_need(rig):
+    rig.start_worker(FakeEngine(delay_s=0.2))
+    messages = [Message(role="system", content="Be brief."), Message(role="user", content="2+2=")]
+    await rig.open(0, rig.task(0, 0, messages=messages, data_row=7), rig.task(0, 1, messages=[], text="2+2="))
+    chat, plain = await rig.drained(0)
+    rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+    from tests.tiny_models import build_tokenizer
+
+    assert list(chat.prompt_token_ids) == build_tokenizer()(rendered)["input_ids"]
+    assert list(plain.prompt_token_ids) == build_tokenizer()("2+2=")["input_ids"]
+    assert (chat.prompt_text, plain.prompt_text) == ("system: Be brief.\nuser: 2+2=", "2+2=")
+    assert chat.worker_id == "w0"
+    assert (chat.data_row, plain.HasField("data_row")) == (7, False)
+    assert await rig.ledger.iterations.lengths(rig.job_id, [7, 8]) == [3, None]
+    assert 0.2 <= chat.timings.generate_s < 1.0
+    assert chat.timings.score_s > 0
+    (hashes,) = await iteration_hashes(rig.ledger, rig.job_id, [0])
+    assert 0.2 <= hashes.busy_s["w0"] < 0.4  # both groups at once
+
+
+class SlowStarter(FakeEngine):
+    """Reads its model when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_starting, self.may_start = asyncio.Event(), asyncio.Event()
+
+    async def start(self, model_dir, policy_version):
+        self.is_starting.set()
+        await self.may_start.wait()
+        await super().start(model_dir, policy_version)
+
+
+async def test_engine_starts_on_its_version_and_then_gets_the_newest(rig):
+    engine = SlowStarter()
+    rig.start_worker(engine)
+    await rig.until(engine.is_starting.is_set)
+    await rig.until(lambda: rig.trainer.num_watches == 1)  # it follows already
+    for version in (1, 2):
+        await rig.trainer.publish(version)
+        await asyncio.sleep(0.1)
+    assert rig.trainer.pulls == [0]  # one copy, which the engine reads
+    engine.may_start.set()
+
+    async def has_reported_both() -> bool:
+        return set(await rig.ledger.versions.ready_times(rig.job_id)) == {0, 2}
+
+    await rig.until(has_reported_both)
+    assert (engine.version(), engine.loads) == (2, [2])
+    assert rig.trainer.pulls == [0, 2]
+
+
+async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
+    now = await rig.ledger.now()
+    for name, age_s in {"long-dead": 2 * 86_400, "just-dead": 600}.items():
+        await rig.ledger.workers.heartbeat(rig.pool, WorkerRecord(id=name, state="idle", last_seen_at=now - age_s))
+    rig.start_worker()
+
+    async def is_clean():
+        return {worker.id for worker in await rig.ledger.workers.records(rig.pool)} == {"just-dead", "w0"}
+
+    await rig.until(is_clean)
+
+
+async def test_heartbeat_reports_job_state_and_version(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+
+    async def record():
+        return next(iter(await rig.ledger.workers.records(rig.pool)), None)
+
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await asyncio.sleep(0.3)
+    worker = await record()
+    assert (worker.job_id, worker.state, worker.policy_version) == (rig.job_id, "generating", 0)
+    engine.may_finish.set()
+    await rig.drained(0)
+    await asyncio.sleep(0.3)
+    assert (await record()).state == "idle"
+
+
+async def test_end_of_a_job_stops_its_engine_and_frees_the_worker(rig):
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
+    await rig.until(lambda: rig.engines[0].stopped)
+
+    async def has_left() -> bool:
+        return await rig.event_messages("worker.left") == ["w0"]
+
+    await rig.until(has_left)
+    assert await rig.event_messages("worker.joined") == ["w0"]
+    rig.engines[0].stopped = False
+    await rig.start_job()
+    await rig.open(0, rig.task(0, 0))
+    assert len(await rig.drained(0)) == 1
+
+
+async def test_rollout_outlives_the_deletion_of_its_job(rig, monkeypatch):
+    monkeypatch.setattr(puller, "ADDRESS_CHECK_S", 0.05)  # the weights are looked at before the job's state
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    await rig.ledger.jobs.move(rig.job_id, JobState.SUCCEEDED)
+    await rig.ledger.jobs.delete(rig.job_id)
+    await rig.until(lambda: rig.engines[0].stopped)
+    rig.engines[0].stopped = False
+    await rig.start_job()
+    await rig.open(0, rig.task(0, 0))
+    assert len(await rig.drained(0)) == 1
+
+
+# ---- several versions at once --------------------------------------------------------------------------------------
+
+
+async def test_iteration_opened_ahead_runs_beside_earlier_stragglers(rig):
+    await rig.replace_job(max_staleness=1)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
+    await rig.until(lambda: engine.num_in_flight() == 2 * G)
+    await rig.open(1, rig.task(1, 0), rig.task(1, 1), version=0)
+    await rig.until(lambda: engine.num_in_flight() == 4 * G)
+    engine.may_finish.set()
+    for iteration in (0, 1):
+        assert {group.policy_version for group in await rig.drained(iteration)} == {0}
+
+
+async def test_dead_workers_group_is_generated_on_its_own_version(rig):
+    await rig.replace_job(max_staleness=2)
+    await rig.skip(0)
+    await rig.open(1, rig.task(1, 0), rig.task(1, 1))
+    await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=1.0)
+    rig.start_worker(lease_s=1.0)
+    await rig.until(lambda: len(rig.engines[0].requests) == 1)  # 1-1: the other one is still the dead worker's
+    await rig.open(2, rig.task(2, 0), version=1)
+    await rig.drained(2)
+    await rig.trainer.publish(2)
+    await rig.until(lambda: rig.engines[0].version() == 2)  # idle, and ahead
+    groups = await rig.drained(1)
+    assert [list(r.token_ids) for group in groups for r in group.responses] == [[1] * 3] * (2 * G)
+    assert [version for version, _, _ in rig.engines[0].requests] == [1, 1, 1]
+    assert rig.engines[0].loads == [2, 1]
+
+
+async def test_evaluation_of_a_lost_version_is_recorded_and_skipped(rig):
+    await rig.open(0, rig.task(0, 0))
+    await rig.evaluate(0, num_prompts=2)
+    await rig.fail_and_commit(0)
+    rig.trainer.refused = {0}  # the trainer holds version 1 alone
+    await rig.open(1, rig.task(1, 0))
+    started = time.monotonic()
+    rig.start_worker()
+    assert len((await rig.drained(1))[0].responses) == G
+    assert {group.failure.kind for group in await rig.evaluated(0)} == {"version_gone"}
+    assert time.monotonic() - started < 5  # the deadline of one pull is 20 s
+
+
+class VersionSayer(FakeEngine):
+    """Answers with the number of its weights."""
+
+    def _response(self):
+        self.text = str(self._weights)
+        return super()._response()
+
+
+@pytest.fixture
+async def conductor(rig, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text("\n".join([json.dumps({"prompt": "1+1=", "answer": "2"})] * 3))
+    process = DatasetProcess(tmp_path, timeout_s=20, memory_mb=4096)
+    running = asyncio.create_task(Conductor(rig.ledger, process, timeout_s=10).run())
+    yield
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await process.close()
+
+
+@pytest.mark.usefixtures("conductor")
+async def test_held_out_set_is_scored_by_version_despite_a_death(rig):
+    evaluation = {"data": {"type": "jsonl", "path": "held_out.jsonl"}, "num_prompts": 3, "every_iterations": 2}
+    await rig.replace_job(num_prompts=2, schedule={"num_iterations": 3}, evaluation=evaluation)
+
+    async def all_are_out() -> bool:
+        return await rig.ledger.rollout.num_unclaimed_prompts(rig.job_id) == 5
+
+    async def all_are_scored() -> bool:
+        return await rig.ledger.evaluations.state(rig.job_id, 3) is EvaluationState.DONE
+
+    await rig.until(all_are_out)
+    await rig.ledger.rollout.claim(rig.job_id, "dead", 5, lease_s=1.0)
+    for _ in range(2):
+        rig.start_worker(VersionSayer(), lease_s=1.0)
+    for iteration in range(3):
+        await rig.drained(iteration)
+        await rig.commit(iteration)
+    await rig.until(all_are_scored)
+    scores = {
+        evaluation: json.loads((await rig.ledger.evaluations.fields(rig.job_id, evaluation))["scores"])["reward_mean"]
+        for evaluation in (0, 2, 3)
+    }
+    assert scores == {0: 0.0, 2: 1.0, 3: 0.0}  # the answer is 2
+    trained = await rig.ledger.trainer.take(rig.job_id, "rank-0", 100, 0.01)
+    assert sorted(group.group_id for group in trained) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+
+
+# ---- failures that belong to one group -----------------------------------------------------------------------------
+
+
+async def test_prompt_that_does_not_fit_is_recorded_with_its_numbers(rig):
+    rig.start_worker()
+    long = [Message(role="user", content="x" * CONTEXT_TOKENS)]
+    await rig.open(0, rig.task(0, 0, messages=long), rig.task(0, 1))
+    failed, good = await rig.drained(0)
+    assert failed.failure.kind == "prompt_too_long"
+    for number in (str(CONTEXT_TOKENS), "16 response tokens"):
+        assert number in failed.failure.message
+    assert len(good.responses) == G
+    assert (await rig.iteration(0))["num_failed_groups"] == "1"
+    assert len(rig.engines[0].requests) == 1
+
+
+async def test_several_rewards_give_their_weighted_sum(rig):
+    limits = {"timeout_s": 5.0, "memory_limit_mb": 512}
+    anything, nothing = (json.dumps({"pattern": pattern}) for pattern in (".", "never"))
+    rewards = [
+        Reward(name="exact", weight=0.9, part="exact", max_attempts=1, **limits),
+        Reward(name="regex", options_json=anything, weight=0.1, part="form", **limits),
+        Reward(name="regex", options_json=nothing, weight=-1.0, part="never", **limits),
+    ]
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0, reward=None, rewards=rewards))
+    (group,) = await rig.drained(0)
+    for response in group.responses:
+        assert response.reward == 1.0
+        assert dict(response.reward_parts) == {"exact": 1.0, "form": 1.0, "never": 0.0}
+
+
+async def test_empty_or_broken_engine_output_is_refused_here(rig):
+    engine = FakeEngine()
+    engine._response = lambda: FakeEngine._response(engine).__class__([], [], "stop", [], "")  # type: ignore[method-assign]
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    (failed,) = await rig.drained(0)
+    assert failed.failure.kind == "generation_failed"
+    assert "0 tokens" in failed.failure.message
+
+
+async def test_generation_error_costs_an_attempt_and_nothing_else(rig):
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError("a hiccup")]
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
+    assert [len(group.responses) for group in await rig.drained(0)] == [G, G]
+    (message,) = await rig.event_messages("group.released")
+    assert "attempt 1" in message
+    assert "RuntimeError: a hiccup" in message
+
+
+async def test_group_is_given_up_after_its_attempts_with_last_reason(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError(f"hiccup {number}") for number in range(3)]
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    (failed,) = await rig.drained(0)
+    assert failed.failure.kind == "generation_failed"
+    assert "3 attempts" in failed.failure.message
+    assert "hiccup 2" in failed.failure.message
+    assert len(engine.requests) == 3
+
+
+async def test_group_that_misses_its_deadline_is_attempted_again(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0, deadline_s=3.0))  # long enough to start the process of the reward
+    await rig.until(lambda: len(engine.requests) == 2)
+    engine.may_finish.set()
+    assert len((await rig.drained(0))[0].responses) == G
+    assert "not ready 3 s after its claim" in (await rig.event_messages("group.released"))[0]
+
+
+async def test_refused_request_fails_its_group_and_spares_the_engine(rig):
+    engine = FakeEngine()
+    engine.generate_errors = [ValueError("temperature 0.001 is below 0.01")] * 8  # more than break an engine
+    worker = rig.start_worker(engine)
+    await rig.open(0, *(rig.task(0, index) for index in range(8)))
+    failed = await rig.drained(0)
+    assert {group.failure.kind for group in failed} == {"generation_failed"}
+    assert "the engine refuses the request: temperature 0.001 is below 0.01" in failed[0].failure.message
+    assert len(engine.requests) == 8  # one attempt each
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0))
+    assert len((await rig.drained(1))[0].responses) == G
+    assert worker.job_id == rig.job_id
+
+
+# ---- failures of engine, trainer and workers -----------------------------------------------------------------------
+
+
+async def test_engine_that_keeps_failing_ends_the_process(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError("the core is dead")] * 20
+    rig.start_worker(engine)
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    cause = root_cause(running.exception())
+    assert isinstance(cause, EngineBroken)
+    assert "the core is dead" in str(cause)
+    assert engine.stopped
+    assert await rig.ledger.workers.records(rig.pool) == []
+    rig.running.clear()
+    rig.start_worker()  # the supervisor's new process
+    assert len(await rig.drained(0)) == 4
+
+
+async def test_dead_engine_ends_the_process_and_costs_one_attempt(rig):
+    engine = FakeEngine()
+    engine.generate_errors = [EngineDied("its core was killed")] * 3
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert isinstance(root_cause(running.exception()), EngineBroken)
+    assert len(engine.requests) == 1
+    assert "attempt 1" in (await rig.event_messages("group.released"))[0]
+    (claim,) = await rig.ledger.rollout.claim(rig.job_id, "other", 1, lease_s=30.0)
+    assert claim.attempt == 2
+
+
+async def test_endless_load_ends_the_process_and_returns_its_groups(rig):
+    engine = FakeEngine()
+    rig.start_worker(engine, engine_load_s=1.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    engine.hangs_in = {"load"}
+    await rig.commit(0)
+    await rig.open(1, *(rig.task(1, index) for index in range(3)))
+    worker, running = rig.running[0]
+    await rig.until(lambda: worker._record().num_in_flight == 3)
+    await asyncio.wait({running}, timeout=10)
+    cause = root_cause(running.exception())
+    assert isinstance(cause, EngineBroken)
+    assert "the load of policy version 1 into the engine did not end within 1 s (ONBEAT_ENGINE_LOAD_S)" in str(cause)
+    claims = await rig.ledger.rollout.claim(rig.job_id, "next", 3, lease_s=30.0)
+    assert [claim.attempt for claim in claims] == [1, 1, 1]
+
+
+async def test_tokens_of_another_version_end_the_process_at_no_attempt(rig, monkeypatch):
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
+    engine = FakeEngine()
+    engine.stamp = 7
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert isinstance(root_cause(running.exception()), EngineBroken)
+    assert (await rig.iteration(0))["num_stale"] == str(claim_loop.MAX_ENGINE_ERRORS)
+    assert await rig.groups(0) == []
+    rig.running.clear()
+    rig.start_worker()
+    assert len((await rig.drained(0))[0].responses) == G
+
+
+@pytest.mark.parametrize("max_group_attempts", [1, 2])
+async def test_version_unavailable_for_long_costs_the_group_no_attempt(rig, monkeypatch, max_group_attempts):
+    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(claim_loop, "MISSING_VERSION_S", 0.01)
+    await rig.replace_job(max_group_attempts=max_group_attempts)
+    await rig.restart_trainer_behind(3)
+    rig.start_worker()
+    await rig.open(3, rig.task(3, 0))
+    await rig.until_released(4)
+    assert {message.split(", on")[0] for message in await rig.event_messages("group.released")} == {"3-0, attempt 1"}
+    for version in (1, 2, 3):
+        await rig.trainer.publish(version)
+    assert [list(r.token_ids) for r in (await rig.drained(3))[0].responses] == [[3] * 3] * G
+
+
+async def test_worker_claims_nothing_while_the_trainer_is_behind(rig, monkeypatch):
+    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.01,))
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(claim_loop, "POLL_S", 0.05)
+    num_claims = 0
+    claim_groups = rig.ledger.rollout.claim
+
+    async def count(*args):
+        nonlocal num_claims
+        num_claims += 1
+        return await claim_groups(*args)
+
+    await rig.restart_trainer_behind(3)
+    await rig.open(3, rig.task(3, 0))
+    monkeypatch.setattr(rig.ledger.rollout, "claim", count)
+    rig.start_worker()
+    await rig.until_released(1)
+    num_claims = 0
+    for version in (1, 2):  # the replay
+        await rig.trainer.publish(version)
+        await asyncio.sleep(0.3)
+        assert rig.engines[0].version() == version  # keeps up in the meantime
+    assert num_claims == 0
+    await rig.trainer.publish(3)
+    assert len((await rig.drained(3, timeout_s=5))[0].responses) == G
+    assert len(await rig.event_messages("group.released")) == 1
+
+
+async def test_weights_that_cannot_be_had_give_the_group_back(rig, monkeypatch):
+    monkeypatch.setattr(puller.WeightsPuller.obtain, "__defaults__", (0.2,))
+    monkeypatch.setattr(claim_loop, "RETRY_DELAY_S", 0.05)
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    rig.trainer.refused = {1}
+    await rig.commit(0)
+    await rig.open(1, rig.task(1, 0))
+    await rig.until_released(1)
+    assert rig.engines[0].version() == 0  # still serves what it has
+    rig.trainer.refused = set()
+    assert [list(r.token_ids) for r in (await rig.drained(1))[0].responses] == [[1] * 3] * G
+
+
+async def test_worker_waits_for_a_trainer_that_is_not_there_yet(rig):
+    rig.trainer.is_up = False
+    rig.start_worker()
+    await rig.open(0, rig.task(0, 0))
+    await asyncio.sleep(0.5)
+    assert [worker.state for worker in await rig.ledger.workers.records(rig.pool)] == ["starting"]
+    rig.trainer.is_up = True
+    assert len(await rig.drained(0)) == 1
+
+
+async def test_slow_group_keeps_its_lease_and_is_generated_once(rig):
+    rig.start_worker(FakeEngine(delay_s=1.5), lease_s=0.6)
+    rig.start_worker(FakeEngine(delay_s=1.5), lease_s=0.6)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    assert sum(len(engine.requests) for engine in rig.engines) == 1
+
+
+async def test_group_that_another_worker_has_taken_is_dropped(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine, lease_s=0.3)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    entry = (await rig.ledger.redis.xrange(f"onbeat:{{{rig.job_id}}}:prompts"))[0][0]
+    await rig.ledger.redis.xclaim(f"onbeat:{{{rig.job_id}}}:prompts", "rollouts", "thief", 0, [entry], idle=0)
+    await rig.until(lambda: engine.num_in_flight() == 0)  # cancelled
+
+
+async def test_two_workers_share_an_iteration(rig, monkeypatch):
+    monkeypatch.setattr(session, "FOLLOW_S", 0.1)
+    workers = [rig.start_worker(FakeEngine(capacity=64, delay_s=0.3)) for _ in range(2)]
+
+    def know_each_other() -> bool:
+        loops = [worker._session and worker._session._parts and worker._session._parts.loop for worker in workers]
+        return all(loop is not None and loop.num_workers == 2 for loop in loops)
+
+    await rig.until(know_each_other)
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    assert sorted(group.worker_id for group in await rig.drained(0)) == ["w0", "w0", "w1", "w1"]
+
+
+async def test_stop_finishes_what_is_in_flight_and_claims_no_more(rig):
+    worker = rig.start_worker(FakeEngine(capacity=2 * G, delay_s=0.5))
+    await rig.open(0, *(rig.task(0, index) for index in range(4)))
+    await rig.until(lambda: len(rig.engines[0].requests) == 3)
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=5)
+    assert len(await rig.groups(0)) == 3
+    assert rig.engines[0].stopped
+    assert await rig.ledger.workers.records(rig.pool) == []
+
+
+async def test_stop_returns_unstarted_groups_and_finishes_the_rest(rig):
+    await rig.replace_job(max_staleness=1)
+    engine = FakeEngine()
+    worker = rig.start_worker(engine, drain_s=60.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.drained(0)
+    engine.may_finish.clear()
+    await rig.open(1, rig.task(1, 0), version=0)
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.commit(0)
+    await rig.open(2, rig.task(2, 0), version=1)  # waits until the engine is free of version 0
+    await rig.until(lambda: len(worker._session._parts.loop.flights) == 2)
+    worker.stop()
+    taken = []
+
+    async def is_free() -> bool:
+        taken.extend(await rig.ledger.rollout.claim(rig.job_id, "other", 2, lease_s=30.0))
+        return bool(taken)
+
+    await rig.until(is_free)
+    assert [(claim.task.group_id, claim.attempt) for claim in taken] == [("2-0", 1)]
+    assert engine.num_in_flight() == G
+    engine.may_finish.set()
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
+    assert [group.worker_id for group in await rig.groups(1)] == ["w0"]
+
+
+async def test_first_stop_during_a_job_change_finishes_what_is_running(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    worker = rig.start_worker(engine, drain_s=60.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    worker._session.leave()
+    worker.stop()
+    await asyncio.sleep(0.3)
+    assert engine.num_in_flight() == G
+    engine.may_finish.set()
+    await asyncio.wait_for(rig.running[0][1], timeout=30)
+    assert [group.worker_id for group in await rig.groups(0)] == ["w0"]
+
+
+async def test_stopped_workers_cost_the_group_no_attempt(rig):
+    await rig.replace_job(max_group_attempts=1)
+    await rig.open(0, rig.task(0, 0))
+    for number in range(3):
+        engine = FakeEngine()
+        engine.may_finish.clear()
+        worker = rig.start_worker(engine, drain_s=0.05)
+        await rig.until(lambda engine=engine: engine.num_in_flight() == G)
+        worker.stop()
+        await asyncio.wait_for(rig.running[number][1], timeout=5)
+    rig.start_worker()
+    assert len((await rig.drained(0))[0].responses) == G
+
+
+async def test_group_that_fails_during_a_stop_has_used_its_attempt(rig, monkeypatch):
+    """Else a group that breaks every engine would do so for ever."""
+    monkeypatch.setattr(claim_loop, "MAX_ENGINE_ERRORS", 1)
+    await rig.replace_job(max_group_attempts=1)
+    engine = FakeEngine()
+    engine.generate_errors = [RuntimeError("the core is dead")] * 2  # of both at once; the first ends the process
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0), rig.task(0, 1))
+    _, running = rig.running[0]
+    await asyncio.wait({running}, timeout=10)
+    assert isinstance(root_cause(running.exception()), EngineBroken)
+    rig.running.clear()
+    rig.start_worker()
+    assert [group.failure.kind for group in await rig.drained(0)] == ["generation_failed"] * 2
+
+
+async def test_stop_while_waiting_for_the_trainer_ends_at_once(rig):
+    rig.trainer.is_up = False
+    worker = rig.start_worker()
+    await asyncio.sleep(0.3)
+    worker.stop()
+    await asyncio.wait_for(rig.running[0][1], timeout=2)
+
+
+async def test_cancelled_job_drops_its_groups_and_leaves_the_engine(rig):
+    engine = FakeEngine()
+    engine.may_finish.clear()
+    rig.start_worker(engine)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    await rig.ledger.jobs.move(rig.job_id, JobState.CANCELLING)
+    await rig.until(lambda: engine.stopped, timeout_s=3)
+    assert not rig.running[0][1].done()
+
+
+# ---- whole processes -----------------------------------------------------------------------------------------------
+
+
+class Process:
+    """`python -m services.rollout` with the reference engine. `patch`: Python that is run before."""
+
+    def __init__(
+        self, redis_url: str, pool: str, worker_id: str, drain_s: float = 60.0, patch: str = "", **more: str
+    ) -> None:
+        settings = {
+            "ONBEAT_REDIS_URL": redis_url,
+            "ONBEAT_POOL": pool,
+            "ONBEAT_WORKER_ID": worker_id,
+            "ONBEAT_ENGINE": "transformers",
+            "ONBEAT_LEASE_S": "1.5",
+            "ONBEAT_DRAIN_S": str(drain_s),
+            "OMP_NUM_THREADS": "1",
+        } | more
+        script = f"{patch}\nimport sys; from services.rollout.__main__ import main; sys.exit(main())"
+        command = [sys.executable, "-c", script]
+        self.process = subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+async def served_rig(ledger, tmp_path):
+    """A job whose weights come from a real model over real gRPC."""
+    rig = Rig(ledger)
+    async with serving_model(rig, tmp_path):
+        yield rig
+
+
+async def test_killed_rollout_loses_no_group_and_sigterm_ends_cleanly(served_rig, redis_url):
+    rig = served_rig
+    doomed = Process(redis_url, rig.pool, "doomed").process
+    heir = None
+    try:
+        tasks = [rig.task(0, index, max_response_tokens=300) for index in range(6)]
+        await rig.open(0, *tasks)
+
+        async def is_generating() -> bool:
+            return any(worker.num_in_flight for worker in await rig.ledger.workers.records(rig.pool))
+
+        await rig.until(is_generating, timeout_s=60)
+        doomed.kill()
+        heir = Process(redis_url, rig.pool, "heir").process
+        groups = [*await rig.drained(0, timeout_s=60)]
+        assert [group.group_id for group in groups] == [f"0-{index}" for index in range(6)]
+        assert "heir" in {group.worker_id for group in groups}
+        await rig.commit(0)
+        await rig.open(1, rig.task(1, 0))
+        (group,) = await rig.drained(1)
+        assert {span.policy_version for r in group.responses for span in r.version_spans} == {1}
+        heir.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(heir.wait, 20) == 0
+        assert [worker.id for worker in await rig.ledger.workers.records(rig.pool)] == [
+            "doomed"
+        ]  # it could not say farewell
+    finally:
+        for process in filter(None, (doomed, heir)):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(("drain_s", "num_signals"), [(0.0, 1), (600.0, 2)])
+async def test_process_asked_to_hurry_returns_everything_at_once(served_rig, redis_url, drain_s, num_signals):
+    rig = served_rig
+    process = Process(redis_url, rig.pool, "hasty", drain_s).process
+    try:
+        await rig.open(0, *(rig.task(0, index, max_response_tokens=300) for index in range(6)))
+
+        async def is_doing(state: str) -> bool:
+            return state in [worker.state for worker in await rig.ledger.workers.records(rig.pool)]
+
+        await rig.until(lambda: is_doing("generating"), timeout_s=60)
+        process.send_signal(signal.SIGTERM)
+        if num_signals == 2:
+            await rig.until(lambda: is_doing("draining"), timeout_s=60)
+            process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+        num_accepted = len(await rig.groups(0))
+        claims = await rig.ledger.rollout.claim(rig.job_id, "next", 6, lease_s=3600.0)
+        assert len(claims) == 6 - num_accepted > 0
+        assert {claim.attempt for claim in claims} == {1}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_engine_back_on_an_older_version_repeats_its_tokens(served_rig, redis_url):
+    rig = served_rig
+    await rig.ledger.redis.hset(JobKeys(rig.job_id).job, "max_staleness", 1)
+    same = {"messages": [Message(role="user", content="1+1=")], "seed": 7}
+    process = Process(redis_url, rig.pool, "w").process
+    try:
+        await rig.open(0, rig.task(0, 0, **same))
+        (first,) = await rig.drained(0, timeout_s=60)
+        process.send_signal(signal.SIGSTOP)  # so that it does not claim 1-0
+        await rig.open(1, rig.task(1, 0, **same), version=0)
+        await rig.ledger.rollout.claim(rig.job_id, "dead", 1, lease_s=1.5)
+        await rig.commit(0)
+        await rig.open(2, rig.task(2, 0, **same), version=1)
+        process.send_signal(signal.SIGCONT)
+        (other,) = await rig.drained(2)
+        (again,) = await rig.drained(1)  # 1.5 s after the dead one's claim
+        assert (first.policy_version, other.policy_version, again.policy_version) == (0, 1, 0)
+        assert [r.token_ids for r in again.responses] == [r.token_ids for r in first.responses]
+        assert [r.rollout_logprobs for r in again.responses] == [r.rollout_logprobs for r in first.responses]
+        assert [r.rollout_logprobs for r in other.responses] != [r.rollout_logprobs for r in first.responses]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+STUCK_THREAD = """
+import time
+import services.rollout.__main__ as service
+from services.rollout.engines.transformers_engine import TransformersEngine
+
+TransformersEngine._read_model = lambda self, model_dir: time.sleep(3600)
+service.EXIT_DEADLINE_S = 2.0
+"""
+
+
+async def test_process_whose_engine_thread_is_stuck_ends_anyway(served_rig, redis_url):
+    rig = served_rig
+    process = Process(redis_url, rig.pool, "stuck", patch=STUCK_THREAD, ONBEAT_ENGINE_START_S="1").process
+    try:
+        _, log = await asyncio.to_thread(process.communicate, timeout=60)
+        assert process.returncode == 1
+        assert "EngineBroken: the start of the engine did not end within 1 s (ONBEAT_ENGINE_START_S)" in log
+        (failed,) = await rig.event_messages("worker.failed")
+        assert failed.startswith("stuck ends: EngineBroken: the start of the engine did not end within 1 s")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_unreachable_redis_ends_the_process_with_a_clear_message():
+    settings = {"ONBEAT_REDIS_URL": "redis://:secret@127.0.0.1:1/0", "ONBEAT_REDIS_RETRY_S": "1"}
+    command = [sys.executable, "-m", "services.rollout"]
+    ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert "Redis at 127.0.0.1:1/0 cannot be reached" in ended.stderr
+    assert "secret" not in ended.stderr

@@ -1,0 +1,766 @@
+"""The rules that the scripts enforce, on a real Redis."""
+
+import asyncio
+
+import pytest
+from redis.exceptions import DataError
+
+from onbeat.errors import IllegalTransition, JobFailed, JobNotFound, LeaseLost
+from onbeat.streams.connection import connect
+from onbeat.streams.keys import TRAINER_GROUP, JobKeys
+from onbeat.streams.ledger import Ledger
+from onbeat.streams.ledger.batching import BatchedScript
+from onbeat.streams.ledger.scripts import group_states
+from onbeat.types import (
+    JOB_MOVES,
+    IterationState,
+    JobState,
+    PublishedWeights,
+    Verdict,
+    WeightsRecord,
+    WeightUpdate,
+    WorkerRecord,
+)
+from tests.broker_fixtures import (
+    claim_all,
+    commit,
+    create_job,
+    drain,
+    failed_group,
+    make_group,
+    open_job,
+    start_training,
+    tasks_for,
+)
+from tests.conftest import unfinished
+
+# The shortest legal way into each state, from PENDING.
+WAY_TO = {
+    JobState.PENDING: [],
+    JobState.RUNNING: [JobState.RUNNING],
+    JobState.PAUSED: [JobState.RUNNING, JobState.PAUSED],
+    JobState.CANCELLING: [JobState.RUNNING, JobState.CANCELLING],
+    JobState.CANCELLED: [JobState.CANCELLED],
+    JobState.SUCCEEDED: [JobState.RUNNING, JobState.SUCCEEDED],
+    JobState.FAILED: [JobState.FAILED],
+}
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("current", list(JobState))
+async def test_job_moves_along_its_table_and_nowhere_else(ledger: Ledger, current: JobState) -> None:
+    for wanted in JobState:
+        job_id = await create_job(ledger)
+        for state in WAY_TO[current]:
+            await ledger.jobs.move(job_id, state)
+        if wanted in JOB_MOVES[current]:
+            assert await ledger.jobs.move(job_id, wanted) is current
+            assert await ledger.jobs.state(job_id) is wanted
+        else:
+            with pytest.raises(IllegalTransition, match=f"is {current} and cannot become {wanted}"):
+                await ledger.jobs.move(job_id, wanted)
+            assert await ledger.jobs.state(job_id) is current
+
+
+async def test_final_job_leaves_the_active_list_and_knows_when_and_why(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    assert job_id in await unfinished(ledger)
+    await ledger.jobs.move(job_id, JobState.FAILED, "no model")
+    fields = await ledger.jobs.fields(job_id)
+    assert fields["error"] == "no model"
+    assert float(fields["finished_at"]) >= float(fields["created_at"])
+    assert job_id not in await unfinished(ledger)
+    assert job_id in await ledger.jobs.ids()
+
+
+async def test_unknown_job_is_not_found(ledger: Ledger) -> None:
+    with pytest.raises(JobNotFound):
+        await ledger.jobs.fields("nobody")
+    with pytest.raises(JobNotFound):
+        await ledger.jobs.move("nobody", JobState.CANCELLED)
+
+
+async def test_job_is_created_once(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await ledger.jobs.move(job_id, JobState.RUNNING)
+    assert not await ledger.jobs.create(job_id, {"name": "other", "pool": "default"}, 9, 0)
+    assert (await ledger.jobs.fields(job_id))["name"] == "test"
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+
+
+# ---- the trainer's lease -----------------------------------------------------------------------------------------
+
+
+async def test_only_one_of_many_trainers_claims_a_job(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epochs = await asyncio.gather(*(ledger.trainer.claim_job(job_id, f"trainer-{i}", 30) for i in range(20)))
+    assert [epoch for epoch in epochs if epoch] == ["1"]
+    assert await ledger.jobs.state(job_id) is JobState.RUNNING
+
+
+async def test_zombie_trainer_can_do_nothing(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    old = await start_training(ledger, job_id, lease_s=0.02)
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    await drain(ledger, job_id)
+    await asyncio.sleep(0.03)
+    new = await ledger.trainer.claim_job(job_id, "trainer-b", 30)
+    assert new == "2"
+    with pytest.raises(LeaseLost):
+        await ledger.trainer.renew_job(job_id, old, 30)
+    evil = PublishedWeights(full_bytes=1, encode_s=0.0, publish_s=0.0)
+    with pytest.raises(LeaseLost):
+        await ledger.versions.announce(job_id, old, 1, "127.0.0.1:9", "evil", evil)
+    with pytest.raises(LeaseLost):
+        await commit(ledger, job_id, old, 0)
+    with pytest.raises(LeaseLost):
+        await ledger.trainer.checkpointed(job_id, old, 0, 1, "/evil")
+    assert (await ledger.jobs.fields(job_id))["policy_version"] == "0"
+    assert await ledger.versions.weights(job_id, 1) is None
+    assert await commit(ledger, job_id, new, 0)
+
+
+async def test_lease_that_was_handed_back_is_free_at_once(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) is None
+    await ledger.trainer.renew_job(job_id, epoch, 0.0)
+    assert await ledger.trainer.claim_job(job_id, "trainer-b", 30) == "2"
+
+
+# ---- iterations --------------------------------------------------------------------------------------------------
+
+
+async def test_iteration_opens_once_however_many_try(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    await start_training(ledger, job_id)
+    reasons = await asyncio.gather(*(ledger.iterations.open(job_id, 0, 0, tasks_for(0)) for _ in range(20)))
+    assert sorted(reasons) == ["", *["next to open is 1"] * 19]
+    assert len(await claim_all(ledger, job_id)) == 2
+
+
+async def test_iteration_opens_only_in_turn_and_on_published_weights(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    assert "PENDING" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    epoch = await ledger.trainer.claim_job(job_id, "trainer-a", 30)
+    assert epoch
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == "published version is none"
+    await ledger.versions.announce(job_id, epoch, 0, "127.0.0.1:1", "d0")
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == "next to open is 0"
+    assert await ledger.iterations.open(job_id, 0, 1, tasks_for(0)) == "published version is 0"
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == "needs version 1 or newer"
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == "published version is 0"
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
+
+
+async def test_paused_job_opens_nothing_and_hands_out_nothing(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    assert await claim_all(ledger, job_id) == []
+    assert "PAUSED" in await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    await ledger.jobs.move(job_id, JobState.RUNNING)
+    assert len(await claim_all(ledger, job_id)) == 2
+
+
+async def test_commit_needs_a_drained_iteration_and_is_idempotent(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    with pytest.raises(AssertionError, match="is open"):
+        await commit(ledger, job_id, epoch, 0)
+    await drain(ledger, job_id)
+    assert await commit(ledger, job_id, epoch, 0)
+    assert not await commit(ledger, job_id, epoch, 0)
+    with pytest.raises(JobFailed, match="gave other bits"):
+        await ledger.trainer.commit(job_id, epoch, 0, 1, "other", {}, "used")
+    fields = await ledger.jobs.fields(job_id)
+    assert (fields["next_iteration"], fields["policy_version"]) == ("1", "1")
+    committed = [event for event in await ledger.event_log.read(job_id) if event.kind == "iteration.committed"]
+    assert len(committed) == 1
+
+
+# ---- bounded staleness -------------------------------------------------------------------------------------------
+
+
+async def start_bounded(ledger: Ledger, max_staleness: int) -> tuple[str, str]:
+    """A running job of that bound, nothing open yet; returns (job id, epoch)."""
+    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": max_staleness})
+    return job_id, await start_training(ledger, job_id)
+
+
+async def test_admission_keeps_the_bound(ledger: Ledger) -> None:
+    job_id, epoch = await start_bounded(ledger, max_staleness=2)
+    for iteration in (0, 1, 2):
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
+        tasks = await drain(ledger, job_id)
+        assert [task.policy_version for task in tasks] == [0, 0]
+    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "needs version 1 or newer"
+    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == "published version is 0"
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.iterations.open(job_id, 2, 1, tasks_for(2)) == "next to open is 3"
+    assert await ledger.iterations.open(job_id, 3, 0, tasks_for(3)) == "published version is 1"
+    assert await ledger.iterations.open(job_id, 3, 1, tasks_for(3)) == ""
+    assert {task.policy_version for task in await drain(ledger, job_id)} == {1}
+    assert [await ledger.iterations.policy_version(job_id, t) for t in range(5)] == [0, 0, 0, 1, None]
+
+
+async def test_unclaimed_prompts_hold_the_next_opening_back(ledger: Ledger) -> None:
+    job_id, _ = await start_bounded(ledger, max_staleness=2)
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0, 3))
+    await claim_all(ledger, job_id, "w1", count=2)
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == "prompts are still unclaimed"
+    assert "prompts.claimed" not in [event.kind for event in await ledger.event_log.read(job_id)]
+    await claim_all(ledger, job_id, "w2")
+    assert [event.kind for event in await ledger.event_log.read(job_id)].count("prompts.claimed") == 1
+    assert await ledger.iterations.open(job_id, 1, 0, tasks_for(1)) == ""
+    assert await ledger.iterations.state(job_id, 0) is IterationState.OPEN  # claimed, not done
+
+
+async def test_freshest_version_is_not_waited_for(ledger: Ledger) -> None:
+    job_id, epoch = await start_bounded(ledger, max_staleness=1)
+    await ledger.iterations.open(job_id, 0, 0, tasks_for(0))
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+    await ledger.redis.xadd(JobKeys(job_id).prompts, {"task": b""})  # some other work nobody has claimed
+    assert await ledger.iterations.open(job_id, 1, 1, tasks_for(1)) == ""
+
+
+async def test_strict_job_says_nothing_about_claimed_prompts(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    await claim_all(ledger, job_id)
+    assert "prompts.claimed" not in [event.kind for event in await ledger.event_log.read(job_id)]
+
+
+async def test_unpublished_commit_leaves_rollouts_on_their_version(ledger: Ledger) -> None:
+    job_id, epoch = await start_bounded(ledger, max_staleness=2)
+    for iteration in (0, 1):
+        assert await ledger.iterations.open(job_id, iteration, 0, tasks_for(iteration)) == ""
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, is_published=False)
+    fields = await ledger.jobs.fields(job_id)
+    assert (fields["next_iteration"], fields["policy_version"], fields["weights_digest"]) == ("2", "0", "d0")
+    assert (await ledger.iterations.fields(job_id, 1))["weights_digest"] == "d2"
+    assert not await commit(ledger, job_id, epoch, 1, is_published=False)  # replayed: the same bits
+    with pytest.raises(JobFailed, match="gave other bits"):
+        await ledger.trainer.commit(job_id, epoch, 1, 2, "other", {}, "", is_published=False)
+    await ledger.versions.announce(job_id, epoch, 2, "127.0.0.1:2", "d2")  # a trainer that starts again there
+    fields = await ledger.jobs.fields(job_id)
+    assert (fields["policy_version"], fields["weights_address"]) == ("0", "127.0.0.1:2")
+    assert await ledger.iterations.open(job_id, 2, 0, tasks_for(2)) == ""
+    await drain(ledger, job_id)
+    with pytest.raises(AssertionError, match="version 3 must be published"):  # else iteration 3 could never be opened
+        await commit(ledger, job_id, epoch, 2, is_published=False)
+    assert await commit(ledger, job_id, epoch, 2)
+    assert (await ledger.jobs.fields(job_id))["policy_version"] == "3"
+
+
+# ---- numbers of weight updates -----------------------------------------------------------------------------------
+
+
+def update_of(received_bytes: int, open_s: float | None = None) -> WeightUpdate:
+    numbers = {"pull_s": 0.25, "apply_s": 0.125, "load_s": 0.5, "open_s": open_s, "num_faults": 1}
+    return WeightUpdate(received_bytes=received_bytes, sources=["h:1", "h:2"], **numbers)
+
+
+async def test_version_has_numbers_of_its_trainer_and_each_rollout(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    assert await ledger.versions.weights(job_id, 0) is None  # announced without numbers, served by nobody
+    published = PublishedWeights(full_bytes=1000, delta_bytes=20, encode_s=0.5, publish_s=0.75)
+    await ledger.versions.engine_ready(job_id, 1, "w:1", update_of(20, 1.5))  # may be faster than the announcement
+    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(
+        policy_version=1, rollouts={"w:1": update_of(20, 1.5)}
+    )
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+    await ledger.versions.engine_ready(job_id, 1, "published", update_of(1000))  # a worker may have any name
+    assert await ledger.versions.weights(job_id, 1) == WeightsRecord(
+        policy_version=1,
+        full_bytes=1000,
+        delta_bytes=20,
+        encode_s=0.5,
+        publish_s=0.75,
+        rollouts={"published": update_of(1000), "w:1": update_of(20, 1.5)},
+    )
+    assert await ledger.versions.weights(job_id, 0) is None
+
+
+async def test_repeated_version_keeps_first_numbers_and_emits_an_event(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    epoch = await start_training(ledger, job_id)
+    for delta_bytes, received_bytes, open_s in ((20, 20, 1.5), (None, 1000, None)):  # the second time after a restart
+        published = PublishedWeights(full_bytes=1000, delta_bytes=delta_bytes, encode_s=0.5, publish_s=0.75)
+        await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "d1", published)
+        await ledger.versions.engine_ready(job_id, 1, "w1", update_of(received_bytes, open_s))
+    record = await ledger.versions.weights(job_id, 1)
+    assert record is not None
+    assert record.delta_bytes == 20
+    assert record.rollouts == {"w1": update_of(20, 1.5)}
+    updates = [event for event in await ledger.event_log.read(job_id) if event.kind == "worker.updated"]
+    assert [(event.data["num_bytes"], event.data.get("open_s")) for event in updates] == [(20, 1.5), (1000, None)]
+    assert updates[0].message == "w1 serves policy version 1"
+    assert updates[0].data == {
+        "policy_version": 1,
+        "worker_id": "w1",
+        "num_bytes": 20,
+        "pull_s": 0.25,
+        "apply_s": 0.125,
+        "load_s": 0.5,
+        "open_s": 1.5,
+    }
+
+
+# ---- groups ------------------------------------------------------------------------------------------------------
+
+
+async def test_last_group_drains_the_iteration(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, second = await claim_all(ledger, job_id)
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+    assert await ledger.iterations.state(job_id, 0) is IterationState.OPEN
+    assert await ledger.rollout.submit(job_id, second.entry_id, make_group(second.task)) is Verdict.ACCEPTED
+    assert await ledger.iterations.state(job_id, 0) is IterationState.DRAINED
+    assert "iteration.drained" in [event.kind for event in await ledger.event_log.read(job_id)]
+
+
+@pytest.mark.parametrize("version", [1, 7])
+async def test_group_of_another_version_is_stale_and_claimed_again(ledger: Ledger, version: int) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, version=version)) is Verdict.STALE
+    assert (await ledger.iterations.fields(job_id, 0))["num_stale"] == "1"
+    assert await ledger.iterations.accepted_groups(job_id, 0) == []
+    (again,) = await claim_all(ledger, job_id, "w2")  # at once, though the first lease had time left
+    assert (again.task.group_id, again.attempt) == (claim.task.group_id, 1)  # not the group's fault
+    assert await ledger.rollout.submit(job_id, again.entry_id, make_group(again.task, "w2")) is Verdict.ACCEPTED
+
+
+async def test_one_token_of_another_version_makes_the_group_stale(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    group = make_group(claim.task)
+    del group.responses[1].version_spans[:]
+    group.responses[1].version_spans.add(policy_version=0, start=0, end=1)
+    group.responses[1].version_spans.add(policy_version=1, start=1, end=2)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, group) is Verdict.STALE
+
+
+async def test_group_is_accepted_once_however_many_submit_it(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    group = make_group(claim.task)  # again and again: its worker never heard the answer
+    verdicts = await asyncio.gather(*(ledger.rollout.submit(job_id, claim.entry_id, group) for _ in range(20)))
+    assert sorted(verdicts) == [Verdict.ACCEPTED, *[Verdict.DUPLICATE] * 19]
+    assert len(await ledger.iterations.accepted_groups(job_id, 0)) == 1
+    assert (await ledger.iterations.fields(job_id, 0))["num_duplicate"] == "19"
+
+
+async def test_late_group_of_a_committed_iteration_changes_nothing(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))
+    await commit(ledger, job_id, epoch, 0)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, "slow")) is Verdict.DUPLICATE
+    assert len(await ledger.trainer.take(job_id, "rank-0", 10, 0.01)) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.CANCELLING, JobState.FAILED, JobState.SUCCEEDED])
+async def test_job_that_does_not_run_takes_no_group(ledger: Ledger, state: JobState) -> None:
+    job_id, _ = await open_job(ledger)
+    first, _ = await claim_all(ledger, job_id)
+    await ledger.jobs.move(job_id, state)
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.CLOSED
+    assert await claim_all(ledger, job_id, "w2") == []
+
+
+async def test_paused_job_keeps_what_was_in_flight(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, _ = await claim_all(ledger, job_id)
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    assert await ledger.rollout.submit(job_id, first.entry_id, make_group(first.task)) is Verdict.ACCEPTED
+
+
+async def test_group_that_nobody_asked_for_is_refused(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    invented = tasks_for(0, 9)[8]
+    assert await ledger.rollout.submit(job_id, "1-1", make_group(invented)) is Verdict.CLOSED
+    assert await ledger.rollout.submit(job_id, "1-1", make_group(tasks_for(5)[0])) is Verdict.CLOSED
+
+
+async def test_failed_group_counts_as_done_and_is_reported(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    assert await ledger.rollout.submit(job_id, claim.entry_id, failed_group(claim.task)) is Verdict.ACCEPTED
+    fields = await ledger.iterations.fields(job_id, 0)
+    assert (fields["state"], fields["num_failed_groups"]) == ("DRAINED", "1")
+    (event,) = [event for event in await ledger.event_log.read(job_id) if event.kind == "group.failed"]
+    assert "it raised" in event.message
+
+
+async def test_broken_group_never_reaches_the_stream(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id)
+    group = make_group(claim.task)
+    group.responses[0].rollout_logprobs.append(0.0)
+    with pytest.raises(ValueError, match="2 tokens with 3 logprobs"):
+        await ledger.rollout.submit(job_id, claim.entry_id, group)
+
+
+# ---- leases of groups --------------------------------------------------------------------------------------------
+
+
+async def test_lease_of_a_dead_worker_is_taken_over(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    lost = await ledger.rollout.claim(job_id, "dead", 2, lease_s=0.05)
+    assert await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.05) == []
+    await asyncio.sleep(0.08)
+    taken = await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.05)
+    assert [claim.task.group_id for claim in taken] == [claim.task.group_id for claim in lost]
+    assert [claim.attempt for claim in taken] == [2, 2]
+
+
+async def test_free_group_is_found_behind_many_that_are_held(ledger: Ledger) -> None:
+    """Redis looks at ten held entries for each one that is asked for, and says where to go on."""
+    job_id, _ = await open_job(ledger, num_groups=30)
+    assert len(await ledger.rollout.claim(job_id, "alive", 29, lease_s=30)) == 29
+    (last,) = await ledger.rollout.claim(job_id, "leaving", 1, lease_s=30)
+    await ledger.rollout.release(job_id, "leaving", [last.entry_id])
+    (found,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=30)
+    assert found.entry_id == last.entry_id
+
+
+async def test_renewed_lease_is_kept_and_a_lost_one_is_not_renewed(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    first, second = await ledger.rollout.claim(job_id, "w1", 2, lease_s=0.1)
+    for _ in range(4):
+        await asyncio.sleep(0.04)
+        assert await ledger.rollout.renew(job_id, "w1", [first.entry_id]) == [first.entry_id]
+    (stolen,) = await ledger.rollout.claim(job_id, "w2", 2, lease_s=0.1)
+    assert stolen.entry_id == second.entry_id
+    assert await ledger.rollout.renew(job_id, "w1", [first.entry_id, second.entry_id]) == [first.entry_id]
+
+
+async def test_released_groups_are_free_at_once(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    entries = [claim.entry_id for claim in await claim_all(ledger, job_id, "w1")]
+    assert await ledger.rollout.release(job_id, "w2", entries) == []  # not yours
+    assert await claim_all(ledger, job_id, "w2") == []
+    assert await ledger.rollout.release(job_id, "w1", entries) == entries
+    assert [claim.entry_id for claim in await claim_all(ledger, job_id, "w2")] == entries
+
+
+async def test_only_claims_that_failed_count_as_attempts(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    for _ in range(3):
+        (claim,) = await claim_all(ledger, job_id, "w1")
+        assert claim.attempt == 1
+        await ledger.rollout.release(job_id, "w1", [claim.entry_id])
+        assert await ledger.rollout.release(job_id, "w1", [claim.entry_id]) == []  # said twice, done once
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    await ledger.rollout.release(job_id, "w1", [claim.entry_id], is_attempt=True)
+    (claim,) = await claim_all(ledger, job_id, "w2")
+    assert claim.attempt == 2
+    await ledger.rollout.renew(job_id, "w2", [claim.entry_id])
+    await ledger.rollout.release(job_id, "w2", [claim.entry_id])
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    assert claim.attempt == 2
+    assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task, "w1", version=9)) is Verdict.STALE
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    assert claim.attempt == 2
+
+
+async def test_late_renewal_does_not_take_back_what_was_handed_back(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (claim,) = await claim_all(ledger, job_id, "w1")
+    await ledger.rollout.release(job_id, "w1", [claim.entry_id])
+    assert await ledger.rollout.renew(job_id, "w1", [claim.entry_id]) == []
+    assert len(await claim_all(ledger, job_id, "w2")) == 1
+
+
+async def test_zombie_worker_that_comes_back_is_a_duplicate(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (old,) = await ledger.rollout.claim(job_id, "zombie", 1, lease_s=0.01)
+    await asyncio.sleep(0.02)
+    (new,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=0.01)
+    assert await ledger.rollout.submit(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
+    assert await ledger.rollout.submit(job_id, old.entry_id, make_group(old.task, "zombie")) is Verdict.DUPLICATE
+
+
+async def test_worker_that_lost_its_lease_is_fenced_off(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=1)
+    (old,) = await ledger.rollout.claim(job_id, "slow", 1, lease_s=0.01)
+    await asyncio.sleep(0.02)
+    (new,) = await ledger.rollout.claim(job_id, "w2", 1, lease_s=0.01)
+    assert await ledger.rollout.submit(job_id, old.entry_id, make_group(old.task, "slow")) is Verdict.LOST
+    assert await ledger.rollout.submit(job_id, new.entry_id, make_group(new.task, "w2")) is Verdict.ACCEPTED
+    assert (await ledger.iterations.fields(job_id, 0))["num_lost"] == "1"
+    assert await claim_all(ledger, job_id, "w3") == []
+
+
+# ---- the trainer's side of the stream ----------------------------------------------------------------------------
+
+
+async def test_groups_stay_pending_until_a_checkpoint_covers_them(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    taken = await ledger.trainer.take(job_id, "rank-0", 10, 0.1)
+    assert [group.group_id for group in taken] == ["0-0", "0-1"]
+    await commit(ledger, job_id, epoch, 0)
+    assert (
+        await ledger.iterations.accepted_groups(job_id, 0) == taken
+    )  # after a crash: the same groups in the same order
+    pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
+    assert pending["pending"] == 2
+    await ledger.trainer.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
+    pending = await ledger.redis.xpending(JobKeys(job_id).rollouts, TRAINER_GROUP)
+    assert pending["pending"] == 0
+    assert (await ledger.jobs.fields(job_id))["checkpoint"] == "/checkpoints/1"
+
+
+async def test_restored_checkpoint_touches_no_trimmed_iteration(ledger: Ledger) -> None:
+    """A trainer reports the checkpoint that it starts from, which may contain very many iterations."""
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    await commit(ledger, job_id, epoch, 0)
+
+    async def num_acknowledged() -> int:
+        async def calls() -> int:
+            return int((await ledger.redis.info("commandstats"))["cmdstat_xack"]["calls"])
+
+        before = await calls()
+        await ledger.trainer.checkpointed(job_id, epoch, 0, 1, "/checkpoints/1")
+        return await calls() - before
+
+    assert await num_acknowledged() == 2
+    assert await ledger.iterations.trim(job_id, 0, 0)
+    assert await num_acknowledged() == 0
+
+
+async def test_two_replicas_never_get_the_same_group(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    ids = [f"0-{i}" for i in range(20)]
+    both = [(rank, index) for index in range(10) for rank in (0, 1)]
+    granted = await asyncio.gather(
+        *(
+            ledger.trainer.record_micro_batch(job_id, epoch, 0, rank, index, ids[2 * index : 2 * index + 3])
+            for rank, index in both
+        )
+    )
+    assert sorted(group_id for ids in granted for group_id in ids) == sorted(ids)
+    assert await ledger.iterations.taken_groups(job_id, 0) == set(ids)
+    recorded = await ledger.iterations.micro_batches(job_id, 0)
+    assert sorted(group_id for _, batch in recorded for group_id in batch) == sorted(ids)
+
+
+async def test_micro_batch_is_granted_once_and_repeated_as_it_was(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-2", "0-1"]) == ["0-2", "0-1"]
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-1", "0-2"]) == []  # the index stays free
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 1, 0, ["0-3", "0-1"]) == ["0-3"]
+    assert await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, 0, ["0-9"]) == [
+        "0-2",
+        "0-1",
+    ]  # its answer was lost
+    for index in range(1, 11):  # in the order of recording, not of names
+        await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, index, [f"0-{9 + index}"])
+    recorded = await ledger.iterations.micro_batches(job_id, 0)
+    later = [(0, [f"0-{9 + index}"]) for index in range(1, 11)]
+    assert recorded == [(0, ["0-2", "0-1"]), (1, ["0-3"]), *later]
+    assert "0-9" not in await ledger.iterations.taken_groups(job_id, 0)
+    assert await ledger.iterations.micro_batches(job_id, 1) == []
+    with pytest.raises(LeaseLost):
+        await ledger.trainer.record_micro_batch(job_id, "0", 0, 0, 11, ["0-30"])
+
+
+async def test_groups_that_the_trainer_has_are_not_read_again(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger)
+    await drain(ledger, job_id)
+
+    async def num_reads() -> int:
+        return int((await ledger.redis.info("commandstats")).get("cmdstat_xrange", {"calls": 0})["calls"])
+
+    async def accepted(*known: str) -> tuple[list[str], int]:
+        before = await num_reads()
+        groups = await ledger.iterations.accepted_groups(job_id, 0, known)
+        return [group.group_id for group in groups], await num_reads() - before
+
+    assert await accepted() == (["0-0", "0-1"], 1)
+    assert await accepted("0-0") == (["0-1"], 1)
+    assert await accepted("0-0", "0-1") == ([], 0)
+
+
+async def test_granted_micro_batch_is_progress_of_the_job(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+
+    async def is_progress(index: int, group_id: str) -> bool:
+        await ledger.redis.hset(JobKeys(job_id).job, "progress_at", 0)
+        await ledger.trainer.record_micro_batch(job_id, epoch, 0, 0, index, [group_id])
+        return float((await ledger.jobs.fields(job_id))["progress_at"]) > 0
+
+    assert await is_progress(0, "0-0")
+    assert not await is_progress(1, "0-0")  # a replica has it already
+    assert await is_progress(1, "0-1")
+
+
+async def test_events_are_a_cursor_and_wait_for_the_next(ledger: Ledger) -> None:
+    job_id = await create_job(ledger)
+    (created,) = await ledger.event_log.read(job_id)
+    assert created.data == {"state": "PENDING"}
+    assert await ledger.event_log.read(job_id, after=created.id, timeout_s=0.01) == []
+    waiting = asyncio.create_task(ledger.event_log.read(job_id, after=created.id, timeout_s=5))
+    await asyncio.sleep(0.02)
+    await ledger.event_log.emit(job_id, "test.hello", "hello", {"n": 1})
+    (event,) = await waiting
+    assert (event.kind, event.message, event.data) == ("test.hello", "hello", {"n": 1})
+
+
+async def test_workers_of_a_pool_by_heartbeat(ledger: Ledger) -> None:
+    for name in ("b", "a"):
+        await ledger.workers.heartbeat("pool-x", WorkerRecord(id=name, state="idle", last_seen_at=1.0))
+    assert [worker.id for worker in await ledger.workers.records("pool-x")] == ["a", "b"]
+    await ledger.workers.remove("pool-x", "a")
+    assert [worker.id for worker in await ledger.workers.records("pool-x")] == ["b"]
+    assert await ledger.workers.records("pool-y") == []
+
+
+# ---- the client --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+async def test_cancelled_task_ends_wherever_its_command_stands(is_pipeline: bool, ledger: Ledger) -> None:
+    """redis-py forgets a cancellation in one moment of sending (Python < 3.12); a service would then never stop."""
+
+    async def work() -> None:
+        while True:
+            if is_pipeline:
+                await group_states(ledger.redis, [("onbeat:nobody", "nothing")])
+            else:
+                await ledger.event_log.read("nobody", timeout_s=0.001)
+
+    for num_turns in range(40):
+        task = asyncio.create_task(work())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        _, running = await asyncio.wait([task], timeout=5)
+        assert not running, f"cancelled after {num_turns} turns of the loop"
+
+
+async def test_a_paused_job_is_not_taken_over_until_it_is_resumed(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await ledger.trainer.renew_job(job_id, epoch, 0.0)  # the lease runs out
+    await ledger.jobs.move(job_id, JobState.PAUSED)
+    assert await ledger.trainer.claim_job(job_id, "other", 10) is None
+    await ledger.jobs.move(job_id, JobState.RUNNING)
+    assert await ledger.trainer.claim_job(job_id, "other", 10) is not None
+
+
+# ---- many submissions at once ----------------------------------------------------------------------------------------
+
+
+async def test_simultaneous_submissions_share_round_trips_not_answers(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=100)
+    claims = await claim_all(ledger, job_id)
+    groups = [
+        make_group(claim.task, version=claim.task.policy_version + index % 2) for index, claim in enumerate(claims)
+    ]
+    before = await num_commands(ledger, "evalsha"), await num_reads(ledger)
+    verdicts = await asyncio.gather(
+        *(ledger.rollout.submit(job_id, claim.entry_id, group) for claim, group in zip(claims, groups, strict=True))
+    )
+    assert verdicts == [Verdict.ACCEPTED, Verdict.STALE] * 50
+    assert await num_commands(ledger, "evalsha") - before[0] == 100
+    assert await num_reads(ledger) - before[1] < 60  # not one for each
+
+
+async def test_cancelled_submission_takes_no_other_along(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=10)
+    claims = await claim_all(ledger, job_id)
+    tasks = [
+        asyncio.create_task(ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task))) for claim in claims
+    ]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    assert await asyncio.gather(*tasks[1::2]) == [Verdict.ACCEPTED] * 5
+
+
+async def test_an_error_that_redis_does_not_know_reaches_all_who_wait(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=3)
+    claims = await claim_all(ledger, job_id)
+    await ledger.rollout.submit(job_id, claims[0].entry_id, make_group(claims[0].task))
+    calls = [ledger.rollout._submission([job_id], [argument]) for argument in ("right", object(), "right")]
+    async with asyncio.timeout(30):
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, DataError) for outcome in outcomes)
+    assert await ledger.rollout.submit(job_id, claims[1].entry_id, make_group(claims[1].task)) is Verdict.ACCEPTED
+
+
+async def test_scripts_that_redis_has_forgotten_run_each_call_once(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=2)
+    claims = await claim_all(ledger, job_id)
+    await ledger.redis.script_flush()
+    script = BatchedScript(ledger.redis, ledger.redis.register_script("return redis.call('INCR', KEYS[1])"))
+    counter = JobKeys(job_id).busy(0) + ":calls"
+    assert await asyncio.gather(*(script([counter], []) for _ in range(5))) == [1, 2, 3, 4, 5]
+    for claim in claims:
+        assert await ledger.rollout.submit(job_id, claim.entry_id, make_group(claim.task)) is Verdict.ACCEPTED
+    await ledger.redis.delete(counter)
+
+
+async def test_prompt_deleted_during_its_claim_stops_no_other(ledger: Ledger) -> None:
+    job_id, _ = await open_job(ledger, num_groups=3)
+    claims = await ledger.rollout.claim(job_id, "w1", 3, lease_s=0.01)
+    await ledger.redis.xdel(JobKeys(job_id).prompts, claims[1].entry_id)
+    await asyncio.sleep(0.02)
+    again = await ledger.rollout.claim(job_id, "w2", 3, lease_s=0.01)
+    assert [claim.task.group_id for claim in again] == ["0-0", "0-2"]
+
+
+async def num_commands(ledger: Ledger, name: str) -> int:
+    stats = await ledger.redis.info("commandstats")
+    return int(stats.get(f"cmdstat_{name}", {}).get("calls", 0))
+
+
+async def num_reads(ledger: Ledger) -> int:
+    return int((await ledger.redis.info("stats"))["total_reads_processed"])
+
+
+# ---- a trainer that makes a version again ----------------------------------------------------------------------------
+
+
+async def test_version_announced_again_must_have_the_same_bits(ledger: Ledger) -> None:
+    """Rollouts may hold the first ones: the trainer died between publishing and committing."""
+    job_id, epoch = await open_job(ledger)
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:1", "first")
+    await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:2", "first")
+    with pytest.raises(JobFailed, match="other bits"):
+        await ledger.versions.announce(job_id, epoch, 1, "127.0.0.1:3", "second")
+    assert (await ledger.jobs.fields(job_id))["weights_address"] == "127.0.0.1:2"
+
+
+async def test_nothing_is_committed_after_the_end(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    await drain(ledger, job_id)
+    await ledger.jobs.move(job_id, JobState.CANCELLING)
+    await ledger.jobs.move(job_id, JobState.CANCELLED)
+    with pytest.raises(LeaseLost):
+        await commit(ledger, job_id, epoch, 0)
+
+
+async def test_an_older_checkpoint_makes_nothing_undone(ledger: Ledger) -> None:
+    job_id, epoch = await open_job(ledger)
+    for iteration, path in ((2, "/new"), (1, "/old")):
+        await ledger.trainer.checkpointed(job_id, epoch, 0, iteration, path)
+    fields = await ledger.jobs.fields(job_id)
+    assert (fields["checkpoint_iteration"], fields["checkpoint"]) == ("2", "/new")
+
+
+async def test_many_may_wait_at_once(redis_url: str) -> None:
+    """Long polls and active jobs: each has a connection of its own while it waits."""
+    client = connect(redis_url, retry_s=5)
+    waits = [client.blpop(f"nothing-{number}", timeout=1) for number in range(150)]
+    assert await asyncio.gather(*waits) == [None] * 150
+    await client.aclose()

@@ -1,0 +1,345 @@
+"""The trainer as it is started, alone and by torchrun: one job, one Redis, the same weights from one process and two.
+
+The test plays broker and rollouts: it opens iterations by the rule of the mode and submits prepared groups.
+"""
+
+import asyncio
+import functools
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean, stdev
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onbeat.config import JobConfig
+from onbeat.hardware.cores import available_cores
+from onbeat.streams.codec import PromptTask
+from onbeat.streams.connection import connect
+from onbeat.streams.ledger import Ledger
+from onbeat.types import JobState
+from onbeat.weights.client import Peer, WeightsClient
+from services.rollout.puller import WeightsPuller
+from services.trainer.job.background import Background
+from services.trainer.job.groups import GroupSource
+from services.trainer.job.lease import ClaimedJob, Lease
+from tests.tiny_models import write_tied_model
+from tests.trainer_fixtures import job_config, make_group
+from tests.waiting import eventually
+
+CORES = available_cores()
+NUM_ITERATIONS, NUM_GROUPS = 4, 5
+PERIODIC = {"mode": "periodic", "num_iterations": NUM_ITERATIONS}
+BOUNDED = {"mode": "bounded", "max_staleness": 1, "num_iterations": NUM_ITERATIONS}
+JOBS = {
+    "two updates with kl": {
+        "schedule": PERIODIC,
+        "training": {"num_updates_per_iteration": 2},
+        "objective": {"kl": {"coef": 0.1}},
+    },
+    "bounded reinforce_pp, proximal": {
+        "schedule": BOUNDED,
+        "objective": {"type": "reinforce_pp", "old_policy": "proximal", "importance": {"type": "truncated"}},
+    },
+    "lora with kl in bfloat16": {
+        "schedule": PERIODIC,
+        "lora": {"rank": 4},
+        "objective": {"kl": {"coef": 0.1}},
+        "model": {"dtype": "bfloat16"},
+    },
+}
+
+
+def build_job(model: Path, pool: str, sections: dict) -> JobConfig:
+    """In float32 unless the sections say otherwise."""
+    sections = sections | {"model": {"path": str(model), **sections.get("model", {})}}
+    sections = sections | {"training": {"max_tokens_per_micro_batch": 40, **sections.get("training", {})}}
+    base = {"rollout": {"num_prompts_per_iteration": NUM_GROUPS}, "checkpoint": {"every_iterations": 2}}
+    config = job_config(**base, **sections)
+    return config.model_copy(update={"pool": pool})
+
+
+def group_of(task: PromptTask):
+    """Unequal groups, the same in every run."""
+    rng = random.Random(task.group_id)
+    lengths = [rng.randrange(1, 9) for _ in range(3)]
+    group = make_group(task.group_id, rng.randrange(1, 12), lengths, version=task.policy_version)
+    group.worker_id = "w"  # which has claimed it
+    return group
+
+
+@contextmanager
+def trainer(
+    num_ranks: int,
+    pool: str,
+    redis_url: str,
+    folder: Path,
+    parallelism: str = "ddp",
+    max_restarts: int = 0,
+    core: int = CORES[0],
+):
+    """The process that was started; ended, with its children, when the test is done."""
+    command = [sys.executable, "-m", "services.trainer"]
+    if num_ranks > 1:
+        options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "services.trainer"]
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "ONBEAT_REDIS_URL": redis_url,
+        "ONBEAT_POOL": pool,
+        "ONBEAT_DATA_DIR": str(folder),
+        "ONBEAT_DEVICE": "cpu",
+        "ONBEAT_CPU_CORES": str(core),
+        "ONBEAT_PARALLELISM": parallelism,
+        "ONBEAT_LEASE_S": "3",
+    }
+    with (folder / "trainer.log").open("w") as log:
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            raise
+
+
+async def play_rollouts(ledger, job_id: str, config: JobConfig, after_group=None, on_version=None) -> None:
+    """Open each iteration with version t - max_staleness exactly, and submit its groups; until the job is over.
+
+    A trainer with all groups of an iteration goes on to the next version at once: they are held back until the
+    iteration is open that needs the version before.
+    """
+    claimed = []  # of each iteration
+
+    async def submit(iteration) -> None:
+        for index, claim in enumerate(claimed[iteration]):
+            await ledger.rollout.submit(job_id, claim.entry_id, group_of(claim.task))
+            if after_group is not None:
+                await after_group(iteration, index)
+
+    for iteration in range(NUM_ITERATIONS):
+        version = max(0, iteration - config.max_staleness)
+
+        async def is_published(version=version) -> bool:
+            fields = await ledger.jobs.fields(job_id)
+            assert not JobState(fields["state"]).is_final, fields.get("error")
+            return int(fields.get("policy_version", "-1")) == version
+
+        await eventually(f"version {version} is published", is_published, timeout_s=90)
+        if on_version is not None:
+            await on_version(job_id, version)
+        tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
+        assert await ledger.iterations.open(job_id, iteration, version, tasks) == ""
+        claimed.append(await ledger.rollout.claim(job_id, "w", NUM_GROUPS, 60))
+        if iteration >= config.max_staleness:
+            await submit(iteration - config.max_staleness)
+    for iteration in range(NUM_ITERATIONS - config.max_staleness, NUM_ITERATIONS):
+        await submit(iteration)
+
+    async def is_over() -> bool:
+        return (await ledger.jobs.state(job_id)).is_final
+
+    await eventually("the job is over", is_over, timeout_s=90)
+
+
+async def train(
+    ledger,
+    redis_url,
+    model,
+    folder,
+    sections,
+    num_ranks=1,
+    parallelism="ddp",
+    max_restarts=0,
+    chaos=None,
+    on_version=None,
+    core=CORES[0],
+):
+    """The final weights, and which rank trained which micro-batches by iteration."""
+    folder.mkdir(parents=True)
+    pool = f"ranks-{uuid.uuid4().hex[:8]}"
+    config = build_job(model, pool, sections)
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, config.max_staleness)
+    with trainer(num_ranks, pool, redis_url, folder, parallelism, max_restarts, core) as process:
+        await play_rollouts(ledger, job_id, config, chaos and chaos(process), on_version)
+    fields = await ledger.jobs.fields(job_id)
+    assert fields["state"] == JobState.SUCCEEDED, (fields.get("error"), (folder / "trainer.log").read_text()[-4000:])
+    for iteration in range(NUM_ITERATIONS):
+        assert_advantages_are_whole(config, await ledger.iterations.advantages(job_id, iteration), iteration)
+    taken = [await ledger.iterations.micro_batches(job_id, iteration) for iteration in range(NUM_ITERATIONS)]
+    return exported_weights(Path(fields["checkpoint"])), taken
+
+
+def exported_weights(checkpoint):
+    """Of a sharded trainer each rank has written a file."""
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_weights(found, expected):
+    """To the order of sums; AdamW's first steps blow noise up where a gradient is all but zero."""
+    assert found.keys() == expected.keys()
+    is_precise = all(tensor.dtype == torch.float32 for tensor in expected.values())
+    gap = torch.cat([(found[name].float() - expected[name].float()).flatten() for name in expected]).abs()
+    assert gap.mean() < (1e-5 if is_precise else 1e-3)
+    assert gap.max() < (1e-2 if is_precise else 5e-2)
+
+
+def assert_each_group_once(taken):
+    for iteration, recorded in enumerate(taken):
+        ids = sorted(group_id for _, batch in recorded for group_id in batch)
+        assert ids == sorted(f"{iteration}-{i}" for i in range(NUM_GROUPS))
+
+
+def assert_advantages_are_whole(config, advantages, iteration):
+    """Those of the groups of all ranks, however they were split."""
+    tasks = {f"{iteration}-{i}": PromptTask(group_id=f"{iteration}-{i}") for i in range(NUM_GROUPS)}
+    assert advantages.keys() == tasks.keys()
+    for group_id, task in tasks.items():
+        rewards = [response.reward for response in group_of(task).responses]
+        if config.objective.type == "grpo":
+            expected = [(reward - fmean(rewards)) / (stdev(rewards) + 1e-4) for reward in rewards]
+            assert advantages[group_id] == pytest.approx(expected, abs=1e-4)
+        else:
+            assert all(math.isfinite(each) for each in advantages[group_id])
+            assert len(advantages[group_id]) == len(rewards)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tied_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def weights_of_one() -> dict[str, dict[str, torch.Tensor]]:
+    """The final weights of one process, by the name of its job."""
+    return {}
+
+
+@pytest.mark.parametrize("name", JOBS)
+async def test_two_processes_train_the_weights_of_one(name, ledger, redis_url, model, tmp_path, weights_of_one):
+    arguments = (ledger, redis_url, model)
+    (alone, _), (replicated, shares), (sharded, dealt) = await asyncio.gather(
+        train(*arguments, tmp_path / "alone", JOBS[name]),
+        train(*arguments, tmp_path / "ddp", JOBS[name], num_ranks=2),
+        train(*arguments, tmp_path / "fsdp", JOBS[name], num_ranks=2, parallelism="fsdp", core=CORES[-1]),
+    )
+    weights_of_one[name] = alone
+    assert_each_group_once(shares)
+    assert {rank for recorded in shares for rank, _ in recorded} == {0, 1}, "each took groups at its own pace"
+    assert_same_weights(replicated, alone)
+    assert_each_group_once(dealt)
+    assert_same_weights(sharded, alone)
+
+
+class Follower:
+    """Pulls each version as it is published, like a rollout."""
+
+    def __init__(self, ledger, folder):
+        folder.mkdir()
+        self._ledger, self._folder = ledger, folder
+        self.weights, self.sources, self.received = {}, [], []  # by version: tensors; addresses; bytes
+        self._puller = None
+
+    async def __call__(self, job_id, version):
+        async def find_trainer():
+            return (await self._ledger.jobs.fields(job_id))["weights_address"]
+
+        if self._puller is None:
+            connect = functools.partial(WeightsClient, job_id=job_id)
+            self._puller = WeightsPuller(connect, find_trainer, Peer("follower"), self._folder)
+        pull = self._puller.start(version, 30)
+        await pull.complete()
+        self.weights[version] = load_file(self._puller.host.path)
+        self.sources.append(set(pull.stats.sources))
+        self.received.append(pull.stats.received_bytes)
+
+
+async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, redis_url, model, tmp_path):
+    arguments = (ledger, redis_url, model)
+    whole, sharded = Follower(ledger, tmp_path / "whole"), Follower(ledger, tmp_path / "sharded")
+    sections = {"schedule": PERIODIC, "model": {"dtype": "bfloat16"}}
+    options = {"num_ranks": 2, "parallelism": "fsdp", "on_version": sharded, "core": CORES[-1]}
+    await asyncio.gather(
+        train(*arguments, tmp_path / "alone", sections, on_version=whole),
+        train(*arguments, tmp_path / "fsdp", sections, **options),
+    )
+    assert [len(sources) for sources in whole.sources] == [1] * NUM_ITERATIONS
+    assert [len(sources) for sources in sharded.sources] == [2] * NUM_ITERATIONS
+    full_bytes = sum(tensor.nbytes for tensor in whole.weights[0].values())
+    assert sharded.received[0] == full_bytes, "each rank sends its own part, once"
+    assert max(sharded.received[1:]) < full_bytes, "deltas of both shards"
+    for version in range(NUM_ITERATIONS):
+        assert_same_weights(sharded.weights[version], whole.weights[version])
+
+
+async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
+    """Two replicas die; one goes on, dies, and goes on: both times the same micro-batches in the same order."""
+    config = build_job(Path("tiny"), "nobody", {"schedule": PERIODIC})
+    job_id = f"job-{uuid.uuid4().hex[:12]}"
+    await ledger.jobs.create(job_id, config.model_dump(mode="json"), NUM_ITERATIONS, 0)
+    epoch = await ledger.trainer.claim_job(job_id, "t", 60)
+    assert epoch is not None
+    for rank, index, group_id in [(1, 0, "0-2"), (0, 0, "0-0"), (1, 1, "0-4")]:
+        await ledger.trainer.record_micro_batch(job_id, epoch, 0, rank, index, [group_id])
+
+    def repeated(groups):
+        return [group_ids[0] for group_ids in groups.recorded_micro_batches(0)]
+
+    def as_the_only_replica():
+        background = Background()
+        own = background.run(connected())
+        job, stop = ClaimedJob(job_id, epoch, config, 60), threading.Event()
+        groups = GroupSource(Lease(background, own, job, stop))
+        before = repeated(groups)
+        for group_id in ("0-1", "0-3"):
+            groups.record_micro_batch(0, [group_id])
+        again = GroupSource(Lease(background, own, job, stop))
+        return before, repeated(again)
+
+    async def connected():
+        return Ledger(connect(f"redis://127.0.0.1:{ledger.redis.connection_pool.connection_kwargs['port']}"))
+
+    before, after = await asyncio.to_thread(as_the_only_replica)
+    assert before == ["0-2", "0-0", "0-4"]
+    assert after == ["0-2", "0-0", "0-4", "0-1", "0-3"]
+
+
+async def test_a_killed_rank_loses_no_group_and_trains_none_twice(ledger, redis_url, model, tmp_path, weights_of_one):
+    def kill_rank_1(process):
+        async def after_group(iteration, index):
+            if (iteration, index) == (2, 2):
+                ranks = psutil.Process(process.pid).children()
+                (victim,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
+                victim.kill()
+
+        return after_group
+
+    name = "two updates with kl"
+    arguments = (ledger, redis_url, model)
+    if name not in weights_of_one:
+        weights_of_one[name], _ = await train(*arguments, tmp_path / "alone", JOBS[name])
+    options = {"num_ranks": 2, "max_restarts": 1, "chaos": kill_rank_1}
+    both = await asyncio.gather(
+        train(*arguments, tmp_path / "ddp", JOBS[name], **options),
+        train(*arguments, tmp_path / "fsdp", JOBS[name], **options, parallelism="fsdp", core=CORES[-1]),
+    )
+    for found, taken in both:
+        assert_each_group_once(taken)
+        assert_same_weights(found, weights_of_one[name])

@@ -1,0 +1,847 @@
+"""Weights over real gRPC: every version arrives bit for bit or not at all, whatever happens on the way."""
+
+import asyncio
+import re
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onbeat.errors import WeightsError
+from onbeat.weights import client as client_module
+from onbeat.weights import server as server_module
+from onbeat.weights.client import WeightsClient
+from onbeat.weights.pull import Attempt
+from onbeat.weights.v1 import weights_pb2
+from onbeat.weights.wire import SERVICE, PayloadKey, Plan, PlanEntry, data_message, plan_message, read_message
+from services.trainer.weights.server import WeightServer
+from services.trainer.weights.store import WeightStore, take_snapshot
+from tests.waiting import until
+from tests.weight_plane import JOB, MIB, Plane, bits, size_of, stepped, weights
+
+
+@pytest.fixture
+async def client(plane):
+    client = WeightsClient(plane.trainer.address, JOB)
+    yield client
+    await client.close()
+
+
+# ---- what a trainer tells --------------------------------------------------------------------------------------------
+
+
+async def test_describe_carries_files_beyond_grpcs_default_limit():
+    store, files = WeightStore(), {"config.json": b'{"a": 1}', "tokenizer.json": b"x" * 6 * MIB}
+    store.add(take_snapshot(7, weights(0, 10).items()))
+    server = WeightServer(JOB, files, store)
+    client = WeightsClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", JOB)
+    description = await client.describe()
+    assert (description.policy_version, description.files) == (7, files)
+    await client.close()
+    await server.stop()
+
+
+async def test_a_version_that_is_not_held_is_refused_by_name(plane, client):
+    for version in range(3):
+        await plane.trainer.publish(version, weights(version, 10))
+    with pytest.raises(WeightsError, match=r"NOT_FOUND.*held: \[1, 2\]"):
+        await client.itinerary(0)
+    with pytest.raises(WeightsError, match=r"NOT_FOUND.*version 0 in full is not held here; versions held: \[1, 2\]"):
+        await anext(client.pull(PayloadKey(0)))
+
+
+async def test_another_job_is_refused(plane, client):
+    await plane.trainer.publish(0, weights(0, 10))
+    client.job_id = "other"
+    for call in (client.describe(), client.itinerary(0), anext(client.pull(PayloadKey(0))), anext(client.watch())):
+        with pytest.raises(WeightsError, match="serves job job, not other"):
+            await call
+
+
+async def test_an_offset_beyond_the_end_is_refused(plane, client):
+    await plane.trainer.publish(0, weights(0, 10))
+    with pytest.raises(WeightsError, match="OUT_OF_RANGE"):
+        await anext(client.pull(PayloadKey(0), 1000 * MIB))
+
+
+async def test_watch_sees_the_current_and_each_newer_version(plane, client):
+    await plane.trainer.publish(3, weights(3, 10))
+    versions = client.watch()
+    assert await anext(versions) == 3
+    waiting = asyncio.ensure_future(anext(versions))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await plane.trainer.publish(4, weights(4, 10))
+    assert await asyncio.wait_for(waiting, 5) == 4
+
+
+async def test_a_server_that_is_gone_is_an_error_not_a_wait():
+    client = WeightsClient("127.0.0.1:1", JOB)
+    for call in (client.describe(), client.itinerary(0), anext(client.pull(PayloadKey(0))), anext(client.watch())):
+        with pytest.raises(WeightsError, match=r"at 127.0.0.1:1: UNAVAILABLE"):
+            await asyncio.wait_for(call, 5)
+    await client.close()
+
+
+async def test_pull_whose_connection_closes_fails_and_is_not_cancelled(plane, client):
+    """A task that ends with CancelledError is nobody's failure, so its part would be missed in silence."""
+    await plane.trainer.publish(0, weights(0, 10))
+    plane.trainer.server.faults = [silent]
+    messages = client.pull(PayloadKey(0))
+    await anext(messages)
+    waiting = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0.05)
+    await client.close()
+    with pytest.raises(WeightsError, match="closed here"):
+        await asyncio.wait_for(waiting, 5)
+
+
+def change_shape(answer):
+    answer.tensors[0].shape[0] += 1
+
+
+def change_digest(answer):
+    answer.tensors[0].digest = bytes(32)
+
+
+def change_size(answer):
+    answer.tensors[0].size_bytes = 1 << 50
+
+
+def change_version(answer):
+    answer.policy_version += 1
+
+
+def overlap_shards(answer):
+    answer.shard_starts.extend([4, 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (change_shape, "contradicts its digest"),
+        (change_digest, "contradicts its digest"),
+        (change_size, "has 1125899906842624 bytes"),
+        (change_version, "sent the manifest of version 1, not 0"),
+        (overlap_shards, "shards that overlap"),
+    ],
+)
+async def test_impossible_manifest_is_refused_before_memory_is_taken(plane, spoil, problem):
+    await plane.trainer.publish(0, weights(0, 10))
+    rollout = await plane.join("r0")
+    plane.trainer.server.spoil_manifest = spoil
+    with pytest.raises(WeightsError, match=problem):
+        await rollout.pull(0, deadline_s=0)
+    assert rollout.puller.host is None
+
+
+async def test_another_model_is_refused_and_the_one_held_stays(plane):
+    await plane.trainer.publish(0, weights(0, 10))
+    rollout = await plane.join("r0")
+    await rollout.pull(0)
+    await plane.trainer.publish(1, weights(1, 20))
+    with pytest.raises(WeightsError, match="another model"):
+        await rollout.pull(1, deadline_s=0)
+    rollout.assert_holds(0)
+
+
+# ---- every version arrives bit for bit -------------------------------------------------------------------------------
+
+
+async def test_versions_of_several_mib_arrive_in_full_then_as_deltas(plane):
+    rollout = await plane.join("r0")
+    tensors = weights(0, 3 * MIB)
+    for version in range(4):
+        snapshot = await plane.trainer.publish(version, tensors)
+        pull = await rollout.pull(version)
+        assert pull.manifest.digest == snapshot.manifest.digest
+        assert pull.stats.received_bytes == (snapshot.delta.plan.size_bytes if version else size_of(tensors))
+        assert pull.stats.full_bytes == size_of(tensors)
+        assert (pull.stats.faults, pull.stats.sources) == ([], [plane.trainer.address])
+        tensors = stepped(tensors, version)
+
+
+async def test_an_equal_version_takes_no_bytes(plane):
+    rollout = await plane.join("r0")
+    for version in range(2):
+        await plane.trainer.publish(version, weights(0))
+        pull = await rollout.pull(version)
+    assert pull.stats.received_bytes == 0
+
+
+async def test_who_has_missed_versions_follows_the_chain_of_deltas(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    sizes = []
+    for version in range(1, 5):
+        # Some tensors change in every step, one only at first, and one goes back to what it was.
+        tensors = stepped(tensors, version, names=["big", "half"] if version == 1 else ["big"])
+        tensors["scalar"] = torch.tensor(float(version % 4))
+        sizes.append((await plane.trainer.publish(version, tensors)).delta.plan.size_bytes)
+    pull = await rollout.pull(4)
+    assert pull.stats.received_bytes == sum(sizes) < size_of(tensors)
+    assert pull.stats.faults == []
+
+
+async def test_a_chain_that_is_larger_than_the_whole_is_not_followed(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    sizes = [(await plane.trainer.publish(version, weights(version))).delta.plan.size_bytes for version in (1, 2)]
+    assert max(sizes) < size_of(tensors) < sum(sizes)
+    pull = await rollout.pull(2)
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert pull.stats.faults == []
+
+
+async def test_an_older_version_comes_in_full(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    for version in range(2):
+        await plane.trainer.publish(version, tensors)
+        await rollout.pull(version)
+        tensors = stepped(tensors, version)
+    pull = await rollout.pull(0)
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert (await rollout.pull(1)).stats.received_bytes < size_of(tensors) / 10
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["update", "update", "join", "pull", "all", "all", "leave", "back", "restart"]),
+        st.integers(0, 9),
+    ),
+    max_size=25,
+)
+
+
+class Life:
+    """A job's random life. Each operation takes a number that says whom, or how much."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane, self.rollouts = plane, []
+        self.version, self.num_done = 0, 0
+
+    async def run(self, operations):
+        await self.plane.trainer.publish(0, weights(0, 2000))
+        for operation, number in [("join", 0), *operations, ("join", 1), ("all", 0)]:
+            self.num_done += 1
+            await getattr(self, operation)(number)
+
+    async def update(self, number):
+        share = (0.0, 0.001, 0.02, 0.3, 1.0)[number % 5]
+        names = (None, ["big"], ["half", "small"])[number % 3]
+        tensors = stepped(self.plane.trainer.tensors[self.version], self.num_done, share, names)
+        self.version += 1
+        await self.plane.trainer.publish(self.version, tensors)
+
+    async def join(self, number):
+        name = f"rollout-{self.num_done}"
+        place = {"host": f"host-{number % 3}", "is_relay": number != 7}
+        self.rollouts.append(await self.plane.join(name, **place))
+
+    async def pull(self, number):
+        if self.rollouts:
+            await self.rollouts[number % len(self.rollouts)].pull(self.version)
+
+    async def all(self, _):
+        await asyncio.gather(*(rollout.pull(self.version) for rollout in self.rollouts))
+
+    async def leave(self, number):
+        if self.rollouts:
+            await self.rollouts.pop(number % len(self.rollouts)).leave()
+
+    async def back(self, number):
+        if self.rollouts:
+            await self.rollouts[number % len(self.rollouts)].pull(min(self.plane.trainer.store.versions()))
+
+    async def restart(self, number):
+        """At the same or an older version; now and then its bits are not those of before."""
+        self.version = max(0, self.version - number % 3)
+        tensors = self.plane.trainer.tensors[self.version]
+        await self.plane.trainer.restart()
+        await self.plane.trainer.publish(self.version, stepped(tensors, self.num_done, share=0.01 * (number > 5)))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(OPERATIONS)
+def test_all_versions_are_equal_everywhere_through_all_faults(operations):
+    async def live():
+        with tempfile.TemporaryDirectory() as folder:
+            async with Plane(Path(folder)) as plane:
+                await Life(plane).run(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "CHUNK_BYTES", 1000)
+        asyncio.run(live())
+
+
+# ---- what breaks on the way ------------------------------------------------------------------------------------------
+
+
+def edited(edit):
+    """A fault that changes the list of a pull's messages."""
+
+    async def fault(messages, key):
+        for message in edit([message async for message in messages], key):
+            yield message
+
+    return fault
+
+
+def flip_a_bit(messages, key):
+    spoiled = bytearray(messages[len(messages) // 2])
+    spoiled[-len(spoiled) // 2] ^= 4
+    return [*messages[: len(messages) // 2], bytes(spoiled), *messages[len(messages) // 2 + 1 :]]
+
+
+def spoil_the_start(messages, key):
+    """Of an encoded tensor: what its streams' sizes are."""
+    first = read_message(key, messages[1])
+    return [messages[0], data_message([memoryview(b"\xff" * 8), first[8:]]), *messages[2:]]
+
+
+def flip_the_plans_digest(messages, key):
+    answer = weights_pb2.PullResponse.FromString(messages[0])
+    answer.plan.digest = bytes(32)
+    return [answer.SerializeToString(), *messages[1:]]
+
+
+def with_plan(change):
+    """Another plan, which agrees with its digest."""
+
+    def edit(messages, key):
+        return [plan_message(key, Plan(tuple(change(read_message(key, messages[0]).entries)))), *messages[1:]]
+
+    return edit
+
+
+def of_another_version(messages, key):
+    return [plan_message(replace(key, policy_version=99), read_message(key, messages[0])), *messages[1:]]
+
+
+async def broken(messages, key):
+    yield await anext(messages)
+    yield await anext(messages)
+    raise RuntimeError("the source breaks, as it was asked to")
+
+
+async def silent(messages, key):
+    yield await anext(messages)
+    await asyncio.sleep(60)
+
+
+def inserted(message):
+    return lambda messages, key: [*messages[:1], message, *messages[1:]]
+
+
+FAULTS = {
+    "flipped bit": (
+        edited(flip_a_bit),
+        "does not match its (digest|checksum)|came|not a zstd frame|ends at|comes after",
+    ),
+    "spoiled start": (edited(spoil_the_start), "does not match its (digest|checksum)|a stream ends at"),
+    "flipped digest of the plan": (edited(flip_the_plans_digest), "plan contradicts its digest"),
+    "short stream": (edited(lambda messages, key: messages[:-1]), r"ended after \d+ of \d+ bytes"),
+    "only a plan": (edited(lambda messages, key: messages[:1]), r"ended after 0 of \d+ bytes"),
+    "nothing": (edited(lambda messages, key: []), "ended after 0 of 0 bytes"),
+    "long stream": (edited(lambda messages, key: [*messages, data_message([memoryview(b"x")])]), "bytes came of"),
+    "data first": (edited(lambda messages, key: [messages[1], messages[0], *messages[2:]]), "before its plan"),
+    "no plan": (edited(lambda messages, key: messages[1:]), "before its plan"),
+    "plan out of order": (edited(with_plan(reversed)), "another model|out of order"),
+    "plan of another shard": (
+        edited(with_plan(lambda entries: [replace(entry, tensor_index=entry.tensor_index + 9) for entry in entries])),
+        "another model|another shard",
+    ),
+    "plan that is too large": (
+        edited(with_plan(lambda entries: [replace(entry, size_bytes=1 << 50) for entry in entries])),
+        "another model|larger than the tensor",
+    ),
+    "plan that is too small": (
+        edited(with_plan(lambda entries: [replace(entry, size_bytes=entry.size_bytes // 2) for entry in entries])),
+        "another model|bytes came of|came|ends at",
+    ),
+    "plan without a tensor": (edited(with_plan(lambda entries: entries[1:])), "another model|bytes came of|came"),
+    "plan with an unknown encoding": (
+        edited(with_plan(lambda entries: [PlanEntry(entry.tensor_index, 99, entry.size_bytes) for entry in entries])),
+        "another model|encoding 99 is not known",
+    ),
+    "plan of another version": (edited(of_another_version), "plan contradicts its digest"),
+    "noise": (edited(inserted(b"\xff" * 20)), "neither a plan nor data"),
+    "empty message": (edited(inserted(b"")), "plan contradicts its digest"),
+    "message without a size": (edited(inserted(b"\x12\xff")), "ends in its header"),
+    "message with a wrong size": (edited(inserted(b"\x12\x09abc")), "says 9 bytes and holds 3"),
+    "broken source": (broken, "UNKNOWN"),
+    "silent source": (silent, "silent for"),
+}
+
+
+@pytest.mark.parametrize("way", ["in full", "delta"])
+@pytest.mark.parametrize("where", ["trainer", "relay"])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_is_noticed_and_cured(fault, where, way, plane, small_messages, monkeypatch):
+    spoil, problem = FAULTS[fault]
+    if spoil is silent:  # a busy machine must not make the other sources silent as well
+        monkeypatch.setattr(client_module, "MESSAGE_DEADLINE_S", 1.0)
+    rollout, relay = await plane.join("r0", zone="near"), await plane.join("relay", zone="near")
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    if way == "delta":
+        await relay.pull(0)
+        await rollout.pull(0)
+        tensors = stepped(tensors, 1, share=0.3)
+        await plane.trainer.publish(1, tensors)
+    version = max(plane.trainer.tensors)
+    server = plane.trainer.server
+    if where == "relay":
+        await relay.pull(version)
+        server = relay.server
+    server.faults = [spoil]
+
+    pull = await rollout.pull(version)
+    assert server.faults == []
+    assert re.match(
+        f"{relay.puller.connections.peer.address if where == 'relay' else plane.trainer.address}: .*({problem})",
+        pull.stats.faults[0],
+    )
+    assert f"does not match its {'checksum' if where == 'relay' else 'digest'}" not in pull.stats.faults[0]
+    # Where the first part of a delta cannot be trusted, the next source's contradicts it: then it comes in full.
+    assert all("is another payload here" in fault for fault in pull.stats.faults[1:2])
+    assert len(pull.stats.faults) <= 2
+
+    await plane.trainer.publish(version + 1, stepped(tensors, 2))
+    pull = await rollout.pull(version + 1)
+    assert pull.stats.faults == []
+    assert pull.stats.received_bytes < size_of(tensors) / 10
+
+
+@pytest.mark.parametrize("way", ["in full", "delta"])
+@pytest.mark.parametrize("fault", ["flipped bit", "short stream", "plan out of order", "broken source"])
+async def test_trainer_that_never_delivers_is_an_error_and_no_version(fault, way, plane, small_messages):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    if way == "delta":
+        await rollout.pull(0)
+        await plane.trainer.publish(1, stepped(tensors, 1, share=0.3))
+    version = max(plane.trainer.tensors)
+    plane.trainer.server.faults = [FAULTS[fault][0]] * 1000
+    started = time.monotonic()
+    with pytest.raises(WeightsError, match=FAULTS[fault][1]):
+        await rollout.pull(version, deadline_s=0.5)
+    assert time.monotonic() - started < 3
+    assert rollout.version is None
+    assert len(plane.trainer.server.pulled) < 20, "it was asked again and again without a pause"
+    plane.trainer.server.faults = []
+    assert (await rollout.pull(version)).stats.faults == []
+
+
+async def held_back(messages, key):
+    """Slowly enough for the source to be stopped meanwhile."""
+    async for message in messages:
+        yield message
+        await asyncio.sleep(0.05)
+
+
+async def trickling(messages, key):
+    """The plan, and then a byte at a time, for ever as far as anybody can wait."""
+    async for message in messages:
+        piece = read_message(key, message)
+        if not isinstance(piece, memoryview):
+            yield message
+            continue
+        for position in range(len(piece)):
+            yield data_message([piece[position : position + 1]])
+            await asyncio.sleep(0.02)
+
+
+async def giving_signs_of_life(messages, key):
+    yield await anext(messages)
+    while True:
+        yield data_message([])
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("fault", [trickling, giving_signs_of_life])
+async def test_stalled_source_is_left_in_time_although_it_is_alive(fault, plane, monkeypatch):
+    monkeypatch.setattr(client_module, "PROGRESS_S", 0.3)
+    await plane.trainer.publish(0, weights(0))
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [fault]
+    started = time.monotonic()
+    pull = await rollout.pull(0)
+    assert 0.3 < time.monotonic() - started < 2
+    assert re.match(f"{relay.puller.connections.peer.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_pull_continues_at_another_source_when_the_first_dies(plane, small_messages, monkeypatch):
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [held_back]
+    pull = rollout.start(0)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    await relay.leave()
+    await rollout.see_through(pull)
+    assert relay.server.pulled == [(PayloadKey(0), 0)]
+    (_, (_, offset)) = plane.trainer.server.pulled
+    assert offset >= 100_000
+    assert pull.stats.received_bytes == size_of(tensors)
+    assert len(pull.stats.faults) == 1
+    assert pull.stats.faults[0].startswith(relay.puller.connections.peer.address)
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_source_with_another_plan_is_not_mixed_with_the_last(plane, small_messages):
+    """A delta whose entries are swapped for others is cut; the trainer's goes on differently, so it starts anew."""
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    await plane.trainer.publish(1, stepped(tensors, 1, share=0.3))
+    plane.trainer.server.faults = [
+        edited(lambda messages, key: with_plan(lambda entries: entries[:1])(messages, key)[:2])
+    ]
+    pull = await rollout.pull(1)
+    assert [("another payload here" in fault) for fault in pull.stats.faults] == [False, True]
+
+
+async def wrong_then_silent(messages, key):
+    """The plan, two messages of flipped bytes, and after a while the rest."""
+    yield await anext(messages)
+    for _ in range(2):
+        async for message in messages:
+            piece = bytes(255 ^ byte for byte in read_message(key, message))
+            yield data_message([memoryview(piece)])
+            break
+    await asyncio.sleep(0.5)
+    async for message in messages:
+        yield message
+
+
+async def test_tensor_spoiled_later_is_never_final_during_the_check(plane, small_messages, monkeypatch):
+    """Three peers: right bytes of which some tensors are whole, then another plan, then wrong bytes."""
+    await plane.trainer.publish(0, weights(0))
+    peers = [await plane.join(f"peer-{number}", zone="near") for number in range(3)]
+    for peer in peers:
+        await peer.pull(0)
+    without_the_end = edited(lambda messages, key: messages[:-2])
+    faults = (without_the_end, edited(with_plan(reversed)), wrong_then_silent)
+    for peer, fault in zip(peers, faults, strict=True):
+        peer.server.faults = [fault]
+    rollout, check = await plane.join("r0", zone="near"), Attempt.check
+
+    def check_slowly(self, *args):
+        check(self, *args)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Attempt, "check", check_slowly)
+    pull = await rollout.pull(0)
+    assert [peer.server.faults for peer in peers] == [[]] * 3
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_final_tensors_are_not_rewritten_by_the_next_source(plane, small_messages):
+    """An engine may be reading it. The first stream is wrong in `big`, the second in `half`."""
+    tensors = {name: weights(0)[name] for name in ("half", "big")}
+    await plane.trainer.publish(0, tensors)
+    rollout, seen = await plane.join("r0"), []
+
+    def flipped(is_meant):
+        async def fault(messages, key):
+            start = 0
+            async for message in messages:
+                piece = read_message(key, message)
+                if isinstance(piece, memoryview):
+                    is_wrong, start = is_meant(start), start + len(piece)
+                    message = data_message([memoryview(bytes(255 * is_wrong ^ byte for byte in piece))])
+                yield message
+                await asyncio.sleep(0.01)
+                seen.append(0 in pull.final and bytes(rollout.puller.host.tensor(0)) == bits(tensors["half"]))
+
+        return fault
+
+    end_of_half = tensors["half"].nbytes
+    plane.trainer.server.faults = [flipped(lambda start: start > end_of_half), flipped(lambda start: start < 100_000)]
+    pull = rollout.start(0)
+    await rollout.see_through(pull)
+    assert len(pull.stats.faults) == 1, "wrong bytes for what is final already do no harm"
+    first_seen = seen.index(True)
+    assert all(seen[first_seen:])
+
+
+async def test_pull_without_sources_fails_in_time_and_next_one_works(plane, small_messages, monkeypatch):
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    await plane.trainer.publish(0, weights(0))
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [held_back]
+    pull = rollout.start(0, deadline_s=0.5)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    started = time.monotonic()
+    await plane.trainer.server.stop()
+    await relay.leave()
+    with pytest.raises(WeightsError, match="UNAVAILABLE"):
+        await rollout.see_through(pull)
+    assert time.monotonic() - started < 5
+    assert rollout.version is None
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, weights(0))
+    await rollout.pull(0)
+
+
+async def test_a_trainer_that_is_away_leaves_the_version_that_is_held(plane):
+    await plane.trainer.publish(0, weights(0, 10))
+    rollout = await plane.join("r0")
+    await rollout.pull(0)
+    await plane.trainer.server.stop()
+    with pytest.raises(WeightsError, match="UNAVAILABLE"):
+        await rollout.pull(1, deadline_s=0.2)
+    rollout.assert_holds(0)
+
+
+async def test_trainer_that_returns_elsewhere_is_found_during_a_pull(plane):
+    rollout = await plane.join("r0")
+    await plane.trainer.server.stop()
+    pull = rollout.start(0)
+    await until(lambda: bool(pull.stats.faults))
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, weights(0, 10))
+    await rollout.see_through(pull)
+
+
+async def test_trainer_that_returns_at_its_address_is_found_at_once(plane, client):
+    """gRPC waits longer and longer between its own tries, and by default for all connections to an address together."""
+    rollout = await plane.join("r0")
+    await plane.trainer.server.stop()
+    for _ in range(2):
+        for call in (client.describe(), rollout.pull(0, deadline_s=0)):
+            with pytest.raises(WeightsError, match="UNAVAILABLE"):
+                await call
+    await plane.trainer.restart(int(plane.trainer.address.rpartition(":")[2]))
+    await plane.trainer.publish(0, weights(0, 10))
+    await rollout.pull(0, deadline_s=0)
+
+
+async def test_remade_versions_of_a_restarted_trainer_are_not_mixed(plane, small_messages, monkeypatch):
+    """Some tensors of the first version 0 are final, and an engine may have read them."""
+    monkeypatch.setattr(server_module, "STOP_GRACE_S", 0.0)
+    await plane.trainer.publish(0, weights(0))
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(0)
+    await until(lambda: bool(pull.final))
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, weights(1))
+    with pytest.raises(WeightsError, match="has other weights than when its pull began"):
+        await rollout.see_through(pull)
+    assert (await rollout.pull(0)).stats.faults == []
+
+
+async def test_pull_during_a_step_in_place_ends_with_right_bits(plane, client, small_messages):
+    """The version that it began with is gone, and some of its tensors are final; the next one is whole."""
+    live = weights(0)
+    await plane.trainer.publish_in_place(1, live)
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(1)
+    await until(lambda: bool(pull.final))
+    await plane.trainer.store.withdraw()
+    for tensor in live.values():
+        tensor += 1
+    with pytest.raises(WeightsError, match="no version is published now"):
+        await client.describe()
+    await until(lambda: len(pull.stats.faults) > 1)
+    assert "the next version is made in its place" in pull.stats.faults[0]
+    assert "version 1 in full is not held here; versions held: []" in pull.stats.faults[1]
+    await plane.trainer.publish_in_place(2, live)
+    await pull.cancel()
+    await rollout.pull(2)
+
+
+async def test_bytes_that_a_step_tears_are_never_called_a_version(plane, small_messages):
+    """As above, but the server would go on to send: the checksum of each tensor refuses them."""
+    live = weights(0)
+    await plane.trainer.publish_in_place(1, live)
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(1, deadline_s=0.5)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    for tensor in live.values():
+        tensor += 1
+    with pytest.raises(WeightsError, match="does not match its checksum"):
+        await rollout.see_through(pull)
+    await plane.trainer.store.withdraw()
+    await plane.trainer.publish_in_place(2, live)
+    await rollout.pull(2)
+
+
+async def test_cancelled_pull_leaves_no_version_and_the_next_succeeds(plane, small_messages):
+    await plane.trainer.publish(0, weights(0))
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back]
+    pull = rollout.start(0)
+    await until(lambda: pull.stats.received_bytes > 100_000)
+    await pull.cancel()
+    with pytest.raises(WeightsError, match="cancelled"):
+        await rollout.see_through(pull)
+    await rollout.pull(0)
+
+
+async def test_arrivals_end_with_the_pull_and_not_with_the_last_name(plane, small_messages):
+    """Whoever loads these tensors has loaded the version, which has to be here by then."""
+    tensors = {name: weights(0)[name] for name in ("half", "big")}
+    await plane.trainer.publish(0, tensors)
+    rollout, may_end = await plane.join("r0"), asyncio.Event()
+
+    async def late_at_the_end(messages, key):
+        *most, last = [message async for message in messages]
+        for message in most:
+            yield message
+        await may_end.wait()
+        yield last
+
+    for is_cancelled in (True, False):
+        plane.trainer.server.faults = [late_at_the_end]
+        pull = rollout.start(0)
+        arrivals = pull.arrivals(["half"])
+        assert await asyncio.wait_for(anext(arrivals), 5) == ["half"]
+        end = asyncio.ensure_future(anext(arrivals, None))
+        await asyncio.sleep(0.05)
+        assert not end.done()
+        if is_cancelled:
+            await pull.cancel()
+            with pytest.raises(WeightsError, match="cancelled"):
+                await end
+        else:
+            may_end.set()
+            assert await asyncio.wait_for(end, 5) is None
+            await rollout.see_through(pull)
+
+
+# ---- the base is not what the puller believes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["big"], ["half"], ["big", "half"], ["scalar"]])
+@pytest.mark.parametrize("updated", [["big"], ["half", "small"]])
+async def test_base_with_equal_number_and_other_bits_never_corrupts(names, updated, plane):
+    """The restarted trainer's version 0 differs in `names`; its delta to version 1 names `updated`."""
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    await plane.trainer.restart()
+    tensors = stepped(tensors, 1, share=1.0, names=names)
+    await plane.trainer.publish(0, tensors)
+    await plane.trainer.publish(1, stepped(tensors, 2, names=updated))
+    pull = await rollout.pull(1)
+    assert "does not match its checksum" in pull.stats.faults[0]
+    assert pull.stats.received_bytes >= size_of(tensors)
+
+
+async def test_chain_from_other_bits_back_to_held_ones_is_not_trusted(plane):
+    """`half` is held with the very digest of version 2; but the first delta, from other bits, has changed it here."""
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(0, tensors)
+    await rollout.pull(0)
+    await plane.trainer.restart()
+    await plane.trainer.publish(0, stepped(tensors, 1, names=["half"]))
+    await plane.trainer.publish(1, tensors)
+    await plane.trainer.publish(2, stepped(tensors, 2, share=1.0, names=["small"]))
+    pull = await rollout.pull(2)
+    assert "half of version 2 does not match its checksum" in pull.stats.faults[0]
+
+
+async def test_the_same_number_with_other_bits_is_pulled(plane):
+    rollout = await plane.join("r0")
+    for seed in range(2):
+        await plane.trainer.publish(5, weights(seed))
+        assert (await rollout.pull(5)).stats.faults == []
+        await plane.trainer.restart()
+
+
+async def test_a_base_that_the_trainer_never_had_is_no_base(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    await plane.trainer.publish(50, tensors)
+    await rollout.pull(50)
+    await plane.trainer.restart()
+    for version in (3, 4, 60):
+        tensors = stepped(tensors, version)
+        await plane.trainer.publish(version, tensors)
+        pull = await rollout.pull(version)
+        is_in_full = version == 3
+        assert (pull.stats.received_bytes == size_of(tensors)) == is_in_full
+        assert pull.stats.faults == []
+
+
+async def test_steps_that_lead_elsewhere_are_not_called_the_version(plane):
+    rollout, tensors = await plane.join("r0"), weights(0)
+    for version in range(2):
+        await plane.trainer.publish(version, tensors)
+        tensors = stepped(tensors, version)
+        await rollout.pull(version)
+    await plane.trainer.publish(2, tensors)
+    plane.trainer.server.spoil_manifest = spoil_steps
+    pull = await rollout.pull(2)
+    assert pull.stats.faults
+
+
+def spoil_steps(answer):
+    """The delta to version 1 instead of that to version 2."""
+    for step in answer.steps:
+        step.policy_version, step.base_version = 1, 0
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_trainer_that_is_full_is_tried_until_there_is_room(tmp_path):
+    async with Plane(tmp_path, max_calls=2) as plane:
+        await plane.trainer.publish(0, weights(0))
+        watcher = WeightsClient(plane.trainer.address, JOB)
+        watches = [watcher.watch(), watcher.watch()]
+        for watch in watches:
+            await anext(watch)
+        rollout = await plane.join("r0")
+        pull = rollout.start(0)
+        await until(lambda: bool(pull.stats.faults))
+        assert "RESOURCE_EXHAUSTED" in pull.stats.faults[0]
+        for watch in watches:
+            await watch.aclose()
+        await watcher.close()
+        await rollout.see_through(pull)
+
+
+async def test_a_trainer_that_stays_full_is_an_error_in_time(tmp_path):
+    async with Plane(tmp_path, max_calls=1) as plane:
+        await plane.trainer.publish(0, weights(0, 10))
+        watcher = WeightsClient(plane.trainer.address, JOB)
+        watch = watcher.watch()
+        await anext(watch)
+        with pytest.raises(WeightsError, match="RESOURCE_EXHAUSTED"):
+            await (await plane.join("r0")).pull(0, deadline_s=0.2)
+        await watch.aclose()
+        await watcher.close()
+
+
+async def test_malformed_request_is_refused_without_a_traceback(plane, caplog):
+    await plane.trainer.publish(0, weights(0))
+    async with grpc.aio.insecure_channel(plane.trainer.address) as channel:
+        for method in ("Describe", "GetManifest"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/{SERVICE}/{method}")(b"\xff" * 20, timeout=20)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        for method in ("Pull", "Watch"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in channel.unary_stream(f"/{SERVICE}/{method}")(b"\xff" * 20, timeout=20):
+                    pass
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not [record for record in caplog.records if record.exc_info]

@@ -1,0 +1,458 @@
+"""The weights plane lets in who may come in, over real gRPC and real certificates, and refuses everybody else soon."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import grpc
+import pytest
+from cryptography.hazmat.primitives import serialization
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from onbeat.errors import WeightsError
+from onbeat.weights import security as module
+from onbeat.weights.security import (
+    PLAIN,
+    WireSecurity,
+    WireSettings,
+    bind,
+    create_channel,
+    create_server,
+    reachable_host,
+)
+from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+from tests.integration.authority import Authority, pem_of_key
+
+KEY = "correct-horse-battery"
+DEADLINE_S = 10.0
+SOON_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("pki") / "stranger")
+
+
+@pytest.fixture(scope="module")
+def tls_server(authority):
+    cert, key = authority.issue("127.0.0.1")
+    return WireSecurity(tls_cert=cert, tls_key=key)
+
+
+@pytest.fixture(scope="module")
+def mutual_server(authority, tls_server):
+    return replace(tls_server, tls_ca=authority.cert)
+
+
+class Weights(weights_pb2_grpc.WeightsServiceServicer):
+    """Describe returns the metadata `version`. Watch sends one version; of the job `endless` it then stays open."""
+
+    async def Describe(self, request, context):
+        version = int(dict(context.invocation_metadata()).get("version", 0))
+        return weights_pb2.DescribeResponse(job_id=request.job_id, policy_version=version)
+
+    async def Watch(self, request, context):
+        yield weights_pb2.WatchResponse(policy_version=7)
+        if request.job_id == "endless":
+            await asyncio.Event().wait()
+
+
+class Wire:
+    """Servers and channels of one test; all of them end with it."""
+
+    def __init__(self, stack):
+        self._stack = stack
+
+    async def serve(self, security, max_concurrent_calls=8, options=()):
+        server = create_server(security, max_concurrent_calls=max_concurrent_calls, options=options)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(Weights(), server)
+        port = bind(server, security, "127.0.0.1:0")
+        await server.start()
+        self._stack.push_async_callback(server.stop, None)
+        return f"127.0.0.1:{port}"
+
+    def channel(self, address, security, options=()):
+        channel = create_channel(address, security, options)
+        self._stack.push_async_callback(channel.close)
+        return channel
+
+    def stub(self, address, security, options=()):
+        return weights_pb2_grpc.WeightsServiceStub(self.channel(address, security, options))
+
+
+@pytest.fixture
+async def wire():
+    async with AsyncExitStack() as stack:
+        yield Wire(stack)
+
+
+async def describe(stub):
+    return await stub.Describe(weights_pb2.DescribeRequest(job_id="job"), timeout=DEADLINE_S)
+
+
+async def watch(stub):
+    """All versions of a stream that ends."""
+    request = weights_pb2.WatchRequest(job_id="job")
+    return [answer.policy_version async for answer in stub.Watch(request, timeout=DEADLINE_S)]
+
+
+async def open_stream(stub):
+    """A stream that is being answered and stays open."""
+    call = stub.Watch(weights_pb2.WatchRequest(job_id="endless"))
+    first = await asyncio.wait_for(anext(aiter(call)), DEADLINE_S)
+    assert first.policy_version == 7
+    return call
+
+
+async def assert_is_answered(stub):
+    assert (await describe(stub)).job_id == "job"
+    assert await watch(stub) == [7]
+
+
+async def assert_is_refused(stub, code, *words):
+    """Unary calls and streams alike, long before their deadline. Returns the last details."""
+    for call in (describe, watch):
+        started = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(stub)
+        assert time.monotonic() - started < SOON_S
+        assert refused.value.code() == code, refused.value.details()
+        for word in words:
+            assert word in refused.value.details()
+        assert KEY not in refused.value.details()
+
+
+async def wait_until_answered(stub):
+    """A place becomes free in the time that a server needs to see a client go."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                return await open_stream(stub)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                await asyncio.sleep(0.02)
+
+
+# The key
+
+
+async def test_the_right_key_opens_unary_calls_and_streams(wire):
+    address = await wire.serve(WireSecurity(api_key=KEY))
+    await assert_is_answered(wire.stub(address, WireSecurity(api_key=KEY)))
+
+
+async def test_no_key_is_refused_with_what_to_set(wire):
+    address = await wire.serve(WireSecurity(api_key=KEY))
+    unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+    await assert_is_refused(wire.stub(address, PLAIN), unauthenticated, "no API key", "ONBEAT_WEIGHTS_API_KEY")
+
+
+@pytest.mark.parametrize("wrong", ["x", KEY[:-1], KEY + "x", KEY.upper()])
+async def test_a_wrong_key_is_refused_and_not_echoed(wire, wrong):
+    address = await wire.serve(WireSecurity(api_key=KEY))
+    stub = wire.stub(address, WireSecurity(api_key=wrong))
+    await assert_is_refused(stub, grpc.StatusCode.UNAUTHENTICATED, "is wrong", "ONBEAT_WEIGHTS_API_KEY")
+
+
+async def test_without_the_key_not_even_names_of_methods_are_given(wire):
+    address = await wire.serve(WireSecurity(api_key=KEY))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await wire.channel(address, PLAIN).unary_unary("/no.such/Method")(b"", timeout=DEADLINE_S)
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_server_without_a_key_ignores_the_callers(wire):
+    await assert_is_answered(wire.stub(await wire.serve(PLAIN), WireSecurity(api_key=KEY)))
+
+
+async def test_the_metadata_of_a_call_goes_out_beside_the_key(wire):
+    stub = wire.stub(await wire.serve(WireSecurity(api_key=KEY)), WireSecurity(api_key=KEY))
+    request = weights_pb2.DescribeRequest(job_id="job")
+    answer = await stub.Describe(request, timeout=DEADLINE_S, metadata=(("version", "5"),))
+    assert answer.policy_version == 5
+
+
+def test_the_key_is_not_in_the_repr():
+    assert KEY not in repr(WireSecurity(api_key=KEY))
+
+
+@pytest.mark.parametrize("key", ["two words", "line\n", "clé"])
+def test_a_key_that_cannot_travel_is_refused_without_being_shown(key):
+    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_API_KEY") as refused:
+        WireSecurity(api_key=key)
+    assert key not in str(refused.value)
+
+
+def test_the_key_may_lie_in_a_file(tmp_path):
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    assert WireSettings(weights_api_key_file=file).wire_security().api_key == KEY
+    assert WireSettings(weights_api_key_file="").wire_security().api_key == ""
+    with pytest.raises(ValueError, match="both set"):
+        WireSettings(weights_api_key=KEY, weights_api_key_file=file).wire_security()
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"ONBEAT_WEIGHTS_API_KEY_FILE=.* is empty"):
+        WireSettings(weights_api_key_file=file).wire_security()
+    with pytest.raises(ValueError, match="cannot be read"):
+        WireSettings(weights_api_key_file=tmp_path / "none").wire_security()
+
+
+async def test_key_sent_in_the_clear_is_warned_of_once_except_loopback(wire, caplog, tls_server, authority):
+    module._warn_of_key_in_clear.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for address in ("127.0.0.1:1", "localhost:1", "[::1]:1"):
+            wire.channel(address, WireSecurity(api_key=KEY))
+        wire.channel("10.0.0.1:1", WireSecurity(api_key=KEY, tls_ca=authority.cert))
+        bind(create_server(tls_server, max_concurrent_calls=1), replace(tls_server, api_key=KEY), "0.0.0.0:0")
+        assert caplog.records == []
+        wire.channel("10.0.0.1:1", WireSecurity(api_key=KEY))
+        wire.channel("trainer.example:1", WireSecurity(api_key=KEY))
+        bind(create_server(PLAIN, max_concurrent_calls=1), WireSecurity(api_key=KEY), "0.0.0.0:0")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "in the clear" in caplog.text
+    assert KEY not in caplog.text
+
+
+def test_server_on_all_interfaces_is_named_after_its_machine(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7")
+    assert [reachable_host(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["node-7", "node-7", "10.0.0.1"]
+    assert reachable_host("0.0.0.0", "weights.example") == "weights.example"
+
+
+# TLS
+
+
+async def test_tls_answers_who_trusts_the_authority(wire, tls_server, authority):
+    address = await wire.serve(replace(tls_server, api_key=KEY))
+    await assert_is_answered(wire.stub(address, WireSecurity(api_key=KEY, tls_ca=authority.cert)))
+    wrong = wire.stub(address, WireSecurity(api_key="wrong", tls_ca=authority.cert))
+    await assert_is_refused(wrong, grpc.StatusCode.UNAUTHENTICATED)
+
+
+async def test_a_certificate_for_another_name_needs_tls_server_name(wire, authority):
+    cert, key = authority.issue("weights.test")
+    address = await wire.serve(WireSecurity(tls_cert=cert, tls_key=key))
+    trusting = WireSecurity(tls_ca=authority.cert)
+    await assert_is_refused(wire.stub(address, trusting), grpc.StatusCode.UNAVAILABLE)
+    await assert_is_answered(wire.stub(address, replace(trusting, tls_server_name="weights.test")))
+
+
+async def test_a_server_of_another_authority_is_not_believed(wire, tls_server, stranger):
+    stub = wire.stub(await wire.serve(tls_server), WireSecurity(tls_ca=stranger.cert))
+    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE, "CERTIFICATE_VERIFY_FAILED")
+
+
+async def test_a_tls_client_at_a_plain_server_fails_soon(wire, authority):
+    stub = wire.stub(await wire.serve(PLAIN), WireSecurity(tls_ca=authority.cert))
+    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_a_plain_client_at_a_tls_server_fails_soon(wire, tls_server):
+    await assert_is_refused(wire.stub(await wire.serve(tls_server), PLAIN), grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_mutual_tls_answers_a_client_of_the_authority(wire, mutual_server, authority):
+    cert, key = authority.issue("rollout")
+    stub = wire.stub(await wire.serve(mutual_server), replace(mutual_server, tls_cert=cert, tls_key=key))
+    await assert_is_answered(stub)
+
+
+async def test_mutual_tls_refuses_a_client_without_a_certificate(wire, mutual_server, authority):
+    stub = wire.stub(await wire.serve(mutual_server), WireSecurity(tls_ca=authority.cert))
+    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_mutual_tls_refuses_a_client_of_another_authority(wire, mutual_server, stranger):
+    cert, key = stranger.issue("rollout")
+    stub = wire.stub(await wire.serve(mutual_server), replace(mutual_server, tls_cert=cert, tls_key=key))
+    await assert_is_refused(stub, grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_server_that_accepts_and_is_silent_ends_at_the_deadline(wire, authority):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for security in (PLAIN, WireSecurity(tls_ca=authority.cert)):
+            stub = wire.stub(address, security)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Describe(weights_pb2.DescribeRequest(job_id="job"), timeout=1.0)
+            assert refused.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_side_that_can_only_pull_does_not_serve_in_plain_text(authority, tls_server, mutual_server):
+    pulls_only = WireSecurity(tls_ca=authority.cert)
+    assert not pulls_only.can_serve
+    assert all(security.can_serve for security in (PLAIN, tls_server, mutual_server))
+    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_CERT is not"):
+        bind(create_server(pulls_only, max_concurrent_calls=1), pulls_only, "127.0.0.1:0")
+
+
+# Files
+
+
+def test_certificate_without_its_key_is_refused_and_the_reverse(authority):
+    cert, key = authority.issue("half")
+    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_CERT is set but ONBEAT_WEIGHTS_TLS_KEY is not"):
+        WireSecurity(tls_cert=cert)
+    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_KEY is set but ONBEAT_WEIGHTS_TLS_CERT is not"):
+        WireSecurity(tls_key=key)
+
+
+def test_a_server_name_without_tls_is_refused():
+    with pytest.raises(ValueError, match="ONBEAT_WEIGHTS_TLS_SERVER_NAME"):
+        WireSecurity(tls_server_name="weights.test")
+
+
+def test_files_that_cannot_work_are_refused_by_variable_and_path(authority, stranger, tmp_path):
+    cert, key = authority.issue("good")
+    (tmp_path / "empty.pem").write_text("\n")
+    (tmp_path / "text.pem").write_text("hello")
+    right_key = serialization.load_pem_private_key(key.read_bytes(), None)
+    encrypted = pem_of_key(right_key, serialization.BestAvailableEncryption(b"password"))
+    (tmp_path / "encrypted.key").write_bytes(encrypted)
+    for files, message in [
+        ({"tls_ca": tmp_path / "gone.pem"}, r"ONBEAT_WEIGHTS_TLS_CA=.*gone\.pem cannot be read: No such file"),
+        ({"tls_ca": tmp_path}, r"ONBEAT_WEIGHTS_TLS_CA=.* cannot be read"),
+        ({"tls_ca": tmp_path / "empty.pem"}, r"ONBEAT_WEIGHTS_TLS_CA=.*empty\.pem is empty"),
+        ({"tls_ca": tmp_path / "text.pem"}, r"ONBEAT_WEIGHTS_TLS_CA=.*text\.pem has no PEM certificate"),
+        ({"tls_cert": tmp_path / "empty.pem", "tls_key": key}, r"ONBEAT_WEIGHTS_TLS_CERT=.*empty\.pem is empty"),
+        ({"tls_cert": key, "tls_key": cert}, "are not a PEM certificate and its unencrypted key"),
+        ({"tls_cert": cert, "tls_key": stranger.issue("other")[1]}, "are not a PEM certificate and its unencrypted"),
+        ({"tls_cert": cert, "tls_key": tmp_path / "encrypted.key"}, "are not a PEM certificate and its unencrypted"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            WireSecurity(**files)
+
+
+# Limits
+
+
+async def test_a_call_beyond_the_limit_is_refused_with_the_limit(wire):
+    address = await wire.serve(PLAIN, max_concurrent_calls=2)
+    stub = wire.stub(address, PLAIN)
+    calls = [await open_stream(stub), await open_stream(stub)]
+    await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED, "at most 2 calls at once")
+    calls[0].cancel()
+    calls[0] = await wait_until_answered(stub)
+    await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+async def test_calls_that_end_by_themselves_free_their_slots(wire):
+    stub = wire.stub(await wire.serve(PLAIN, max_concurrent_calls=1), PLAIN)
+    for _ in range(100):
+        await assert_is_answered(stub)
+
+
+async def test_stream_abandoned_by_its_reader_frees_its_slot(wire):
+    """With a key, so that calls go through the interceptors of the channel."""
+    security = WireSecurity(api_key=KEY)
+    stub = wire.stub(await wire.serve(security, max_concurrent_calls=1), security)
+    stream = aiter(stub.Watch(weights_pb2.WatchRequest(job_id="endless")))
+    await asyncio.wait_for(anext(stream), DEADLINE_S)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 0.1)
+    await wait_until_answered(stub)
+
+
+async def test_a_refused_call_takes_no_place(wire):
+    security = WireSecurity(api_key=KEY)
+    address = await wire.serve(security, max_concurrent_calls=1)
+    for _ in range(3):
+        await assert_is_refused(wire.stub(address, PLAIN), grpc.StatusCode.UNAUTHENTICATED)
+    stub = wire.stub(address, security)
+    call = await open_stream(stub)
+    for _ in range(3):
+        await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    call.cancel()
+    await wait_until_answered(stub)
+
+
+HOLDER = """
+import sys, time, grpc
+from onbeat.weights.v1 import weights_pb2, weights_pb2_grpc
+stub = weights_pb2_grpc.WeightsServiceStub(grpc.insecure_channel(sys.argv[1]))
+for answer in stub.Watch(weights_pb2.WatchRequest(job_id="endless")):
+    print("open", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_client_that_is_gone_leaves_its_place_to_the_next(wire, how):
+    """Frozen: the connection stays, but nobody answers on it, as when a machine is cut off."""
+    options = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 500)]
+    address = await wire.serve(PLAIN, max_concurrent_calls=1, options=options)
+    holder = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDER, address, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert await asyncio.wait_for(holder.stdout.readline(), 30) == b"open\n"
+        stub = wire.stub(address, PLAIN)
+        await assert_is_refused(stub, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        holder.send_signal(how)
+        await wait_until_answered(stub)
+    finally:
+        if holder.returncode is None:
+            holder.kill()
+        await asyncio.wait_for(holder.wait(), 10)
+
+
+@pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "compressed"])
+async def test_oversized_request_is_refused_whatever_the_options(wire, compression):
+    options = [("grpc.max_receive_message_length", 256 << 20)]
+    address = await wire.serve(PLAIN, options=options)
+    stub = wire.stub(address, PLAIN, options)
+    request = weights_pb2.DescribeRequest(job_id="x" * (2 << 20))
+    with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as refused:
+        await stub.Describe(request, timeout=DEADLINE_S, compression=compression)
+    assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    await assert_is_answered(stub)
+
+
+async def test_a_port_that_is_taken_is_an_error_not_a_shared_port(wire, tls_server):
+    address = await wire.serve(PLAIN)
+    for security in (PLAIN, tls_server):
+        with pytest.raises(WeightsError, match=f"cannot listen on {address}"):
+            bind(create_server(security, max_concurrent_calls=1), security, address)
+
+
+async def test_a_server_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="max_concurrent_calls is 0"):
+        create_server(PLAIN, max_concurrent_calls=0)
+
+
+# Settings
+
+
+class Settings(WireSettings, BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="ONBEAT_")
+
+
+def test_settings_make_the_security_from_the_environment(monkeypatch, authority):
+    cert, key = authority.issue("settings")
+    values = {"TLS_CERT": cert, "TLS_KEY": key, "TLS_CA": authority.cert, "TLS_SERVER_NAME": "n", "API_KEY": KEY}
+    for name, value in values.items():
+        monkeypatch.setenv(f"ONBEAT_WEIGHTS_{name}", str(value))
+    settings = Settings()
+    assert settings.wire_security() == WireSecurity(KEY, cert, key, authority.cert, "n")
+    assert KEY not in repr(settings)
+    assert KEY not in settings.model_dump_json()
+
+
+def test_unset_and_empty_variables_are_plain(monkeypatch):
+    assert Settings().wire_security() == PLAIN
+    for name in ("TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_SERVER_NAME", "API_KEY"):
+        monkeypatch.setenv(f"ONBEAT_WEIGHTS_{name}", "")
+    assert Settings().wire_security() == PLAIN
+
+
+def test_the_key_is_not_in_the_error_of_another_setting(monkeypatch):
+    class Strict(Settings):
+        needed: int
+
+    monkeypatch.setenv("ONBEAT_WEIGHTS_API_KEY", KEY)
+    with pytest.raises(ValueError, match="needed") as refused:
+        Strict()
+    assert KEY not in str(refused.value)

@@ -1,0 +1,211 @@
+"""Tiny models, groups and a hand-written stand-in for the job, for tests of the trainer's mathematics."""
+
+import random
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from onbeat.config import JobConfig
+from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
+from onbeat.types import JobState
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
+from services.trainer.loop import TrainLoop
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, use_attention
+from services.trainer.passes.trial import is_head_plain
+from services.trainer.policy import Policy
+from services.trainer.session import restore
+
+VOCAB = 61
+
+
+def tiny_config(config_class=LlamaConfig, **options):
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    return config_class(**(sizes | options))
+
+
+def tiny_model(config, dtype=torch.float64, attention=PACKED_ATTENTION):
+    register_attention()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():  # the default initialisation is so small that every softmax is flat
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    model.passes = Passes(has_plain_head=is_head_plain(model))
+    use_attention(model, attention)
+    return model
+
+
+def moved_model(seed, dtype=torch.float64, by=0.01):
+    """A tiny model some way from where it started."""
+    model = tiny_model(tiny_config(), dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
+    return model
+
+
+def make_group(group_id="0-0", prompt_length=5, response_lengths=(3, 1, 4), version=0, seed=0, rewards=None):
+    rng = random.Random(f"{seed}-{group_id}")
+    iteration = int(group_id.partition("-")[0])
+
+    def tokens(count):
+        return [rng.randrange(VOCAB) for _ in range(count)]
+
+    responses = [
+        Response(
+            token_ids=tokens(length),
+            rollout_logprobs=[-rng.random() for _ in range(length)],
+            version_spans=[VersionSpan(policy_version=version, start=0, end=length)],
+            finish_reason="stop",
+            reward=rewards[index] if rewards else rng.random(),
+        )
+        for index, length in enumerate(response_lengths)
+    ]
+    return RolloutGroup(
+        group_id=group_id,
+        iteration=iteration,
+        policy_version=version,
+        prompt_token_ids=tokens(prompt_length),
+        responses=responses,
+    )
+
+
+def job_config(**sections) -> JobConfig:
+    base = {
+        "model": {"path": "tiny", "dtype": "float32"},
+        "data": {"type": "reasoning_gym", "task": "chain_sum"},
+        "reward": {"name": "exact"},
+        "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 3, "max_response_tokens": 8},
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"num_iterations": 3},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return JobConfig.model_validate(base)
+
+
+class RecordedJob:
+    """A job and its groups in one: hands out prepared groups in a given order and records what the loop does.
+
+    `arrivals` groups come at a time, with a pause after them unless `is_steady`.
+    """
+
+    def __init__(self, config, groups, arrivals=1, micro_batches=None, is_steady=False):
+        self.config, self.job_id, self.groups = config, "job", self
+        self._is_steady, self._is_pause = is_steady, False
+        self._all, self._groups, self._arrivals = list(groups), list(groups), arrivals
+        self._micro_batches = micro_batches or {}
+        self.recorded, self.commits, self.checkpoints, self.published, self.held = {}, [], [], [], []
+        self.spans, self.advantages, self.events, self.doings = [], [], [], []
+
+    @property
+    def doing(self):
+        return self.doings[-1]
+
+    @doing.setter
+    def doing(self, doing):
+        self.doings.append(doing)
+
+    def check(self):
+        return JobState.RUNNING
+
+    def accepted(self, first_iteration, known=()):
+        return []
+
+    def take(self, count, timeout_s):
+        if self._is_pause:
+            self._is_pause = False
+            return []
+        self._is_pause = not self._is_steady
+        taken, self._groups = self._groups[: self._arrivals], self._groups[self._arrivals :]
+        return taken
+
+    def policy_version(self, iteration):
+        return next(group.policy_version for group in self._all if group.iteration == iteration)
+
+    def is_drained(self, iteration):
+        return all(group.iteration != iteration for group in self._groups)
+
+    def recorded_micro_batches(self, iteration):
+        return self._micro_batches.get(iteration, [])
+
+    def taken(self, iteration):
+        return {group_id for batch in self._micro_batches.get(iteration, []) for group_id in batch}
+
+    def record_micro_batch(self, iteration, group_ids):
+        self.recorded.setdefault(iteration, []).append(group_ids)
+        return group_ids
+
+    def hold(self, snapshot, delta_bytes):
+        self.held.append(snapshot.policy_version)
+
+    def withdraw(self):
+        pass
+
+    def publish(self, snapshot, published):
+        self.published.append(snapshot.policy_version)
+
+    def commit(self, commit):
+        self.commits.append((commit.iteration, commit.snapshot.manifest.digest, commit.metrics))
+        self.spans.append(commit.spans)
+        self.advantages.append(commit.advantages)
+        return True
+
+    def checkpointed(self, first, next_iteration, path):
+        self.checkpoints.append((first, next_iteration, path))
+
+    def wait_for_evaluation(self):
+        pass
+
+    def emit(self, kind, message):
+        self.events.append((kind, message))
+
+
+def model_of(config):
+    """A tiny model in the job's dtype, with adapters if the job trains such."""
+    model = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
+    if config.lora:
+        add_adapters(model, config.lora, config.seed)
+    return model
+
+
+def train(config, groups, tmp_path, model=None, resume_from=None, job=None, **job_options):
+    """Run the real loop over recorded groups; returns (model, job)."""
+    model = model or model_of(config)
+    job = job or RecordedJob(config, groups, **job_options)
+    policy = Policy.create(model, config)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", config.checkpoint.keep)
+    state = TrainState.fresh("job", config.model.path)
+    if resume_from is not None:
+        state = restore(checkpoints, "job", config, policy)
+        assert state.next_iteration == resume_from
+    TrainLoop(job, config, policy, state, checkpoints, {"config.json": b"{}"}).run()
+    return model, job
+
+
+def recorded_iterations(num_iterations=3, num_groups=4, num_samples=3, seed=0):
+    """Groups of whole iterations with unequal lengths, versions as in strict mode."""
+    rng = random.Random(seed)
+    return [
+        make_group(
+            f"{iteration}-{index}",
+            prompt_length=rng.randrange(1, 9),
+            response_lengths=[rng.randrange(1, 8) for _ in range(num_samples)],
+            version=iteration,
+            seed=seed,
+        )
+        for iteration in range(num_iterations)
+        for index in range(num_groups)
+    ]

@@ -1,0 +1,166 @@
+"""A run that cannot learn is not healthy, one that learns raises no alarm; a problem names the key to change."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from onbeat.config import JobConfig
+from onbeat.types import EvaluationRecord, EvaluationState, Finding, IterationRecord, IterationState
+from services.broker.doctor.learning import NUM_RECENT, Course, best_of, findings_of
+from tests.broker_fixtures import job_body
+
+DULL = {"rollout/uniform_groups": 4.0, "rollout/solved_none_frac": 1.0, "train/entropy": 2.0}
+
+
+def iteration(number: int, reward: float, mismatch: float = 0.01, **metrics: float) -> IterationRecord:
+    return IterationRecord(
+        iteration=number,
+        state=IterationState.COMMITTED,
+        policy_version=number,
+        num_groups=4,
+        opened_at=0.0,
+        reward_mean=reward,
+        mismatch_mean=mismatch,
+        metrics=metrics,
+    )
+
+
+def evaluation(number: int, reward: float) -> EvaluationRecord:
+    scores = {"reward_mean": reward, "reward_std": 0.3, "num_groups": 64, "policy_version": number}
+    return EvaluationRecord(evaluation=number, state=EvaluationState.DONE, **scores)
+
+
+def find(
+    records: Sequence[IterationRecord], held_out: Sequence[EvaluationRecord] = (), **sections: Any
+) -> list[Finding]:
+    best = best_of(held_out)
+    around = records[best.evaluation :][:NUM_RECENT] if best else []
+    sections.setdefault("model", {"dtype": "bfloat16"})
+    config = JobConfig.model_validate(job_body(**sections))
+    recent = records[-NUM_RECENT:]
+    return findings_of(Course("job-1", config, len(records), records[:NUM_RECENT], recent, held_out, around))
+
+
+def problems(findings: Sequence[Finding]) -> dict[str, str]:
+    return {finding.key: finding.sentence for finding in findings if finding.is_problem}
+
+
+def course_of(num: int, **metrics: float) -> list[IterationRecord]:
+    return [iteration(number, 0.0, **(DULL | metrics)) for number in range(num)]
+
+
+def learning(num: int = 40, start: float = 0.3, end: float = 0.98, **metrics: float) -> list[IterationRecord]:
+    """The course of a quick start: noise, and most groups solved at the end."""
+    rng, records = random.Random(0), []
+    for number in range(num):
+        share = min(1.0, number / (0.5 * num))
+        reward = min(1.0, max(0.0, start + (end - start) * share + rng.gauss(0, 0.05)))
+        values = {"rollout/uniform_groups": float(round(4 * share)), "rollout/solved_all_frac": share}
+        values |= {"train/entropy": 2.1 * (1 - share) + 0.02, "rollout/truncated_frac": 0.47 - 0.3 * share}
+        records.append(iteration(number, reward, **(values | metrics)))
+    return records
+
+
+def test_a_run_without_signal_is_no_healthy_one() -> None:
+    found = find(course_of(40))
+    sentence = problems(found)["reward"]
+    assert (
+        "job-1 learns nothing: in the last 8 iterations the responses of each group had equal rewards, 0 on" in sentence
+    )
+    assert "raise rollout.num_samples_per_prompt above 2" in sentence
+
+
+def test_nothing_is_said_about_the_first_iterations() -> None:
+    assert find(course_of(4, **{"rollout/truncated_frac": 1.0})) == []
+    assert problems(find(course_of(5)))
+
+
+@pytest.mark.parametrize("num", range(1, 41))
+def test_no_alarm_while_a_quick_start_learns(num: int) -> None:
+    found = find(learning()[:num], evaluation={"data": {"type": "jsonl", "path": "prompts.jsonl"}})
+    assert problems(found) == {}
+    assert bool(found) == (num >= 5)
+
+
+@pytest.mark.parametrize("num", range(5, 13))
+def test_no_alarm_while_responses_learn_to_be_short(num: int) -> None:
+    rewards = [0.25, 0.25, 0.5, 0.69, 0.77, 0.88, 0.92, 0.66, 0.81, 0.92, 0.93, 0.97]  # of the quick start, seed 0
+    truncated = [0.81, 0.92, 0.8, 0.75, 0.73, 0.5, 0.28, 0.36, 0.09, 0.05, 0.06, 0.03]
+    course = [
+        iteration(number, reward, **(DULL | {"rollout/uniform_groups": 1.0, "rollout/truncated_frac": share}))
+        for number, (reward, share) in enumerate(zip(rewards, truncated, strict=True))
+    ]
+    assert problems(find(course[:num])) == {}
+
+
+def test_a_run_that_learns_is_summed_up() -> None:
+    (finding,) = [finding for finding in find(learning()[:25]) if not finding.key]
+    assert finding.sentence.startswith("job-1 has a mean reward of 0.9")
+    assert "25 iterations ago" in finding.sentence
+
+
+def test_truncation_names_the_limit() -> None:
+    found = problems(find(course_of(8, **{"rollout/truncated_frac": 0.71})))
+    key, sentence = next(iter(found.items()))  # before what follows from it
+    assert key == "rollout.max_response_tokens"
+    assert "71% of the responses of job-1 were truncated in the last 8 iterations: raise" in sentence
+    assert "rollout.max_response_tokens above 8" in sentence
+    assert problems(find(learning(**{"rollout/truncated_frac": 0.6}))) == {}  # it learns in spite of it
+
+
+def test_a_solved_task_is_no_problem_unless_it_always_was() -> None:
+    solved = {"rollout/uniform_groups": 4.0, "rollout/solved_all_frac": 1.0, "rollout/solved_none_frac": 0.0}
+    always = [iteration(number, 1.0, **solved) for number in range(20)]
+    assert "its task is too easy" in problems(find(always))["data"]
+    by_now = learning(20)[:10] + [iteration(number, 1.0, **solved) for number in range(10, 20)]
+    found = find(by_now)
+    assert problems(found) == {}
+    assert any("has solved its task" in finding.sentence for finding in found)
+
+
+def test_equal_groups_of_a_mixed_task_ask_for_more_samples() -> None:
+    found = problems(find(course_of(8, **{"rollout/solved_none_frac": 0.5, "rollout/solved_all_frac": 0.5})))
+    assert list(found) == ["rollout.num_samples_per_prompt"]
+    (finding,) = [each for each in find(course_of(8, **{"rollout/uniform_groups": 3.0})) if each.key]
+    assert (finding.is_problem, finding.sentence[:31]) == (False, "75% of the groups of job-1 had ")
+
+
+def test_collapsed_entropy_is_a_problem_unless_it_learns() -> None:
+    start = [iteration(number, 0.4, **{"train/entropy": 2.0, "rollout/uniform_groups": 1.0}) for number in range(8)]
+    end = [iteration(number, 0.4, **{"train/entropy": 0.01, "rollout/uniform_groups": 1.0}) for number in range(8, 16)]
+    sentence = problems(find(start + end))["optimizer.learning_rate"]
+    assert "has collapsed, from 2 to 0.01 nats" in sentence
+    assert "below 1e-06" in sentence
+    assert (
+        problems(find(start + [record.model_copy(update={"reward_mean": record.iteration / 10}) for record in end]))
+        == {}
+    )
+
+
+def test_a_large_mismatch_names_dtype_and_correction() -> None:
+    apart = [record.model_copy(update={"mismatch_mean": 0.4}) for record in learning(20)]
+    assert 'model.dtype = "float32"' in problems(find(apart))["model.dtype"]
+    assert list(problems(find(apart, model={"dtype": "float32"}))) == ["objective.importance"]
+
+
+def test_parts_that_never_vary_are_named() -> None:
+    parts = {"reward/format_mean": 0.1, "reward/format_std": 1e-9, "reward/right_mean": 0.5, "reward/right_std": 0.5}
+    (finding,) = [each for each in find(learning(10, **parts)) if each.key == "reward"]
+    assert "part format of the reward was the same for every response" in finding.sentence
+    assert not finding.is_problem
+
+
+def test_held_out_that_falls_while_training_rises_is_a_problem() -> None:
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
+    falls = [evaluation(number, reward) for number, reward in ((0, 0.3), (10, 0.6), (20, 0.4), (30, 0.38), (40, 0.35))]
+    many = {"data": data, "num_prompts": 64}
+    found = problems(find(learning(), falls, evaluation=many))
+    assert "schedule.num_iterations = 10" in found["schedule.num_iterations"]
+    stays = [evaluation(number, 0.6) for number in range(0, 50, 10)]
+    assert problems(find(learning(), stays, evaluation=many)) == {}
+    flat = [iteration(number, 0.5, **{"rollout/uniform_groups": 0.0}) for number in range(40)]
+    assert problems(find(flat, falls, evaluation=many)) == {}  # both fall: that is another matter
+    sets = [{"name": "few", "data": data, "num_prompts": 4}, {"name": "many", "data": data, "num_prompts": 60}]
+    assert problems(find(learning(), falls, evaluation={"sets": sets})) == {}  # four prompts say little

@@ -1,0 +1,307 @@
+"""Iteration records with worked numbers, validation errors in a job's words, and log lines."""
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from onbeat.config import JobConfig
+from onbeat.config.explain import explain_error
+from onbeat.logging import configure
+from onbeat.streams.codec import Response, RolloutGroup, Turn
+from onbeat.streams.inspection import IterationHashes
+from onbeat.streams.records import (
+    evaluation_record,
+    evaluation_series,
+    following_evaluation,
+    iteration_record,
+    metric_series,
+)
+from services.broker.evaluations import due_evaluation, score
+from services.broker.views.groups import group_detail
+from services.broker.views.records import group_order, turns_of
+
+COMMITTED = {
+    "iteration": "3",
+    "state": "COMMITTED",
+    "policy_version": "3",
+    "num_groups": "8",
+    "num_accepted": "8",
+    "num_stale": "2",
+    "opened_at": "100.5",
+    "drained_at": "106.0",
+    "committed_at": "110.0",
+    "metrics": json.dumps(
+        {"num_responses": 64, "prompt_tokens": 600, "response_tokens": 1400, "reward_mean": 0.5, "reward_std": 0.25}
+        | {"train_s": 4.0, "staleness_max": 0, "mismatch_mean": 0.01, "num_training_devices": 2, "train/loss": 1.5}
+        | {"mismatch_max": float("nan"), "train/broken": float("inf")}
+    ),
+}
+
+
+def record_of(fields: dict[str, str], **sources: Any) -> Any:
+    times = {"ready_at": 101.0, "published_at": 100.0, "previous_commit_at": 100.0}
+    hashes = IterationHashes(fields, sources.pop("busy_s", {"a": 4.0, "b": 6.0}))
+    return iteration_record(hashes, **(times | sources))
+
+
+def test_committed_iteration_has_every_number() -> None:
+    record = record_of(COMMITTED)
+    assert record.wall_s == 10.0  # 100 -> 110
+    assert record.weight_sync_s == 1.0  # 100 -> 101
+    assert record.generate_s == 5.0  # 101 -> 106
+    assert record.rollout_idle_frac == 0.5  # mean busy 5 of 10 s
+    assert record.trainer_idle_frac == 0.6  # 4 of 10 s
+    assert record.tpspd == 50.0  # 2000 tokens / 10 s / (2 training + 2 inference devices)
+    assert (record.num_stale, record.num_responses, record.staleness_max, record.mismatch_mean) == (2, 64, 0, 0.01)
+    assert record.metrics == {"train/loss": 1.5}
+    assert record.mismatch_max is None  # not finite is not known
+
+
+def test_weight_sync_counts_from_the_commit_of_the_version() -> None:
+    record = record_of(COMMITTED | {"policy_version": "1"}, published_at=98.5)  # two iterations before
+    assert (record.weight_sync_s, record.wall_s) == (2.5, 10.0)
+    assert record_of(COMMITTED, published_at=None).weight_sync_s is None
+
+
+def test_shares_stay_between_zero_and_one() -> None:
+    record = record_of(COMMITTED, busy_s={"a": 99.0}, ready_at=99.0)
+    assert (record.rollout_idle_frac, record.weight_sync_s, record.generate_s) == (0.0, 0.0, 5.5)
+
+
+def test_open_iteration_knows_only_what_happened() -> None:
+    fields = {name: COMMITTED[name] for name in ("iteration", "state", "policy_version", "num_groups", "opened_at")}
+    record = record_of(fields | {"state": "OPEN", "num_accepted": "1"}, ready_at=None, busy_s={})
+    for name in ("wall_s", "generate_s", "weight_sync_s", "rollout_idle_frac", "trainer_idle_frac", "tpspd", "train_s"):
+        assert getattr(record, name) is None, name
+    assert record.num_accepted == 1
+
+
+def test_iteration_without_workers_or_tokens_has_no_shares() -> None:
+    record = record_of(COMMITTED | {"metrics": "{}"}, busy_s={})
+    assert (record.rollout_idle_frac, record.trainer_idle_frac, record.tpspd) == (None, None, None)
+
+
+def test_series_hold_the_records_numbers_and_the_trainers() -> None:
+    series = metric_series([record_of(COMMITTED)])
+    assert series["train/loss"] == [(3, 1.5)]
+    assert series["iteration/reward_mean"] == [(3, 0.5)]
+    assert "iteration/mismatch_max" not in series
+
+
+def test_groups_sort_by_number() -> None:
+    assert sorted(["2-10", "2-9", "10-0"], key=group_order) == ["2-9", "2-10", "10-0"]
+
+
+# ---- evaluations -------------------------------------------------------------------------------------------------
+
+
+def groups_of(*rewards: tuple[float, ...]) -> list[RolloutGroup]:
+    """One response of 3 tokens for each reward; a reward of 0 was cut short. No rewards: a failed group."""
+    return [
+        RolloutGroup(
+            responses=[
+                Response(token_ids=[1, 2, 3], reward=reward, finish_reason="stop" if reward else "length")
+                for reward in of_group
+            ]
+        )
+        for of_group in rewards
+    ]
+
+
+def test_score_by_hand() -> None:
+    assert score(groups_of((1.0, 0.0), (0.0, 0.0), ())) == {
+        "reward_mean": 0.25,
+        "reward_std": pytest.approx(0.1875**0.5),  # of 1, 0, 0, 0
+        "response_tokens_mean": 3.0,
+        "truncated_frac": 0.75,
+        "pass_at_k": 0.5,  # one of two prompts; the failed one is not scored
+        "response_tokens_min": 3,
+        "response_tokens_p95": 3,
+        "response_tokens_max": 3,
+        "solved_all_frac": 0.0,
+        "solved_none_frac": 0.5,
+    }
+    assert "pass_at_k" not in score(groups_of((1.0,), (0.0,)))
+    assert score(groups_of((), ())) == {}
+
+
+def test_a_small_reward_solves_nothing() -> None:
+    for_brevity = groups_of((0.1, 0.1), (1.1, 0.1))
+    assert score(for_brevity)["pass_at_k"] == 0.5
+    assert score(for_brevity, solved_at=0.1)["pass_at_k"] == 1.0
+
+
+def test_scores_of_parts_are_series() -> None:
+    groups = groups_of((1.0, 0.0))
+    groups[0].responses[0].reward_parts["short"] = 1.0
+    fields = {"evaluation": "4", "state": "DONE", "scores": json.dumps(score(groups))}
+    series = evaluation_series([evaluation_record(fields)])
+    assert series["eval/reward/short_mean"] == [(4, 1.0)]
+    assert series["eval/response_tokens_max"] == [(4, 3)]
+    assert series["eval/reward_mean"] == [(4, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("next_evaluation", "num_opened", "next_iteration", "due"),
+    [
+        (0, 0, 0, None),  # training's prompts go first
+        (0, 1, 0, 0),
+        (4, 4, 4, None),
+        (4, 5, 4, 4),
+        (4, 7, 3, None),  # bounded: iterations are open ahead of version 4
+        (10, 10, 9, None),
+        (10, 10, 10, 10),  # the end has no iteration of its own
+        (11, 10, 10, None),
+    ],
+)
+def test_evaluation_is_due_when_version_and_prompts_are_there(
+    next_evaluation: int, num_opened: int, next_iteration: int, due: int | None
+) -> None:
+    fields = {"next_evaluation": next_evaluation, "num_opened": num_opened, "next_iteration": next_iteration}
+    assert due_evaluation({name: str(value) for name, value in fields.items()}, num_iterations=10) == due
+
+
+@pytest.mark.parametrize(
+    ("every", "num_iterations", "numbers"),
+    [(4, 10, [0, 4, 8, 10]), (4, 8, [0, 4, 8]), (10, 5, [0, 5]), (1, 2, [0, 1, 2])],
+)
+def test_evaluations_are_every_so_many_iterations_and_at_the_end(
+    every: int, num_iterations: int, numbers: list[int]
+) -> None:
+    found, evaluation = [], 0
+    while evaluation <= num_iterations:
+        found.append(evaluation)
+        evaluation = following_evaluation(evaluation, every, num_iterations)
+    assert found == numbers
+
+
+# ---- validation errors -------------------------------------------------------------------------------------------
+
+GOOD: dict[str, Any] = {
+    "model": {"path": "bundled:smollm2-135m-instruct"},
+    "data": {"type": "reasoning_gym", "task": "chain_sum"},
+    "reward": {"name": "reasoning_gym"},
+    "rollout": {"num_prompts_per_iteration": 4, "num_samples_per_prompt": 6, "max_response_tokens": 7},
+    "schedule": {"num_iterations": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "field", "message"),
+    [
+        ("data", {"tsk": 1}, "data.tsk", "did you mean task?"),
+        ("data", {"path": "x"}, "data.path", "belongs to another type of data"),
+        (
+            "data",
+            {"type": "csv"},
+            "data",
+            "has no type 'csv'; set data.type to one of: hf, jsonl, parquet, reasoning_gym",
+        ),
+        ("data", {"type": "jsonl", "task": None}, "data.path", "is required (path of the file in the data folder"),
+        ("objective", {"type": "grpo", "clip_hi": 1}, "objective.clip_hi", "did you mean clip_high?"),
+        ("objective", {"type": "grpo", "clip_low": "a"}, "objective.clip_low", "valid number"),
+        ("objective", {"type": "grpo", "kl": {"coef": -1}}, "objective.kl.coef", "got -1 (factor of the"),
+        ("rollout", {"num_samples_per_prompt": 1}, "rollout.num_samples_per_prompt", "set it to 2 or more"),
+        ("rollout", {"num_samples_per_prompt": 0}, "rollout.num_samples_per_prompt", "got 0 (responses in a group"),
+        ("rollout", {"max_response_tokens": "many"}, "rollout.max_response_tokens", "got 'many'"),
+        ("optimizer", {"betas": [0.9, 2]}, "optimizer.betas.1", "got 2"),
+        ("schedule", {"mode": "fast"}, "schedule", "has no mode 'fast'; set schedule.mode to one of: "),
+        ("schedule", {"num_iterations": 0}, "schedule.num_iterations", "got 0"),
+        ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to another mode of schedule"),
+        ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (most iterations"),
+        ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
+        (
+            "evaluation",
+            {"data": {"task": 1}},
+            "evaluation.data",
+            "set evaluation.data.type to one of: hf, jsonl, parquet, ",
+        ),
+        ("optimizer", {"betas": [0.9]}, "optimizer.betas.1", "is required"),
+    ],
+)
+def test_validation_error_names_field_value_and_remedy(
+    section: str, change: dict[str, Any], field: str, message: str
+) -> None:
+    body = GOOD | {section: GOOD.get(section, {}) | change}
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate(body)
+    explained = dict(explain_error(error | {"loc": ("body", *error["loc"])}, body) for error in caught.value.errors())
+    assert message in explained[field]
+
+
+# ---- logging -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_json_log_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("json", "info")
+    logging.getLogger("a.b").info("two\nlines %d", 7, extra={"job_id": "j1"})
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("a.b").exception("it failed")
+    logging.getLogger("a.b").debug("not shown")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["logger"], first["message"], first["job_id"]) == ("INFO", "a.b", "two\nlines 7", "j1")
+    assert "ValueError: broken" in second["exception"]
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_text_log_and_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("text")
+    logging.getLogger("a.b").warning("hello")
+    assert "WARNING a.b: hello" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="text or json"):
+        configure("xml")
+
+
+def test_turns_show_what_each_call_saw_and_said() -> None:
+    asked = json.dumps([{"role": "tool", "content": "9"}, "no message"])
+    response = Response(
+        text="add it now",
+        turns=[
+            Turn(num_shared=4, num_sampled=3, num_characters=6, finish_reason="stop"),
+            Turn(
+                parent=0,
+                num_shared=7,
+                observed_token_ids=[1, 2],
+                num_sampled=1,
+                num_characters=1,
+                messages_json=asked,
+                num_cached_tokens=5,
+            ),
+            Turn(parent=1, num_shared=6, num_sampled=2, num_characters=3, messages_json="[{", reward=float("nan")),
+        ],
+    )
+    turns = list(turns_of(response, num_prompt=4))
+    assert [turn.text for turn in turns] == ["add it", " ", "now"]
+    assert [turn.continues for turn in turns] == [None, 0, 1]
+    assert [turn.is_fork for turn in turns] == [False, False, True]  # 6 of the 10 tokens to the end of turn 1
+    assert [turn.num_cached_tokens for turn in turns] == [0, 5, 0]
+    assert turns[1].messages == [{"role": "tool", "content": "9"}]
+    assert (turns[2].messages, turns[2].reward) == ([], None)  # what cannot be read is left out
+
+
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', "[" * 300 + "]" * 300, "[" * 198 + "]" * 198, "9" * 5000, "1e999", "NaN"]
+)
+def test_messages_that_json_cannot_hold_leave_their_group_shown(value: str) -> None:
+    turn = Turn(
+        num_shared=4, num_sampled=1, num_characters=2, messages_json=f'[{{"role": "tool", "content": {value}}}]'
+    )
+    response = Response(token_ids=[5], rollout_logprobs=[-1.0], text="ok", turns=[turn])
+    shown = group_detail(RolloutGroup(group_id="0-0", prompt_token_ids=[1, 2, 3, 4], responses=[response]))
+    assert json.loads(shown.model_dump_json())["responses"][0]["turns"][0]["text"] == "ok"

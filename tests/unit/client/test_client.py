@@ -1,0 +1,261 @@
+import inspect
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+
+import httpx
+import pytest
+
+from onbeat.client import AsyncClient, AsyncJobs, BrokerUnreachable, Client, Jobs
+from onbeat.client.blocking import Datasets
+from onbeat.client.datasets import AsyncDatasets
+from onbeat.client.transport import StreamMessage, Transport, parse_answer
+from onbeat.errors import ApiError
+from onbeat.types import Event, IterationUpdate, JobState
+from tests.unit.fake_broker import FakeJobs, serve
+
+CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 3}}
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.client.transport.RETRY_DELAYS_S", (0.01, 0.01, 0.01))
+
+
+@pytest.fixture
+def fake() -> FakeJobs:
+    return FakeJobs()
+
+
+@pytest.fixture
+def url(fake: FakeJobs) -> Iterator[str]:
+    with serve(fake) as url:
+        yield url
+
+
+async def test_job_from_creation_to_its_end(url: str) -> None:
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG)
+        assert job.state == JobState.RUNNING
+        assert (await client.jobs.wait(job.id, timeout_s=5)).state == JobState.SUCCEEDED
+        assert [record.iteration for record in await client.jobs.iterations(job.id, after=0)] == [1, 2]
+        weights = await client.jobs.weights(job.id, after=1)
+        assert [record.policy_version for record in weights] == [2, 3]
+        assert weights[0].rollouts["rollout-1"].open_s == 0.2
+        assert (await client.jobs.metrics(job.id))["train/loss"] == [(0, 1.5), (1, 1.25)]
+        assert len(await client.jobs.samples(job.id, iteration=1, limit=2)) == 2
+        assert [event.kind for event in await client.jobs.events(job.id)] == ["job.state"]
+        assert [worker.id for worker in await client.workers()] == ["rollout-0"]
+        assert [found.id for found in await client.jobs.list(state=JobState.SUCCEEDED)] == [job.id]
+        assert await client.jobs.list(state="RUNNING") == []
+        newer = await client.jobs.create(CONFIG)
+        assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
+
+
+async def test_wait_gives_up_at_its_deadline(url: str) -> None:
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 10_000}})
+        with pytest.raises(TimeoutError, match="still RUNNING after"):
+            await client.jobs.wait(job.id, timeout_s=0.1)
+
+
+def test_sync_face_has_the_same_methods_signatures_and_errors(url: str) -> None:
+    with Client(url, api_key="secret") as client:
+        job = client.jobs.create(CONFIG, idempotency_key="k")
+        assert client.jobs.create(CONFIG, idempotency_key="k").id == job.id
+        assert client.jobs.cancel(job.id).state == JobState.CANCELLED
+        assert client.jobs.wait(job.id).state.is_final
+        assert client.workers()[0].num_in_flight == 3
+        assert client.jobs.weights(job.id)[0].full_bytes == 1000
+        with pytest.raises(ApiError):
+            client.jobs.get("job-99")
+
+
+def public(face: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(face) if not name.startswith("_")}
+
+
+def test_both_faces_have_the_same_methods() -> None:
+    assert (public(AsyncJobs), public(AsyncDatasets)) == (public(Jobs), public(Datasets))
+    methods = public(Client) - {"base_url", "close"}
+    assert public(AsyncClient) - public(Transport) - {"jobs", "datasets"} == methods
+    faces = [(Jobs, AsyncJobs, name) for name in public(Jobs) - {"stream"}]
+    faces += [(Datasets, AsyncDatasets, name) for name in public(Datasets)]
+    faces += [(Client, AsyncClient, name) for name in methods]
+    for blocking, asynchronous, name in faces:
+        ours, theirs = getattr(blocking, name), getattr(asynchronous, name)
+        assert inspect.signature(ours) == inspect.signature(theirs)
+        assert ours.__doc__ == theirs.__doc__
+
+
+async def test_blocking_client_works_inside_a_running_event_loop(url: str) -> None:
+    client = Client(url)
+    job = client.jobs.create(CONFIG)
+    kinds = {type(update) for update in client.jobs.stream(job.id)}
+    assert {Event, IterationUpdate} <= kinds
+    client.close()
+    client.close()
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        client.jobs.list()
+
+
+def test_closing_a_client_ends_waits_of_other_threads_with_error() -> None:
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            client.jobs.wait("job-1")
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        silent.settimeout(10)
+        with silent.accept()[0]:  # it has asked, and gets no answer
+            client.close()
+            thread.join(10)
+    assert said == ["this client was closed by another thread before the answer came"]
+
+
+def test_loop_over_a_stream_may_be_left_and_its_client_closed(url: str) -> None:
+    with Client(url) as client:
+        updates = client.jobs.stream(client.jobs.create(CONFIG).id)
+        next(updates)
+    updates.close()  # type: ignore[attr-defined]
+
+
+def test_environment_names_the_broker_and_its_key_stays_there(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONBEAT_URL", url)
+    monkeypatch.setenv("ONBEAT_API_KEY", "secret")
+    with Client() as client:
+        client.jobs.list()
+        assert (client.base_url, fake.authorization) == (url, "Bearer secret")
+    with Client(url) as client:
+        client.jobs.list()
+    assert fake.authorization is None
+    monkeypatch.delenv("ONBEAT_URL")
+    assert AsyncClient().base_url == "http://127.0.0.1:8800"
+
+
+async def test_stream_that_breaks_again_and_again_is_given_up(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.01, 0.02, 0.03))
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 10_000}})
+        fake.ends = ["broken"] * 99
+        with pytest.raises(BrokerUnreachable, match="breaks off"):
+            async for _ in client.jobs.stream(job.id):
+                pass
+        assert fake.num_streams == 4
+
+
+async def test_stream_goes_on_after_a_few_breaks_and_every_renewal(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.01, 0.02))
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_RENEWAL_S", 0.01)
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG)
+        fake.ends = ["broken", "broken", *["renew", "broken", "stopping", "slow", "broken"] * 3]
+        updates = [update async for update in client.jobs.stream(job.id)]
+    assert fake.num_streams == 2 + 15 + 1
+    assert [update.id for update in updates if isinstance(update, Event)] == ["1-0"]
+
+
+class Script(Transport):
+    """A broker whose streams tell what is written here, one list a connection."""
+
+    def __init__(self, *connections: list[StreamMessage]) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self.connections = list(connections)
+        self.cursors: list[str] = []
+
+    async def messages(self, path: str, after: str) -> AsyncGenerator[StreamMessage]:
+        self.cursors.append(after)
+        for message in self.connections.pop(0):
+            yield message
+
+
+async def test_stream_that_sends_events_between_breaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.STREAM_DELAYS_S", (0.0,))
+    events = [Event(id=f"{i}-0", time=i, kind="test") for i in range(1, 6)]
+    # Each connection breaks off without a word.
+    streams = [[StreamMessage("event", event.model_dump_json(), event.id)] for event in events]
+    script = Script(*streams, [StreamMessage("end", '{"reason":"over"}', "")])
+    assert [update async for update in AsyncJobs(script).stream("job")] == events
+    assert script.cursors == ["0", *(event.id for event in events)]
+
+
+async def test_refusal_names_every_wrong_field(url: str) -> None:
+    async with AsyncClient(url) as client:
+        with pytest.raises(ApiError) as caught:
+            await client.jobs.create(CONFIG | {"model": {"path": "no-such-model"}})
+    assert caught.value.status == 422
+    assert "model.path: unknown model; try bundled:" in str(caught.value)
+
+
+async def test_busy_broker_is_asked_again_and_creates_one_job(url: str, fake: FakeJobs) -> None:
+    fake.failures = [503, 502]
+    async with AsyncClient(url) as client:
+        await client.jobs.create(CONFIG)
+    assert fake.requests == [("POST", "/v1/jobs")] * 3
+    assert len(fake.jobs) == 1
+
+
+async def test_retries_are_bounded_and_moves_are_not_repeated(url: str, fake: FakeJobs) -> None:
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG)
+        fake.failures = [503] * 4
+        with pytest.raises(BrokerUnreachable, match="503"):
+            await client.jobs.get(job.id)
+        assert fake.failures == []
+        fake.failures = [503, 503]
+        with pytest.raises(BrokerUnreachable, match="503"):
+            await client.jobs.cancel(job.id)
+        assert fake.failures == [503]
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_answer_that_may_pass_is_no_refusal_and_keeps_its_words(url: str, fake: FakeJobs, status: int) -> None:
+    async with AsyncClient(url) as client:
+        fake.failures = [status] * 4
+        with pytest.raises(BrokerUnreachable, match=rf"cannot do this now: not now \({status}\)$") as caught:
+            await client.jobs.list()
+        assert caught.value.status == status
+        fake.failures = [status]
+        with pytest.raises(BrokerUnreachable, match=rf"not now \({status}\)$"):
+            await anext(client.messages("/v1/jobs/job-1/stream", "0"))
+        fake.failures = [500]
+        with pytest.raises(ApiError, match=r"not now \(500\)"):
+            await client.jobs.list()
+
+
+def test_answer_that_is_no_problem_document_keeps_its_words() -> None:
+    with pytest.raises(ApiError, match=r"Service Unavailable \(503\): .*policy moved"):
+        parse_answer(httpx.Response(503, json={"error": {"message": "policy moved"}}))
+
+
+async def test_unreachable_broker_is_named_with_a_remedy() -> None:
+    started = time.monotonic()
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(BrokerUnreachable, match=r"http://127\.0\.0\.1:9 .*onbeat up.*--url"):
+            await client.jobs.list()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("url", ["localhost:8800", "ftp://x", "http://", "http://x:y"])
+def test_wrong_url_is_refused_before_anything_is_sent(url: str) -> None:
+    with pytest.raises(ValueError, match="URL"):
+        AsyncClient(url)
+
+
+async def test_job_id_cannot_leave_its_path() -> None:
+    async with AsyncClient() as client:
+        with pytest.raises(ValueError, match="not a job id"):
+            await client.jobs.get("../workers")

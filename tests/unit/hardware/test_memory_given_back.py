@@ -1,0 +1,93 @@
+"""What a process has freed goes back to the system when it says so, whatever its allocator was told to keep."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onbeat.hardware.malloc import KEEP_FREED
+from services.rollout.children.process import ChildProcess
+from services.rollout.engines.vllm_platform import engine_environment
+
+FREE_MOST = """
+from pathlib import Path
+import torch
+from onbeat.hardware.malloc import give_back_freed
+
+def held_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+tensors = [torch.ones(1 << 20) for _ in range(200)]  # 4 MiB each
+del tensors[:199]  # the last one lies above what is free
+before = held_mib()
+give_back_freed()
+print(before - held_mib())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_freed_memory_below_what_stays_is_given_back():
+    environment = os.environ | {"GLIBC_TUNABLES": KEEP_FREED}
+    done = subprocess.run(
+        [sys.executable, "-c", FREE_MOST], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) > 500
+
+
+FREE_EVERY_OTHER = """
+from pathlib import Path
+import torch
+from onbeat.hardware.malloc import give_back_large_at_once
+
+def held_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+give_back_large_at_once()
+before = held_mib()
+tensors = [torch.ones(1 << 20) for _ in range(200)]  # 4 MiB each
+del tensors[::2]
+print(held_mib() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_freed_tensors_between_kept_ones_are_given_back():
+    environment = os.environ | {"GLIBC_TUNABLES": KEEP_FREED}
+    done = subprocess.run(
+        [sys.executable, "-c", FREE_EVERY_OTHER], env=environment, capture_output=True, text=True, check=True
+    )
+    assert 350 < int(done.stdout) < 500
+
+
+FREE_ALL = """
+import os
+from pathlib import Path
+
+def held_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+assert "HF_HUB_OFFLINE" not in os.environ
+assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # an empty variable says something, too
+before = held_mib()
+blocks = [bytearray(1 << 24) for _ in range(10)]  # 16 MiB each
+del blocks
+print(held_mib() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+async def test_child_gets_no_settings_of_the_engine_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "free_all.py").write_text(FREE_ALL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("services.rollout.children.process.WAS_OFFLINE", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in engine_environment("cpu", {}).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    child = await ChildProcess.start("the child", "free_all")
+    try:
+        assert int(await child.receive(30)) < 20
+    finally:
+        await child.kill()

@@ -1,0 +1,415 @@
+"""The local stack with stand-ins for the services: what starts, what restarts, and that nothing survives."""
+
+import copy
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from onbeat.client.datasets import take_local_files
+from onbeat.config import JobConfig
+from onbeat.errors import OnbeatError
+from onbeat.hardware.cores import CorePlan, format_cores, parse_cores, plan_cores
+from onbeat.hardware.processor import read_processor
+from onbeat.local.redis_server import free_port, redis_service
+from onbeat.local.stack import StackOptions, describe_places, make_scratch, service_specs
+from onbeat.local.state import StackLock, StackState, create_data_dir, has_processes, running_stack
+from onbeat.local.supervisor import ServiceSpec, StackFailed, Supervisor
+from tests.waiting import wait_until
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+# A service with a child in its own group and a grandchild that ran off into another session; their ids go to argv[1].
+FAMILY = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+near, far = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
+open(sys.argv[1] + ".new", "w").write(f"{os.getpid()} {near.pid} {far.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(300)
+"""
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + FAMILY
+
+
+def family(pids_file: Path, code: str = FAMILY, **options: float) -> ServiceSpec:
+    command = [sys.executable, "-c", code, str(pids_file)]
+    return ServiceSpec("family", command, 0, missing=lambda: "" if pids_file.exists() else "no ids", **options)
+
+
+def pids_in(pids_file: Path) -> list[int]:
+    wait_until(pids_file.exists, "it runs")
+    return [int(pid) for pid in pids_file.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # it ends between opening the file and reading it
+        return False
+
+
+@pytest.fixture
+def pids_file(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+# ---- nothing survives ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [FAMILY, DEAF], ids=["polite", "ignores SIGTERM"])
+def test_stop_leaves_no_child_or_grandchild(tmp_path: Path, pids_file: Path, code: str) -> None:
+    supervisor = Supervisor(tmp_path)
+    supervisor.start([family(pids_file, code, grace_s=0.3)])
+    pids = pids_in(pids_file)
+    assert all(map(is_alive, pids))
+    supervisor.stop()
+    assert not any(map(is_alive, pids))
+    supervisor.stop()
+
+
+def test_dead_service_leaves_no_grandchild_and_is_restarted(
+    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
+    reports: list[str] = []
+    supervisor = Supervisor(tmp_path, reports.append)
+    supervisor.start([family(pids_file)])
+    before = pids_in(pids_file)
+    pids_file.unlink()
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: supervisor.check() or pids_file.exists(), "it runs again")
+    assert not any(map(is_alive, before))
+    assert all(map(is_alive, pids_in(pids_file)))
+    assert "family was killed by SIGKILL; restart 1 of" in reports[0]
+    supervisor.stop()
+
+
+# As an engine does: a child has shared memory, which a third process is to remove. Its name goes to argv[1].
+SHARING = """
+import multiprocessing, os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+def share(path):
+    segment = SharedMemory(create=True, size=1000)
+    open(path + ".new", "w").write(segment.name)
+    os.rename(path + ".new", path)
+    time.sleep(300)
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=share, args=(sys.argv[1],)).start()
+    time.sleep(300)
+"""
+
+
+def test_killed_service_leaves_no_shared_memory(tmp_path: Path) -> None:
+    script, notes = tmp_path / "sharing.py", tmp_path / "notes"
+    script.write_text(SHARING)
+    command = [sys.executable, str(script), str(notes)]
+    supervisor = Supervisor(tmp_path, lambda line: None)
+    supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "" if notes.exists() else "its name")])
+    segment = Path("/dev/shm") / notes.read_text()
+    assert segment.exists()
+    (service,) = psutil.Process(supervisor.services[0].pid).children()
+    service.kill()
+    wait_until(lambda: supervisor.services[0].exit_code() is not None, "it has ended")
+    assert not segment.exists()
+    supervisor.stop()
+
+
+def test_service_dies_with_its_guard(tmp_path: Path, pids_file: Path) -> None:
+    supervisor = Supervisor(tmp_path, lambda line: None)
+    supervisor.start([family(pids_file)])
+    service, near, _ = pids_in(pids_file)
+    os.kill(supervisor.services[0].pid or 0, signal.SIGKILL)
+    wait_until(lambda: supervisor.check() or not is_alive(service), "it has ended")
+    wait_until(lambda: not is_alive(near), "its child has ended")
+    supervisor.stop()
+
+
+def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from onbeat.local.supervisor import ServiceSpec, Supervisor
+command = [sys.executable, "-c", {FAMILY!r}, {str(pids_file)!r}]
+Supervisor(Path({str(tmp_path)!r})).start([ServiceSpec("family", command, 0)])
+time.sleep(300)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    pids = pids_in(pids_file)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(map(is_alive, pids)), "all have ended")
+
+
+# ---- starting and restarting -----------------------------------------------------------------------------------
+
+
+def test_waves_start_in_order_and_stop_in_reverse(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    code = """
+import signal, sys, time
+def note(what): open(sys.argv[1], "a").write(what + sys.argv[2] + "\\n")
+def end(*_): note("-"); sys.exit()
+signal.signal(signal.SIGTERM, end); note("+"); time.sleep(300)
+"""
+
+    def spec(wave: int) -> ServiceSpec:
+        def missing() -> str:
+            return "" if journal.exists() and f"+{wave}" in journal.read_text() else "its line"
+
+        return ServiceSpec(f"s{wave}", [sys.executable, "-c", code, str(journal), str(wave)], wave, missing=missing)
+
+    supervisor = Supervisor(tmp_path)
+    supervisor.start([spec(2), spec(1)])
+    supervisor.stop()
+    assert journal.read_text().split() == ["+1", "+2", "-2", "-1"]
+
+
+def test_service_that_dies_while_starting_is_shown_with_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
+    supervisor = Supervisor(tmp_path)
+    with pytest.raises(StackFailed, match=r"(?s)s exited with code 1 while starting.*no such device"):
+        supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "never")])
+    supervisor.stop()
+
+
+def test_service_that_is_never_ready_fails_at_its_deadline(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    with pytest.raises(StackFailed, match=r"not ready after 0 s: port closed"):
+        supervisor.start([ServiceSpec("s", ["sleep", "60"], 0, missing=lambda: "port closed", ready_deadline_s=0.1)])
+    supervisor.stop()
+
+
+def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("onbeat.local.supervisor.MAX_RESTARTS", 2)
+    reports: list[str] = []
+    supervisor = Supervisor(tmp_path, reports.append)
+    supervisor.start([ServiceSpec("s", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 0)])
+    with pytest.raises(StackFailed, match=r"(?s)s exited with code 3, after 2 restarts.*why"):
+        wait_until(supervisor.check, "it is given up")
+    assert len(reports) == 2
+    supervisor.stop()
+
+
+# ---- the stack's own services ----------------------------------------------------------------------------------
+
+
+def test_redis_starts_with_a_password_on_loopback_and_keeps_data(tmp_path: Path) -> None:
+    from redis import Redis
+    from redis.exceptions import AuthenticationError
+
+    folder = tmp_path / 'an "odd" \\ name'
+    for expected in (None, b"kept"):
+        spec, url = redis_service(folder)
+        supervisor = Supervisor(tmp_path)
+        supervisor.start([spec])
+        client = Redis.from_url(url)
+        assert client.get("k") == expected
+        client.set("k", b"kept")
+        assert client.config_get("bind")["bind"] == "127.0.0.1"
+        with pytest.raises(AuthenticationError):
+            Redis.from_url(url.replace("redis://:", "redis://:wrong")).ping()
+        supervisor.stop()
+    assert (folder / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
+
+
+def test_services_get_the_addresses_of_each_other(tmp_path: Path) -> None:
+    options = StackOptions(tmp_path, num_rollouts=2, engine="transformers", rollout_cores=[0], trainer_cores=[0])
+    broker, trainer, *rollouts = service_specs(options, "redis://r", 8801)
+    common = {"ONBEAT_REDIS_URL": "redis://r", "ONBEAT_POOL": "default", "ONBEAT_LOG_FORMAT": "text"}
+    common |= {"GOMP_SPINCOUNT": "10000"}  # the cores are shared
+    data_dir = {"ONBEAT_DATA_DIR": str(tmp_path)}
+    assert broker.env == common | data_dir | {"ONBEAT_HOST": "127.0.0.1", "ONBEAT_PORT": "8801"}
+    assert trainer.env.items() >= {**common, **data_dir, "ONBEAT_CPU_CORES": "0"}.items()
+    assert [spec.env["ONBEAT_WORKER_ID"] for spec in rollouts] == ["rollout-0", "rollout-1"]
+    assert {spec.env["ONBEAT_ENGINE"] for spec in rollouts} == {"transformers"}
+    assert broker.wave < trainer.wave == rollouts[0].wave
+
+
+@pytest.mark.parametrize(("num_rollouts", "is_relay"), [(1, "False"), (2, "True")])
+def test_a_rollout_without_peers_relays_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rollouts: int, is_relay: str
+) -> None:
+    monkeypatch.delenv("ONBEAT_WEIGHTS_RELAY", raising=False)
+    _, _, *rollouts = service_specs(StackOptions(tmp_path, num_rollouts=num_rollouts), "redis://r", 8801)
+    assert {spec.env["ONBEAT_WEIGHTS_RELAY"] for spec in rollouts} == {is_relay}
+
+
+@pytest.mark.parametrize(
+    ("cores", "places"),
+    [
+        ([0, 1], "trainer on cores 0-1, rollout-0 on core 0, rollout-1 on core 1 (shared)"),
+        ([0, 1, 2, 3], "trainer on cores 2-3, rollout-0 on core 0, rollout-1 on core 1"),
+    ],
+)
+def test_a_run_begins_with_what_it_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: list[int], places: str
+) -> None:
+    monkeypatch.setattr("onbeat.local.stack.available_cores", lambda: cores)
+    monkeypatch.setenv("ONBEAT_DEVICE", "cpu")
+    assert describe_places(StackOptions(tmp_path, num_rollouts=2)) == f"{read_processor()}: {places}"
+
+
+def test_a_run_names_its_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert describe_places(StackOptions(tmp_path)).startswith("accelerators 3, 5: trainer on 3")
+
+
+def test_data_dir_is_locked_by_one_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.state.OWNER_DEADLINE_S", 0.1)
+    create_data_dir(tmp_path)
+    assert running_stack(tmp_path) is None
+    lock = StackLock(tmp_path)
+    state = StackState(os.getpid(), "up", "http://u", "redis://r", 1.0)
+    lock.write(state)
+    assert running_stack(tmp_path) == state
+    assert (tmp_path / "stack.json").stat().st_mode & 0o077 == 0
+    with pytest.raises(OnbeatError, match="already running"):
+        StackLock(tmp_path)
+    lock.release()
+    assert running_stack(tmp_path) is None
+    assert not has_processes(tmp_path)
+
+
+def test_stack_waits_for_the_last_child_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.state.LEFTOVERS_DEADLINE_S", 0.1)
+    lock = StackLock(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.children_fd])
+    lock.release()
+    assert running_stack(tmp_path) is None
+    assert has_processes(tmp_path)
+    with pytest.raises(OnbeatError, match="already running"):
+        StackLock(tmp_path)
+    child.communicate(b"\n")
+    StackLock(tmp_path).release()
+
+
+def test_taken_port_is_not_handed_out() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        assert free_port(preferred=taken) != taken
+    assert free_port(preferred=taken) == taken
+
+
+# ---- cores -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_rollouts", "rollouts", "trainer"),
+    [
+        ([0], 1, [[0]], [0]),
+        ([0, 1], 1, [[0, 1]], [0, 1]),
+        ([0, 1], 2, [[0], [1]], [0, 1]),
+        ([0, 1, 2, 3], 1, [[0, 1]], [2, 3]),
+        ([2, 3, 5, 7, 8, 9], 2, [[2, 3], [5]], [7, 8, 9]),
+    ],
+)
+def test_first_half_generates_or_few_cores_do_both(
+    cores: list[int], num_rollouts: int, rollouts: list[list[int]], trainer: list[int]
+) -> None:
+    assert plan_cores(cores, num_rollouts) == CorePlan(rollouts, trainer)
+
+
+def test_given_cores_are_taken_and_the_other_side_gets_the_rest() -> None:
+    assert plan_cores([0, 1, 2, 3], 1, rollout_cores=[3]) == CorePlan([[3]], [0, 1, 2])
+    assert plan_cores([0, 1, 2, 3], 2, trainer_cores=[0]) == CorePlan([[1, 2], [3]], [0])
+    with pytest.raises(ValueError, match="core 9 is not available; this process may use 0-3"):
+        plan_cores([0, 1, 2, 3], 1, rollout_cores=[9])
+
+
+def test_core_lists_read_and_written() -> None:
+    assert parse_cores("6,0-3") == [0, 1, 2, 3, 6]
+    assert format_cores([0, 1, 2, 3, 6]) == "0-3,6"
+    for wrong in ("", "a", "3-1", "1-", "-1", "1,,2"):
+        with pytest.raises(ValueError, match="list of cores"):
+            parse_cores(wrong)
+
+
+# ---- temporary files -------------------------------------------------------------------------------------------
+
+# What it puts among temporary files stays there, as that of a killed service does.
+LITTERER = """
+import os, sys, tempfile, time
+folder = tempfile.gettempdir()
+tempfile.mkdtemp(prefix="litter-")
+open(sys.argv[1] + ".new", "w").write(folder + " " + " ".join(os.listdir(folder)))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(300)
+"""
+
+
+def test_each_service_has_its_own_fresh_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
+    notes = tmp_path / "notes"
+    spec = ServiceSpec(
+        "s", [sys.executable, "-c", LITTERER, str(notes)], 0, missing=lambda: "" if notes.exists() else "-"
+    )
+    supervisor = Supervisor(tmp_path, lambda line: None, scratch=tmp_path / "scratch")
+    supervisor.start([spec])
+    folder, *litter = notes.read_text().split()
+    assert (folder, len(litter)) == (str(tmp_path / "scratch" / "s"), 1)
+    notes.unlink()
+    os.killpg(supervisor.services[0].pid or 0, signal.SIGKILL)
+    wait_until(lambda: supervisor.check() or notes.exists(), "it runs again")
+    assert len(notes.read_text().split()) == 2, "what the first one left was removed"
+    supervisor.stop()
+
+
+@pytest.mark.parametrize("length", [30, 38, 39, 60])
+def test_paths_of_sockets_among_temporary_files_are_short_enough(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    outer = Path(tempfile.mkdtemp(dir="/tmp"))
+    parent = outer / ("x" * (length - len(f"{outer}/")))
+    parent.mkdir()
+    reports: list[str] = []
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        folder = make_scratch(reports.append)
+        with socket.socket(socket.AF_UNIX) as listener:
+            (folder.path / "rollout-999").mkdir()
+            listener.bind(str(folder.path / "rollout-999" / str(uuid.uuid4())))
+        folder.remove()
+    finally:
+        shutil.rmtree(outer)
+    is_long = length > 38
+    assert folder.path.parent == (Path("/tmp") if is_long else parent)
+    assert [str(parent) in report for report in reports] == [True] * is_long
+
+
+def test_full_disk_for_temporary_files_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(OnbeatError, match=r"no temporary folder can be made in /proc: .*space there or set TMPDIR"):
+        make_scratch(lambda line: None)
+
+
+# ---- a job's data file -----------------------------------------------------------------------------------------
+
+
+def test_data_files_beside_the_job_are_named_by_content(tmp_path: Path) -> None:
+    held_out = ["evaluation.data.type=jsonl", "evaluation.data.path=arithmetic.jsonl"]
+    job = JobConfig.from_file(EXAMPLES / "from_jsonl.toml", held_out).model_dump(mode="json")
+    again = copy.deepcopy(job)
+    files = take_local_files(job, EXAMPLES, tmp_path)
+    assert [file.source for file in files] == [EXAMPLES / "arithmetic.jsonl"] * 2
+    assert job["data"]["path"] == job["evaluation"]["data"]["path"] == files[0].path
+    assert files[0].name == f"arithmetic-{files[0].sha256[:16]}.jsonl"
+    take_local_files(again, EXAMPLES, tmp_path)
+    assert JobConfig.model_validate(again) == JobConfig.model_validate(job)
+
+
+def test_data_file_that_is_nowhere_is_named_before_the_start(tmp_path: Path) -> None:
+    job = JobConfig.from_file(EXAMPLES / "from_jsonl.toml").model_dump(mode="json")
+    with pytest.raises(ValueError, match=r"data\.path: there is no file .*relative to the job file"):
+        take_local_files(job, tmp_path, tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "arithmetic.jsonl").touch()  # of the broker
+    assert take_local_files(job, tmp_path, tmp_path / "data") == []

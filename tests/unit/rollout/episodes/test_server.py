@@ -1,0 +1,368 @@
+"""The session server: who is admitted, what is refused and why, and what an OpenAI client gets."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+from pydantic import ValidationError
+
+from onbeat.environments import EpisodeOver, Outcome, Session, SessionError
+from services.rollout.episodes.bodies import ChatBody, GenerateBody
+from services.rollout.episodes.server import MAX_BODY_BYTES
+from tests.episode_rig import playing, post
+from tests.waiting import until
+
+USER = {"role": "user", "content": "2+2="}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def ask(*bodies, path="/chat/completions", **options):
+    """The answers to these calls of one episode, which makes a good call in the end."""
+    answers = []
+
+    async def run(task, policy):
+        for body in bodies:
+            answers.append(await post(policy, path, **body))
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    async with playing(run, **options) as rig:
+        group = await rig.group()
+    return answers, group
+
+
+async def test_wrong_keys_are_refused_and_others_are_not_mixed():
+    seen = []
+
+    async def run(task, policy):
+        for key in ("x", "Bearer", policy.key[:-1], policy.key + "x", "\xfc" * 40):
+            headers = {"Authorization": f"Bearer {key}".encode("latin-1")}
+            async with httpx.AsyncClient(headers=headers) as http:
+                refused = await http.post(f"{policy.url}/chat/completions", json={"messages": [USER]})
+            seen.append((refused.status_code, refused.json()["error"]["code"]))
+        answer = await policy.chat([USER])
+        return Outcome(0.0, {}, {answer["id"]: 1.0})  # an id of another episode would be refused
+
+    async with playing(run) as rig:
+        group = await rig.group(num_samples=3)
+    assert set(seen) == {(401, "invalid_api_key")}
+    assert [turn.reward for response in group.responses for turn in response.turns] == [1.0, 1.0, 1.0]
+
+
+async def test_session_takes_no_proxy(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def run(task, policy):
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        await rig.group()
+    assert len(rig.engine.seen) == 1
+
+
+async def test_calls_beyond_the_last_turn_are_refused():
+    outcomes = []
+
+    async def run(task, policy):
+        await asyncio.gather(*(policy.chat([USER]) for _ in range(3)))
+        try:
+            await policy.chat([USER])
+        except EpisodeOver as error:
+            outcomes.append(str(error))
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        group = await rig.group(max_turns=3)
+    assert outcomes == ["all 3 calls of this episode are used (environment.max_turns)"]
+    assert len(group.responses[0].turns) == 3
+
+
+async def test_thousand_calls_are_recorded_as_they_were_made():
+    async def run(task, policy):
+        messages = [USER]
+        for _ in range(1000):
+            answer = await policy.chat(messages[-4:])
+            messages += [answer, USER]
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        group = await rig.group(max_turns=1000)
+    assert rig.paths(group)[0] == [(prompt, sampled) for prompt, sampled, _ in rig.engine.seen]
+    assert len(rig.engine.seen) == 1000
+
+
+async def test_body_that_is_too_long_is_refused_with_a_sentence():
+    (answer,), _ = await ask({"messages": [{"role": "user", "content": "x" * 10_000_000}]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
+
+
+async def test_context_lowers_the_answer_and_then_ends_the_episode():
+    fits, full = {"role": "user", "content": "2+2=" + "x" * 54}, {"role": "user", "content": "x" * 80}
+    long = {"role": "user", "content": "x" * 100_000}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    answers, group = await ask(*({"messages": [m]} for m in (fits, full, long)), template=template, context=60)
+    assert answers[0].json()["usage"] == {"prompt_tokens": 58, "completion_tokens": 2, "total_tokens": 60}
+    assert answers[0].json()["choices"][0]["finish_reason"] == "length"
+    assert [answer.status_code for answer in answers[1:]] == [400, 400]
+    assert {answer.json()["error"]["code"] for answer in answers[1:]} == {"context_length_exceeded"}
+    assert group.responses[0].turns[0].finish_reason == "length"
+
+
+async def test_episode_is_over_for_the_client_when_the_context_is_full():
+    seen = []
+
+    async def run(task, policy):
+        await policy.chat([USER])
+        try:
+            await policy.chat([{"role": "user", "content": "x" * 500}])
+        except EpisodeOver as error:
+            seen.append(str(error))
+        return Outcome(0.0)
+
+    async with playing(run, context=100) as rig:
+        await rig.group()
+    assert "the context has 100 tokens" in seen[0]
+
+
+async def test_episode_is_over_when_a_tool_says_more_than_a_body_holds():
+    seen = []
+
+    async def run(task, policy):
+        await policy.chat([USER])
+        with pytest.raises(EpisodeOver) as refused:
+            await policy.chat([USER, {"role": "tool", "content": "x" * (MAX_BODY_BYTES + 1)}])
+        seen.append(str(refused.value))
+        return Outcome(0.5)
+
+    async with playing(run) as rig:
+        group = await rig.group()
+    assert f"the body has more than {MAX_BODY_BYTES} bytes" in seen[0]
+    assert group.responses[0].reward == 0.5
+
+
+async def test_tool_may_return_what_is_no_text():
+    async def run(task, policy):
+        await policy.chat([USER, {"role": "user", "content": "a file named \udcff.txt"}])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        group = await rig.group()
+    assert json.loads(group.responses[0].turns[0].messages_json)[-1]["content"] == "a file named ?.txt"
+
+
+@pytest.mark.parametrize("field", ["description", "arguments"])
+async def test_tools_and_calls_that_cannot_fit_are_not_tokenised(field):
+    described = {"name": "add", "description": "x" * 100_000}
+    called = {"function": {"name": "add", "arguments": json.dumps({"a": "x" * 100_000})}}
+    body = {
+        "description": {"messages": [USER], "tools": [{"type": "function", "function": described}]},
+        "arguments": {"messages": [USER, {"role": "assistant", "tool_calls": [called]}, USER]},
+    }[field]
+    (answer,), _ = await ask(body, context=100)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "characters, the context has 100 tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [1] * 9}),
+        (ChatBody, {"messages": [USER], "tools": [1] * 9}),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [1] * 9}]}),
+        (GenerateBody, {"token_ids": ["one"] * 9}),
+    ],
+)
+def test_of_many_wrong_items_only_the_first_is_an_error(kind, body):
+    """A body holds a million of them, and each error a kilobyte."""
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate(body)
+    assert wrong.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": ""}]}, "messages.0.role"),
+        ({"messages": [USER, {"role": "user", "content": 5}]}, "messages.1.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+        ({"messages": [USER], "tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"messages": [USER], "temperature": 0.7}, "temperature"),
+        ({"messages": [USER], "top_p": 0.9}, "top_p"),
+        ({"messages": [USER], "seed": 1}, "seed"),
+        ({"messages": [USER], "stop": ["\n"]}, "stop"),
+        ({"messages": [USER], "n": 2}, "n"),
+        ({"messages": [USER], "stream": "later"}, "stream"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [USER], "max_tokens": 257}, "max_tokens"),
+        ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": [USER], "thinking": True}, "thinking"),
+    ],
+)
+async def test_refusals_name_the_field(body, field):
+    (answer,), group = await ask(body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith(field)
+    assert len(group.responses[0].turns) == 1  # a refused call leaves none
+
+
+async def test_bodies_that_are_no_json_or_too_deep_are_refused():
+    answers = []
+
+    async def run(task, policy):
+        deep = b'{"messages": [{"role": "user", "content": "", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}"
+        half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        for content in (b"", b"{", b"[]", b"\xff", half, deep):
+            answers.append(await policy._http.post(f"{policy.url}/chat/completions", content=content))
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        await rig.group()
+    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(400, "invalid_request")}
+
+
+async def test_neutral_options_of_clients_are_taken():
+    body = {"messages": [USER], "model": "gpt-5", "temperature": 0.5, "top_p": 1.0, "n": 1, "stream": False}
+    (answer,), _ = await ask(body | {"user": "me", "stop": None, "tool_choice": "auto", "presence_penalty": 0})
+    assert answer.status_code == 200
+
+
+async def test_openai_client_plays_an_episode_with_tools():
+    seen = []
+
+    async def run(task, policy):
+        client = openai.AsyncOpenAI(base_url=policy.url, api_key=policy.key)
+        models = await client.models.list()
+        first = await client.chat.completions.create(
+            model=models.data[0].id, messages=task.messages, tools=[TOOL], logprobs=True
+        )
+        choice = first.choices[0]
+        (call,) = choice.message.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        history = [*task.messages, choice.message.model_dump(exclude_none=True), result]
+        second = await client.chat.completions.create(model="policy", messages=history, tools=[TOOL])
+        seen.extend([choice, second.choices[0]])
+        await client.close()
+        return Outcome(1.0)
+
+    text = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    async with playing(run, text, "It is 4.") as rig:
+        group = await rig.group()
+    first, second = seen
+    assert (first.finish_reason, first.message.tool_calls[0].function.arguments) == ("tool_calls", '{"a": 2}')
+    assert [entry.token for entry in first.logprobs.content] == [f"token_id:{token}" for token in rig.engine.seen[0][1]]
+    assert (second.finish_reason, second.message.content) == ("stop", "It is 4.")
+    assert group.responses[0].turns[1].parent == 0  # the history was extended
+    assert json.loads(group.responses[0].turns[1].messages_json)[0]["content"] == "4"
+    assert group.responses[0].turns[0].messages_json == "[]"  # nothing but the task's prompt
+
+
+async def test_openai_client_that_streams_gets_the_same_in_one_chunk():
+    chunks = []
+
+    async def run(task, policy):
+        client = openai.AsyncOpenAI(base_url=policy.url, api_key=policy.key)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.chat.completions.create(
+            model="policy", messages=[USER], tools=[TOOL], **options
+        ):
+            chunks.append(chunk)
+        await client.close()
+        return Outcome(1.0)
+
+    async with playing(run, 'So: <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>') as rig:
+        await rig.group()
+    answer, usage = chunks
+    (choice,) = answer.choices
+    (call,) = choice.delta.tool_calls
+    assert (choice.delta.role, choice.delta.content, choice.finish_reason) == ("assistant", "So:", "tool_calls")
+    assert (call.index, call.function.name, call.function.arguments) == (0, "add", '{"a": 2}')
+    assert (usage.choices, usage.usage.completion_tokens) == ([], len(rig.engine.seen[0][1]))
+
+
+async def test_tokens_in_and_out():
+    answers = []
+
+    async def run(task, policy):
+        url = policy.url.removesuffix("/v1") + "/inference/v1/generate"
+        for body in (
+            {"token_ids": [5, 6], "sampling_params": {"logprobs": 1, "max_tokens": 2, "temperature": 0.5}},
+            {"token_ids": [5, 600], "sampling_params": {}},
+            {"token_ids": [-1], "sampling_params": {}},
+            {"token_ids": [5], "sampling_params": {"top_k": 3}},
+            {"token_ids": []},
+        ):
+            answers.append(await policy._http.post(url, json=body))
+        return Outcome(0.0)
+
+    async with playing(run, "12345") as rig:
+        group = await rig.group()
+    assert [answer.status_code for answer in answers] == [200, 400, 400, 400, 400]
+    choice = answers[0].json()["choices"][0]
+    sampled = rig.engine.seen[0][1]
+    assert (choice["token_ids"], choice["finish_reason"]) == (sampled, "length")
+    assert [(each["token_id"], each["logprob"]) for each in choice["logprobs"]["content"]] == [
+        (token_id, -0.5) for token_id in sampled
+    ]
+    assert list(group.prompt_token_ids) == [5, 6]
+    assert rig.paths(group) == [[([5, 6], sampled)]]
+
+
+async def test_client_that_hangs_up_cancels_its_generation():
+    async def run(task, policy):
+        rig.engine.may_finish.clear()
+        calling = asyncio.create_task(policy.chat([USER]))
+        await until(lambda: rig.engine.num_running)
+        calling.cancel()
+        await until(lambda: not rig.engine.num_running)
+        rig.engine.may_finish.set()
+        await policy.chat([USER])
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        group = await rig.group(max_turns=1)  # what was cancelled does not count
+    assert rig.engine.num_cancelled == 1
+    assert len(group.responses[0].turns) == 1
+
+
+async def test_session_refuses_calls_after_the_outcome():
+    """While another episode of the group still plays, and when a call was still in flight."""
+    late: list[Session] = []
+    refusals, may_end = [], asyncio.Event()
+
+    async def run(task, policy):
+        await policy.chat([USER])
+        if late:
+            await may_end.wait()
+            return Outcome(0.0)
+        late.append(Session(policy.url, policy.key))
+        return Outcome(0.0)
+
+    async with playing(run) as rig:
+        producing = asyncio.create_task(rig.group(num_samples=2))
+        await until(lambda: late)
+        await asyncio.sleep(0.1)
+        with pytest.raises(SessionError) as refused:
+            await late[0].chat([USER])
+        refusals.append(str(refused.value))
+        may_end.set()
+        group = await producing
+        await late[0].close()
+    assert "its episode has ended" in refusals[0]
+    assert [len(response.turns) for response in group.responses] == [1, 1]
+
+
+async def test_refused_messages_have_the_reason_of_the_template():
+    template = "{{ raise_exception('no rules on sundays') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    (answer,), _ = await ask({"messages": [{"role": "system", "content": "x"}]}, template=template)
+    assert answer.json()["error"]["code"] == "invalid_messages"
+    assert "no rules on sundays" in answer.json()["error"]["message"]

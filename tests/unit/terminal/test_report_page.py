@@ -1,0 +1,60 @@
+"""The report of a job as one HTML file, which is sent to others and opened in a browser."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli import main
+from onbeat.local.stack import StackOptions, service_specs
+from onbeat.terminal.report_page import curve_of, page_of
+from onbeat.types import Sample
+from tests.unit.fake_broker import FakeJobs, serve
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
+HOSTILE = "</table><script>alert('x')</script>"
+
+
+def test_page_has_no_script_and_loads_nothing() -> None:
+    values = {"policy_version": 0, "num_tokens": 3, "finish_reason": "stop"}
+    sample = Sample(iteration=0, group_id="0-0", prompt=HOSTILE, response=HOSTILE, reward=1.0, **values)
+    page = page_of(HOSTILE, [("reason", HOSTILE)], {HOSTILE: [(0, 1.0)]}, [sample], {"name": HOSTILE})
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") == 8  # title, heading, reason, curve twice, prompt, response, configuration
+    assert re.search(r"(src|href)=", page) is None
+
+
+def test_curve_goes_from_its_lowest_to_its_highest_value() -> None:
+    curve = curve_of("train/loss", [(3, 2.0), (4, float("nan")), (5, 1.0)])
+    assert 'points="6.0,6.0 314.0,114.0"' in curve
+    assert "2 to 1; from 1 to 2" in curve
+    assert curve_of("x", [(0, float("inf"))]).count("polyline") == 1
+
+
+def test_report_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jobs = FakeJobs()
+    with serve(jobs) as url:
+        for words in (["jobs", "create", str(QUICKSTART)], ["report", "job-1", "-o", str(tmp_path / "r.html")]):
+            monkeypatch.setattr(sys, "argv", ["onbeat", *words, "--url", url])
+            with pytest.raises(SystemExit) as caught:
+                main()
+            assert not caught.value.code
+            jobs.jobs["job-1"]["created_at"] = 0.0  # long ago: all of its iterations are done
+    page = (tmp_path / "r.html").read_text()
+    assert page.index("iteration/reward_mean") < page.index("train/loss")
+    assert "smollm2" in page
+
+
+def test_view_starts_only_a_broker_that_changes_nothing(tmp_path: Path) -> None:
+    (broker,) = service_specs(StackOptions(tmp_path, is_view=True), "redis://127.0.0.1:1", 8800)
+    assert (broker.name, broker.env["ONBEAT_IS_READ_ONLY"]) == ("broker", "true")
+
+
+def test_view_of_a_folder_without_a_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["onbeat", "view", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert (caught.value.code, "is no data folder of a run" in capsys.readouterr().err) == (2, True)

@@ -1,0 +1,260 @@
+"""`onbeat jobs watch` and `onbeat top` in real terminals and pipes, against a broker that only pretends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onbeat.client import AsyncClient, Client
+from onbeat.terminal.top import take_overview
+from tests.conftest import free_port
+from tests.unit.fake_broker import FakeJobs, serve
+from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
+
+CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 60}}
+ENDLESS = CONFIG | {"schedule": {"mode": "sync", "num_iterations": 1_000_000}}
+PROBLEM = {"sentence": "no trainer of pool default is there; start one", "is_problem": True, "waits_for": "a trainer"}
+
+
+@pytest.fixture
+def fake() -> FakeJobs:
+    return FakeJobs()
+
+
+@pytest.fixture
+def url(fake: FakeJobs, tmp_path: Path) -> Iterator[str]:
+    with serve(fake) as url:
+        yield url
+
+
+def create(url: str, config: dict[str, object]) -> str:
+    with Client(url) as client:
+        return client.jobs.create(config).id
+
+
+def in_pipe(*arguments: str, **env: str) -> str:
+    command = [sys.executable, "-m", "onbeat.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_piped_watch_has_no_control_codes_with_forced_colours(url: str, fake: FakeJobs) -> None:
+    fake.findings = [PROBLEM]
+    out = in_pipe("jobs", "watch", create(url, CONFIG), ONBEAT_URL=url, FORCE_COLOR="1")
+    lines = [line for line in out.splitlines() if line.startswith("iteration ")]
+    assert [line.split()[1] for line in lines] == [f"{k}/60" for k in range(1, 61)]
+    assert "\x1b" not in out.partition("state")[0]  # the summary may be coloured: that was asked for
+    assert "\x1b" not in in_pipe("jobs", "watch", "job-1", ONBEAT_URL=url)
+    assert out.count("doctor: no trainer of pool default is there") == 1
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "dumb", "NO_COLOR": "1"}])
+def test_dumb_terminal_gets_plain_lines(url: str, env: dict[str, str]) -> None:
+    with Terminal("jobs", "watch", create(url, CONFIG), ONBEAT_URL=url, **env) as terminal:
+        assert terminal.wait_for_end() == 0
+    assert b"\x1b" not in terminal.raw
+    assert b"iteration 60/60" in terminal.raw
+
+
+def test_no_color_keeps_the_view_and_drops_the_colours(url: str) -> None:
+    with Terminal("jobs", "watch", create(url, ENDLESS), ONBEAT_URL=url, NO_COLOR="1") as terminal:
+        terminal.wait_for("RUNNING")
+        terminal.wait_for("reward")
+        terminal.wait_until(lambda: b"\x1b[2K" in terminal.raw, "it does not draw over itself")
+    assert not [code for code in (b"[31m", b"[32m", b"[33m", b";31m", b";32m", b";33m") if code in terminal.raw]
+
+
+def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: FakeJobs) -> None:
+    fake.findings = [PROBLEM | {"sentence": "rollout-7 is silent, and " + "so on and on " * 40}]
+    fake.workers = [{"id": f"rollout-{i}-of-a-long-name", "state": "generating"} for i in range(40)]
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=60, rows=20, ONBEAT_URL=url) as terminal:
+        for text in ("tiny  RUNNING", "problem      rollout-7 is silent", "reward ", "40: 40 generating", " s elapsed"):
+            terminal.wait_for(text)
+        assert len(terminal.screen.lines) <= 20 + 1  # the notice about the job's state went by
+        labels = [line.split()[0] for line in terminal.screen.lines if line.strip()]
+        assert labels.count("reward") == labels.count("trainer") == 1  # nothing is left of earlier drawings
+
+
+def test_resized_terminal_is_drawn_anew(url: str) -> None:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=100, rows=30, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("generated")
+        terminal.resize(40, 12)
+        before = len(terminal.raw)
+        terminal.wait_until(lambda: b"\x1b[2J" in terminal.raw[before:], "the screen is not cleared")
+        terminal.screen.widest = 0
+        terminal.wait_until(lambda: terminal.screen.widest > 0, "nothing is drawn")
+        terminal.wait_for("generated")
+        assert terminal.screen.widest <= 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_watch_says_how_to_return_and_resets_screen(
+    url: str, fake: FakeJobs, number: signal.Signals
+) -> None:
+    job_id = create(url, ENDLESS)
+    with Terminal("jobs", "watch", job_id, columns=200, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("reward")
+        assert not terminal.screen.has_cursor
+        if number == signal.SIGINT:
+            terminal.press(b"\x03")
+        else:
+            terminal.process.send_signal(number)
+        assert terminal.wait_for_end() == 130
+        assert terminal.screen.has_cursor
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+    assert f"onbeat jobs watch {job_id}   comes back" in terminal.screen.text
+    assert f"onbeat jobs cancel {job_id}  ends it" in terminal.screen.text
+    assert "Traceback" not in terminal.screen.text
+    assert fake.jobs[job_id]["ended"] is None
+
+
+def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
+    port = free_port()
+    with serve(fake, port) as url:
+        job_id = create(url, ENDLESS)
+        terminal = Terminal("jobs", "watch", job_id, columns=120, ONBEAT_URL=url)
+        terminal.wait_for("reward")
+    with terminal:
+        terminal.wait_for("broker       does not answer, trying again")
+        with serve(fake, port):
+            terminal.wait_for("the broker answers again")
+            fake.jobs[job_id]["ended"] = "CANCELLED"
+            assert terminal.wait_for_end() == 1
+    assert "state       CANCELLED" in "\n".join(terminal.screen.lines)
+
+
+def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("reward")
+        fake.failures = [401]
+        assert terminal.wait_for_end() == 1
+    assert "not now (401)" in terminal.screen.text
+
+
+def test_deleted_job_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("reward")
+        fake.jobs.clear()
+        assert terminal.wait_for_end() == 1
+    assert "there is no job" in terminal.screen.text
+
+
+# ---- top ---------------------------------------------------------------------------------------------------------
+
+
+def test_top_once_and_in_a_pipe_is_one_plain_table(url: str, fake: FakeJobs) -> None:
+    create(url, ENDLESS)
+    silent = {"id": "rollout-2", "state": "generating", "last_seen_at": time.time() - 100, "job_id": "job-1"}
+    fake.workers = [{"id": "rollout-10", "state": "idle"}, {"id": "rollout-9", "state": "idle"}, silent]
+    out = in_pipe("top", ONBEAT_URL=url)
+    assert "\x1b" not in out
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1][:5] == ["job-1", "tiny", "default", "RUNNING", lines[1][4]]
+    assert [line[0] for line in lines[4:7]] == ["rollout-2", "rollout-9", "rollout-10"]
+    assert lines[4][2:4] == ["silent", "job-1"]
+    with Terminal("top", "--once", ONBEAT_URL=url) as terminal:
+        assert terminal.wait_for_end() == 0
+    assert b"\x1b" not in terminal.raw
+    assert b"rollout-10" in terminal.raw
+
+
+def test_top_as_json_has_jobs_and_pools_with_their_workers(url: str) -> None:
+    create(url, ENDLESS)
+    found = json.loads(in_pipe("top", "--json", ONBEAT_URL=url))
+    assert [job["id"] for job in found["jobs"]] == ["job-1"]
+    (pool,) = found["pools"]
+    assert (pool["pool"], pool["num_trainers"]) == ("default", 1)
+    assert [worker["id"] for worker in pool["workers"]] == ["rollout-0"]
+
+
+def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJobs) -> None:
+    create(url, ENDLESS)
+    fake.workers = [{"id": f"rollout-{i}", "state": "generating", "job_id": "job-1"} for i in range(3000)]
+    with Terminal("top", columns=60, rows=20, ONBEAT_URL=url) as terminal:
+        terminal.wait_for("more rollouts")
+        assert terminal.screen.is_alternate
+        rows = [line for line in terminal.screen.text.splitlines() if line.startswith("rollout-")]
+        assert f"and {3000 - len(rows):,} more rollouts" in terminal.screen.text
+        assert [row.split()[0] for row in rows] == [f"rollout-{i}" for i in range(len(rows))]
+        assert len(terminal.screen.lines) <= 20
+        fake.workers = []
+        terminal.wait_for("no rollouts")  # it is refreshed
+        terminal.press(b"q")
+        assert terminal.wait_for_end() == 0
+        assert terminal.screen.has_cursor
+        assert not terminal.screen.is_alternate
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_top_leaves_the_terminal_in_order(url: str, number: signal.Signals) -> None:
+    with Terminal("top", ONBEAT_URL=url) as terminal:
+        terminal.wait_for("ROLLOUT")
+        if number == signal.SIGINT:
+            terminal.press(b"\x03")
+        else:
+            terminal.process.send_signal(number)
+        assert terminal.wait_for_end() == 0
+        assert terminal.screen.has_cursor
+        assert not terminal.screen.is_alternate
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+    assert "Traceback" not in terminal.screen.text
+
+
+def test_top_goes_on_when_the_broker_comes_back(fake: FakeJobs) -> None:
+    port = free_port()
+    with serve(fake, port) as url:
+        terminal = Terminal("top", columns=120, ONBEAT_URL=url)
+        terminal.wait_for("rollout-0")
+    with terminal:
+        terminal.wait_for("the broker does not answer since")
+        fake.workers = [{"id": "rollout-new", "state": "idle"}]
+        with serve(fake, port):
+            terminal.wait_for("rollout-new")
+            assert "does not answer" not in terminal.screen.text
+
+
+def test_top_says_that_the_broker_hangs_and_takes_keys_meanwhile(fake: FakeJobs) -> None:
+    port = free_port()
+    with serve(fake, port) as url:
+        terminal = Terminal("top", columns=120, ONBEAT_URL=url)
+        terminal.wait_for("rollout-0")
+    with terminal, socket.create_server(("127.0.0.1", port)):  # takes questions, and answers none
+        terminal.wait_for("the broker does not answer since")
+        pressed_at = time.monotonic()
+        terminal.press(b"q")
+        assert terminal.wait_for_end() == 0
+        assert time.monotonic() - pressed_at < 10  # a question is given up after 15 s, and asked again
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+
+
+async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(url) as client:
+        jobs = [await client.jobs.create(ENDLESS) for _ in range(4)]
+        for job in jobs[1:]:
+            await client.jobs.cancel(job.id)
+        for num_newest, num_questions in ((5, 1), (4, 5), (2, 5)):
+            monkeypatch.setattr("onbeat.terminal.top.NUM_NEWEST", num_newest)
+            fake.requests.clear()
+            assert [job.id for job in (await take_overview(client)).jobs] == [jobs[0].id]
+            assert fake.requests.count(("GET", "/v1/jobs")) == num_questions
+
+
+def test_ctrl_c_ends_a_chat_that_waits_for_a_line(url: str) -> None:
+    with Terminal("chat", "job-1", ONBEAT_URL=url) as terminal:
+        terminal.wait_for("> ")
+        time.sleep(0.5)  # Python loses a signal between the prompt and the reading
+        terminal.press(b"\x03")
+        assert terminal.wait_for_end() == 130
+    assert "Traceback" not in terminal.screen.text

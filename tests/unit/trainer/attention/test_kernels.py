@@ -1,0 +1,273 @@
+"""Every kernel computes what the dense mask of the layout says, for random layouts and grouped heads."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.trainer.attention import PLANNERS, build_layout, dense_mask, packed_attention, plan_attention
+from services.trainer.attention.flex import leave_places, plan_flex
+from services.trainer.attention.npu import plan_npu
+from services.trainer.attention.sdpa import plan_sdpa
+from services.trainer.attention.short import MAX_KEYS, MAX_ROWS, ShortPlan, alike
+from services.trainer.attention.tree import plan_tree
+from services.trainer.episode import lay_out
+from tests.trainer_episodes import make_episodes, random_turns
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+FORESTS = st.lists(  # groups whose responses may fork
+    st.tuples(st.integers(1, 9), st.lists(st.one_of(random_turns(), st.integers(1, 7)), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+PREFIXES = st.integers(0, 6)
+HEADS = st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)])  # query heads, key/value heads
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+LONG = [(150, [3, 40, 1]), (5, [200, 7])]  # crosses blocks of FlexAttention
+BEHIND_LONG_PREFIX = [(152, [3, 40, 1]), (131, [200, 7])]
+LONG_TURNS = [(None, 0, 100, 60), (0, 130, 40, 70), (0, 160, 300, 20), (2, 400, 5, 40)]
+LONG_FOREST = [(150, [3, LONG_TURNS, 40]), (5, [LONG_TURNS, LONG_TURNS, 7]), (40, [9])]
+CPU_KERNELS = pytest.mark.parametrize("plan", [plan_sdpa, ShortPlan])
+
+
+def behind_prefix(groups, length):
+    """The same groups behind a prefix of that length."""
+    return build_layout([(length + prompt, responses) for prompt, responses in groups], prefix_length=length)
+
+
+def trees(groups):
+    """The same groups, with a tree where turns are given."""
+
+    def laid_out(shape):
+        return shape if isinstance(shape, int) else lay_out(make_episodes(shapes=[shape]).responses[0], 5)[1]
+
+    return [(prompt, [laid_out(shape) for shape in shapes]) for prompt, shapes in groups]
+
+
+def random_inputs(layout, heads, dtype=torch.float64, size=8):
+    generator = torch.Generator().manual_seed(layout.num_places)
+    shapes = [(1, num_heads, layout.num_places, size) for num_heads in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+
+
+def by_dense_mask(layout, query, key, value, scale=0.3):
+    mask = dense_mask(layout)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return attended.transpose(1, 2)
+
+
+def outputs_and_gradients(output, inputs):
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)
+    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+def assert_equals_dense_mask(plan, layout, heads):
+    inputs = random_inputs(layout, heads)
+    found = outputs_and_gradients(plan.attend(*inputs, 0.3), inputs)
+    for left, right in zip(found, outputs_and_gradients(by_dense_mask(layout, *inputs), inputs), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-11)
+
+
+@CPU_KERNELS
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, PREFIXES, HEADS)
+def test_cpu_kernels_and_their_gradients_equal_the_dense_mask(plan, groups, prefix_length, heads):
+    layout = behind_prefix(groups, prefix_length)
+    assert_equals_dense_mask(plan(layout), layout, heads)
+
+
+@CPU_KERNELS
+def test_cpu_kernels_equal_the_dense_mask_on_long_rows(plan):
+    layout = build_layout([(300, [310, 2, 1, 270, 5, 1, 9]), *LONG])
+    assert_equals_dense_mask(plan(layout), layout, (6, 2))
+    layout = build_layout(BEHIND_LONG_PREFIX, prefix_length=130)
+    assert_equals_dense_mask(plan(layout), layout, (6, 2))
+
+
+@CPU_KERNELS
+@pytest.mark.parametrize(
+    ("groups", "prefix_length", "bound"),
+    [(LONG, 0, 1.25), ([(300, [310, 2, 1])], 0, 1.25), (BEHIND_LONG_PREFIX, 130, 1.4), ([(24, [6, 9])] * 32, 20, 1.4)],
+    ids=["short keys", "long keys", "prefix", "prefix of many"],
+)
+def test_bfloat16_cpu_kernels_are_as_near_as_the_dense_mask(groups, prefix_length, bound, plan):
+    layout = build_layout(groups, prefix_length=prefix_length)
+    assert_as_near_as_the_dense_mask(plan(layout), layout, bound)
+
+
+def assert_as_near_as_the_dense_mask(plan, layout, bound):
+    inputs = random_inputs(layout, (6, 2), torch.bfloat16, size=32)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    exact = outputs_and_gradients(by_dense_mask(layout, *exact_inputs), exact_inputs)
+    dense = outputs_and_gradients(by_dense_mask(layout, *inputs), inputs)
+    found = outputs_and_gradients(plan.attend(*inputs, 0.3), inputs)
+    for ours, reference, truth in zip(found, dense, exact, strict=True):
+        assert (ours - truth).abs().mean() <= bound * (reference - truth).abs().mean()
+
+
+@settings(max_examples=60, deadline=None)
+@given(FORESTS, PREFIXES, HEADS)
+def test_the_kernel_for_trees_equals_the_dense_mask(groups, prefix_length, heads):
+    layout = behind_prefix(trees(groups), prefix_length)
+    assert_equals_dense_mask(plan_tree(layout), layout, heads)
+
+
+@pytest.mark.parametrize("prefix_length", [0, 130])
+def test_the_kernel_for_trees_equals_it_on_long_rows(prefix_length):
+    layout = behind_prefix(trees(LONG_FOREST), prefix_length)
+    assert_equals_dense_mask(plan_tree(layout), layout, (6, 2))
+
+
+@pytest.mark.parametrize("prefix_length", [0, 130])
+def test_trees_in_bfloat16_are_as_near_as_the_dense_mask(prefix_length):
+    layout = behind_prefix(trees(LONG_FOREST), prefix_length)
+    assert_as_near_as_the_dense_mask(plan_tree(layout), layout, 1.25)
+
+
+@settings(max_examples=40, deadline=None)
+@given(FORESTS, HEADS)
+def test_cpu_kernels_serve_episodes_that_do_not_fork(groups, heads):
+    layout = build_layout(trees(groups))
+    if layout.has_forks:
+        assert type(plan_attention(layout)).__name__ == "TreePlan"
+    else:
+        for plan in (plan_sdpa, ShortPlan):
+            assert_equals_dense_mask(plan(layout), layout, heads)
+
+
+@pytest.mark.parametrize(
+    ("groups", "prefix_length", "sizes"),
+    [
+        ([(9, [5, 5]), (9, [5, 4]), (8, [5, 5])], 0, [3]),
+        ([(8, [1]), (8, [1])], 4, [1, 2]),
+        ([(9, [5, 5]), (9, [50, 50]), (9, [50, 50])], 0, [1, 2]),
+        ([(9, [5, 5]), (9, [5, 5, 5, 5, 5])], 0, [1, 1]),
+        ([(1, [MAX_ROWS // 2])] * 5, 0, [2, 2, 1]),
+    ],
+    ids=["alike", "behind a prefix", "other lengths", "other numbers", "too many rows"],
+)
+def test_groups_go_together_where_padding_and_memory_allow(groups, prefix_length, sizes):
+    assert [len(together) for together in alike(build_layout(groups, prefix_length=prefix_length))] == sizes
+
+
+@settings(max_examples=15, deadline=None)
+@given(GROUPS, PREFIXES, HEADS)
+def test_flex_equals_the_dense_mask(groups, prefix_length, heads):
+    assert_flex_equals_dense_mask(behind_prefix(groups, prefix_length), heads)
+
+
+@settings(max_examples=15, deadline=None)
+@given(FORESTS, PREFIXES, HEADS)
+def test_flex_equals_the_dense_mask_of_trees(groups, prefix_length, heads):
+    assert_flex_equals_dense_mask(behind_prefix(trees(groups), prefix_length), heads)
+
+
+def test_flex_equals_the_dense_mask_over_several_blocks():
+    assert_flex_equals_dense_mask(build_layout(trees(LONG_FOREST)), (6, 2))
+    assert_flex_equals_dense_mask(behind_prefix(trees(LONG_FOREST), 130), (6, 2))
+    assert_flex_equals_dense_mask(build_layout(LONG), (6, 2))
+    assert_flex_equals_dense_mask(build_layout(BEHIND_LONG_PREFIX, prefix_length=130), (6, 2))
+
+
+@torch.no_grad()
+def assert_flex_equals_dense_mask(layout, heads):
+    inputs = random_inputs(layout, heads, size=16)
+    found = plan_flex(layout).attend(*inputs, 0.3)
+    torch.testing.assert_close(found, by_dense_mask(layout, *inputs), rtol=0, atol=1e-11)
+
+
+def test_flex_knows_where_the_places_end_that_see_a_key():
+    layout = build_layout([(2, [3, 1, 2]), (1, [2])])
+    assert leave_places(layout, num_padding=2).tolist() == [5, 5, 4, 4, 5, 7, 7, 9, 9]
+    layout = build_layout([(3, [2]), (4, [2])], prefix_length=2)
+    assert leave_places(layout, num_padding=1).tolist() == [8, 8, 4, 4, 7, 7, 7, 8]
+
+
+def test_flex_skips_blocks_in_which_nothing_is_visible():
+    plan = plan_flex(build_layout([(128, [129, 129]), (128, [129])]))
+    seen = plan.block_mask.to_dense()[0, 0].tolist()
+    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+
+
+def npu_fusion_attention(query, key, value, head_num, input_layout, *, atten_mask, scale, sparse_mode, **lengths):
+    """What the documentation says of layout TND and sparse_mode 3, in plain torch."""
+    assert (input_layout, head_num, sparse_mode) == ("TND", query.shape[1], 3)
+    assert torch.equal(atten_mask, torch.ones(2048, 2048).triu(1).bool())
+    outputs, query_start, key_start = [], 0, 0
+    for query_end, key_end in zip(lengths["actual_seq_qlen"], lengths["actual_seq_kvlen"], strict=True):
+        q, k, v = query[query_start:query_end], key[key_start:key_end], value[key_start:key_end]
+        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))  # from the lower right corner
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        outputs.append(attended.transpose(0, 1))
+        query_start, key_start = query_end, key_end
+    assert (query_start, key_start) == (len(query), len(key)), "the lengths cover everything"
+    return torch.cat(outputs), None, None, None, 0, 0, 0
+
+
+@pytest.fixture
+def documented_npu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu_fusion_attention=npu_fusion_attention))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(GROUPS, PREFIXES, HEADS)
+def test_npu_plan_equals_the_dense_mask_as_documented(documented_npu, groups, prefix_length, heads):
+    layout = behind_prefix(groups, prefix_length)
+    assert_equals_dense_mask(plan_npu(layout), layout, heads)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(FORESTS, PREFIXES, HEADS)
+def test_npu_plan_equals_the_dense_mask_of_trees(documented_npu, groups, prefix_length, heads):
+    layout = behind_prefix(trees(groups), prefix_length)
+    assert_equals_dense_mask(plan_npu(layout), layout, heads)
+
+
+def test_npu_gathers_the_prompt_for_each_response(documented_npu):
+    plan = plan_npu(build_layout([(2, [3, 1, 2])]))
+    assert plan.key_index_S.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
+    assert (plan.query_ends, plan.key_ends) == ([2, 4, 5], [2, 6, 9])
+    plan = plan_npu(build_layout([(2, [2]), (3, [1])], prefix_length=1))
+    assert plan.key_index_S.tolist() == [0, 0, 1, 0, 1, 2, 0, 3, 4]
+    assert (plan.query_ends, plan.key_ends) == ([1, 2, 3, 5], [1, 3, 6, 9])
+
+
+def test_npu_refuses_more_sequences_than_the_kernel_takes(documented_npu):
+    with pytest.raises(ValueError, match=r"1025 prompts and responses .* lower training.max_tokens_per_micro_batch"):
+        plan_npu(build_layout([(1, [2] * 1024)]))
+
+
+def test_npu_without_torch_npu_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ValueError, match=r"install the torch_npu that matches .* or set ONBEAT_DEVICE=cpu"):
+        plan_npu(build_layout([(2, [3])]))
+
+
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", "ShortPlan"), ("cuda", "FlexPlan"), ("npu", "NpuPlan")])
+def test_the_device_chooses_the_kernel(documented_npu, device, kernel):
+    assert type(PLANNERS[device](build_layout([(2, [3])]))).__name__ == kernel
+
+
+@pytest.mark.parametrize("prefix_length", [0, 1])
+@pytest.mark.parametrize(("num_keys", "kernel"), [(MAX_KEYS, "ShortPlan"), (MAX_KEYS + 1, "SdpaPlan")])
+def test_the_longest_sequence_chooses_the_kernel_on_the_cpu(num_keys, kernel, prefix_length):
+    layout = build_layout([(2, [3]), (num_keys - 10, [2, 11])], prefix_length=prefix_length)
+    assert type(PLANNERS["cpu"](layout)).__name__ == kernel
+
+
+def test_a_device_without_a_kernel_is_named():
+    with pytest.raises(ValueError, match="no packed attention on 'meta'; use one of cpu, cuda, npu"):
+        plan_attention(build_layout([(2, [3])], "meta"))
+
+
+def test_soft_capped_logits_are_refused():
+    layout = build_layout([(2, [3])])
+    with pytest.raises(ValueError, match="soft-capped"):
+        packed_attention(None, *random_inputs(layout, (2, 2)), None, softcap=50.0, layout_plan=plan_attention(layout))

@@ -1,0 +1,174 @@
+"""Packed rows give the same log-probabilities and gradients as one response at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from services.trainer.attention.layout import build_layout, dense_mask
+from services.trainer.batch import MIN_PREFIX, common_prefix, num_places, pack
+from services.trainer.model.logprobs import TargetLogprobs
+from services.trainer.model.model import response_logprobs
+from tests.trainer_fixtures import make_group, tiny_config, tiny_model
+
+LAYOUTS = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=3
+)
+
+
+def one_by_one_logprobs(model, groups, temperature):
+    """The reference: each response alone after its prompt, plain causal attention, no packing."""
+    model.set_attn_implementation("sdpa")  # a call without layout: as any transformers model
+    logprobs = []
+    for group in groups:
+        for response in group.responses:
+            prompt, answer = list(group.prompt_token_ids), list(response.token_ids)
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] / temperature
+            logprobs.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+    return torch.cat(logprobs)
+
+
+@pytest.fixture
+def everything_in_float64(monkeypatch):
+    """Models compute norms and softmaxes in float32 whatever their dtype; here even those stay in float64."""
+    convert = torch.Tensor.to
+
+    def to(self, *args, **kwargs):
+        is_narrowing = self.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return self if is_narrowing else convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def gradients(model, logprobs):
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
+    (logprobs * weights).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+ARCHITECTURES = {
+    "llama-gqa-tied": lambda: tiny_config(LlamaConfig),
+    "llama-mha-untied": lambda: tiny_config(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=False),
+    "qwen2": lambda: tiny_config(Qwen2Config),
+    "qwen3": lambda: tiny_config(Qwen3Config, head_dim=8),
+    "gemma2-softcapped": lambda: tiny_config(
+        Gemma2Config, head_dim=8, sliding_window=256, layer_types=["full_attention"] * 2, attn_logit_softcapping=None
+    ),
+    "mistral": lambda: tiny_config(MistralConfig, sliding_window=None),
+}
+
+
+@pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX + 1])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_logprobs_and_gradients_equal_one_by_one(name, prefix_length, everything_in_float64):
+    groups = [make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 1)), make_group("0-2", 7, (6, 2, 5, 1))]
+    groups = behind([3] * prefix_length, *groups)
+    packed_model = tiny_model(ARCHITECTURES[name]())
+    batch = pack(groups, torch.device("cpu"))
+    assert batch.layout.prefix_length == prefix_length
+    packed, _ = response_logprobs(packed_model, batch, temperature=0.7)
+    reference_model = tiny_model(ARCHITECTURES[name]())
+    reference = one_by_one_logprobs(reference_model, groups, temperature=0.7)
+    torch.testing.assert_close(packed, reference, rtol=0, atol=1e-9)
+    expected = gradients(reference_model, reference)
+    for parameter, gradient in gradients(packed_model, packed).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-8, msg=parameter)
+
+
+def test_packed_logprobs_in_bfloat16_stay_within_its_noise():
+    groups = [make_group("0-0", 6, (4, 2, 5)), make_group("0-1", 3, (2, 6))]
+    batch = pack(groups, torch.device("cpu"))
+    packed, _ = response_logprobs(tiny_model(tiny_config(), torch.bfloat16), batch, 1.0)
+    exact = one_by_one_logprobs(tiny_model(tiny_config()), groups, 1.0).float()
+    one_by_one = one_by_one_logprobs(tiny_model(tiny_config(), torch.bfloat16), groups, 1.0).float()
+    noise = (one_by_one - exact).abs().mean()
+    assert (packed - exact).abs().mean() < 2 * noise + 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS)
+def test_layout_promises(groups):
+    layout = build_layout(groups)
+    num_targets = sum(sum(lengths) for _, lengths in groups)
+    assert len(layout.logit_index) == num_targets
+    assert layout.num_places == sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)
+    visible = dense_mask(layout).sum(1)
+    assert torch.equal(visible, layout.position_ids + 1), "a place sees as many keys as its position says"
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.integers(1, 5))
+def test_a_prefix_leaves_out_places_and_nothing_else(groups, prefix_length):
+    groups = [(prefix_length + prompt, lengths) for prompt, lengths in groups]
+    plain, layout = build_layout(groups), build_layout(groups, prefix_length=prefix_length)
+    assert layout.num_places == plain.num_places - (len(groups) - 1) * prefix_length
+    assert torch.equal(dense_mask(layout).sum(1), layout.position_ids + 1)
+    predicted_from = (values.position_ids[values.logit_index] for values in (layout, plain))
+    assert torch.equal(*predicted_from), "each target is predicted at the position that it was"
+
+
+def behind(prefix, *groups):
+    """The groups with that before their prompts."""
+    for group in groups:
+        group.prompt_token_ids[:] = [*prefix, *group.prompt_token_ids]
+    return list(groups)
+
+
+def test_what_prompts_begin_with_is_packed_once():
+    prefix = range(MIN_PREFIX)
+    groups = behind(prefix, make_group("0-0", 3, (2, 1)), make_group("0-1", 5, (3,), seed=1))
+    tokens = pack(groups, torch.device("cpu")).token_ids.tolist()
+    assert tokens[:MIN_PREFIX] == list(prefix)
+    assert len(tokens) == MIN_PREFIX + 3 + 1 + 5 + 2
+    alone = pack(groups[:1], torch.device("cpu"))
+    assert alone.layout.prefix_length == 0, "one prompt has nobody to share with"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length"),
+    [
+        ([[*range(30), 1], [*range(30), 2], [*range(20), 9, 9]], 20),
+        ([[*range(30)], [*range(30)]], 29),
+        ([[*range(20)], [*range(30)]], 19),
+        ([[*range(MIN_PREFIX), 1], [*range(MIN_PREFIX), 2]], MIN_PREFIX),
+        ([[*range(MIN_PREFIX - 1), 91], [*range(MIN_PREFIX - 1), 92]], 0),
+        ([[*range(30)]], 0),
+        ([[5, *range(30)], [6, *range(30)]], 0),
+    ],
+    ids=["the shortest", "equal", "one begins the other", "just long enough", "too short", "alone", "nothing"],
+)
+def test_prefix_is_what_all_prompts_share_but_their_last_token(prompts, length):
+    assert common_prefix(prompts) == prompts[0][:length]
+
+
+def test_a_place_is_counted_as_it_is_packed():
+    group = make_group("0-0", 5, (3, 1, 4))
+    assert num_places(group) == len(pack([group], torch.device("cpu")).token_ids) == 10
+
+
+@pytest.mark.parametrize("bad", [(0, [1]), (3, []), (3, [2, 0])])
+def test_an_empty_part_is_refused(bad):
+    with pytest.raises(ValueError, match="needs a prompt longer than the prefix and non-empty responses"):
+        build_layout([bad])
+    with pytest.raises(ValueError, match="got 3 tokens, 3 of them prefix"):
+        build_layout([(4, [1]), (3, [1])], prefix_length=3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 65, 1100])
+def test_chunked_logprobs_equal_log_softmax(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden = torch.randn(num_rows, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(50, (num_rows,), generator=generator)
+    upstream = torch.randn(num_rows, dtype=torch.float64, generator=generator)
+    found, entropy = TargetLogprobs.apply(hidden, weight, targets, 0.7)
+    found_grads = torch.autograd.grad(found, (hidden, weight), upstream)
+    everything = (hidden @ weight.T / 0.7).log_softmax(-1)
+    expected = everything.gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(entropy, -(everything.exp() * everything).sum(-1), rtol=0, atol=1e-11)
+    for left, right in zip(found_grads, torch.autograd.grad(expected, (hidden, weight), upstream), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-10)

@@ -1,0 +1,189 @@
+"""Adapters train, ordinary weights are published, and both are the same policy bit for bit."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from onbeat.config import LoraConfig, OptimizerConfig
+from services.trainer.batch import pack
+from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors, without_adapters
+from services.trainer.model.model import frozen_base, load_frozen, response_logprobs
+from services.trainer.model.optimizer import MasterAdamW
+from tests.trainer_fixtures import make_group, tiny_config, tiny_model
+
+CONFIG = LoraConfig(rank=4, alpha=8.0)
+ATTENTION_ONLY = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture
+def batch():
+    return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
+
+
+def test_a_model_without_adapters_needs_no_peft(monkeypatch):
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora", None)  # as where it is not installed
+    model = tiny_model(tiny_config(), torch.float32)
+    assert frozen_base(model) is not model
+    assert dict(published_tensors(model)).keys() == dict(model.named_parameters()).keys()
+
+
+def adapted(dtype, config=CONFIG, config_class=LlamaConfig, scale=0.2):
+    """A tiny model whose adapters have been moved away from zero."""
+    model = tiny_model(tiny_config(config_class), dtype)
+    add_adapters(model, config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            weight = layer.lora_B["default"].weight
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return model
+
+
+def adapter_gradients(model, logprobs):
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_new_adapters_change_nothing_and_are_all_that_trains(batch):
+    base, model = (tiny_model(tiny_config(), torch.bfloat16) for _ in range(2))
+    add_adapters(model, CONFIG, seed=0)
+    assert torch.equal(response_logprobs(model, batch, 1.0)[0], response_logprobs(base, batch, 1.0)[0])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 * 2  # A and B of q k v o gate up down, in two layers
+    assert all(".lora_" in name and p.dtype == torch.bfloat16 for name, p in trained.items())
+
+
+def test_adapters_depend_on_the_seed_only():
+    def drawn(seed, global_seed):
+        model = tiny_model(tiny_config(), torch.float32)
+        torch.manual_seed(global_seed)
+        add_adapters(model, CONFIG, seed)
+        return torch.cat([p.flatten() for p in model.parameters() if p.requires_grad]), torch.rand(1)
+
+    first, after = drawn(3, 7)
+    second, _ = drawn(3, 8)
+    torch.manual_seed(7)
+    assert torch.equal(first, second)
+    assert torch.equal(after, torch.rand(1))  # nobody else's random numbers are used up
+    assert not torch.equal(first, drawn(4, 7)[0])
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])  # Qwen2's projections have biases
+def test_gradients_equal_those_of_pefts_own_forward(config_class, batch):
+    model = adapted(torch.float64, config_class=config_class)
+    found_logprobs, _ = response_logprobs(model, batch, 0.7)
+    found = adapter_gradients(model, found_logprobs)
+    for layer in adapted_layers(model).values():
+        del layer.forward  # W x + (alpha / r) B A x
+    expected_logprobs, _ = response_logprobs(model, batch, 0.7)
+    torch.testing.assert_close(found_logprobs, expected_logprobs, rtol=0, atol=1e-6)  # norms are float32 inside
+    for name, gradient in adapter_gradients(model, expected_logprobs).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", [CONFIG, ATTENTION_ONLY])
+def test_what_is_published_is_the_trained_policy_bit_for_bit(dtype, config, batch):
+    model = adapted(dtype, config, Qwen2Config)
+    published = frozen_base(model)
+    load_frozen(published, published_tensors(model))
+    assert not adapted_layers(published)
+    assert torch.equal(response_logprobs(published, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0].detach())
+
+
+def test_published_weights_follow_the_formula_with_base_names():
+    model, base = adapted(torch.bfloat16, ATTENTION_ONLY), tiny_model(tiny_config(), torch.bfloat16)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    published = dict(published_tensors(model))
+    assert list(published) == [name for name, _ in base.named_parameters()]
+    layers = adapted_layers(model)
+    for name, weight in base.named_parameters():
+        expected = weight.double()
+        if layer := layers.get(name.removesuffix(".weight")):
+            a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+            expected = expected + 8.0 / 4 * b @ a
+            assert not torch.equal(published[name], weight)
+        assert published[name].dtype == torch.bfloat16
+        torch.testing.assert_close(published[name].double(), expected, rtol=2**-8, atol=1e-6, msg=name)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_published_weights_equal_pefts_merge_to_rounding():
+    model = adapted(torch.bfloat16)
+    published = dict(published_tensors(model))
+    for name, layer in adapted_layers(copy.deepcopy(model)).items():
+        layer.merge()
+        torch.testing.assert_close(
+            published[f"{name}.weight"], layer.get_base_layer().weight.detach(), rtol=2**-7, atol=2**-9
+        )
+
+
+def test_model_without_adapters_is_the_base_and_is_restored(batch):
+    model, base = adapted(torch.bfloat16), tiny_model(tiny_config(), torch.bfloat16)
+    optimizer = MasterAdamW(model, OptimizerConfig())
+    policy = response_logprobs(model, batch, 1.0)[0]
+    with torch.no_grad(), without_adapters(model):
+        reference = response_logprobs(model, batch, 1.0)[0]
+    assert torch.equal(reference, response_logprobs(base, batch, 1.0)[0])
+    assert not torch.equal(reference, policy)
+    assert torch.equal(response_logprobs(model, batch, 1.0)[0], policy)
+    policy.sum().backward()  # the pass begun before still reaches every master
+    assert all(gradient.any() for gradient in optimizer.rescale(1.0).values())
+
+
+def test_a_model_without_adapters_publishes_its_parameters():
+    model = tiny_model(tiny_config(), torch.float32)
+    for (name, found), (expected_name, expected) in zip(
+        published_tensors(model), model.named_parameters(), strict=True
+    ):
+        assert (name, found.data_ptr()) == (expected_name, expected.data_ptr())
+
+
+@pytest.mark.parametrize("wrong", ["w_q", "lm_head", "embed_tokens"])
+def test_an_unknown_target_is_refused_by_name(wrong):
+    model = tiny_model(tiny_config(), torch.float32)
+    config = LoraConfig(target_modules=["q_proj", wrong])
+    with pytest.raises(ValueError, match=rf"named {wrong}; .* down_proj, gate_proj, k_proj, o_proj, q_proj, "):
+        add_adapters(model, config, seed=0)
+
+
+def test_the_merged_model_loads_in_transformers(tmp_path, batch):
+    model = adapted(torch.float32)
+    model.config.save_pretrained(tmp_path)
+    weights = {name: tensor.contiguous() for name, tensor in published_tensors(model)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    token_ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(loaded(token_ids).logits, model(token_ids).logits, rtol=0, atol=1e-5)
+
+
+def test_restored_optimizer_restores_the_policy_and_continues(batch):
+    def step(model, optimizer):
+        response_logprobs(model, batch, 1.0)[0].sum().backward()
+        optimizer.rescale(1.0)
+        optimizer.step()
+
+    def fresh(seed):
+        model = tiny_model(tiny_config(), torch.bfloat16)
+        add_adapters(model, CONFIG, seed)
+        return model, MasterAdamW(model, OptimizerConfig(learning_rate=1e-2))
+
+    model, optimizer = fresh(seed=0)
+    for _ in range(3):
+        step(model, optimizer)
+    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    assert all(".lora_" in name for name in saved)
+    restored, restored_optimizer = fresh(seed=9)
+    assert not torch.equal(response_logprobs(restored, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0])
+    restored_optimizer.load_state_tensors(saved, num_steps=3)
+    assert torch.equal(response_logprobs(restored, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0])
+    step(model, optimizer)
+    step(restored, restored_optimizer)
+    assert torch.equal(response_logprobs(restored, batch, 1.0)[0], response_logprobs(model, batch, 1.0)[0])

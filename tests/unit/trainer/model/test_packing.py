@@ -1,0 +1,192 @@
+"""How a model is trained is found by trying its architecture: packed, another right way, or refused by name."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+)
+
+from services.trainer.attention.tree import TreePlan
+from services.trainer.batch import MIN_PREFIX, pack
+from services.trainer.model.model import Passes, load_config, load_model, response_logprobs, use_attention
+from services.trainer.passes.choice import choose_passes, try_kernel
+from services.trainer.passes.shrink import NOT_REACHED, REACHED, random_model, shrunken
+from services.trainer.passes.trial import plain_logprobs
+from tests.trainer_fixtures import VOCAB, make_group, tiny_config, tiny_model
+from tests.unit.trainer.attention.test_shared_prompt import behind, gradients, one_by_one_logprobs
+
+CPU = torch.device("cpu")
+
+
+def choose(config, longest=64, **options):
+    return choose_passes(config, longest, CPU, torch.float32, **options)
+
+
+def test_an_ordinary_model_stays_packed():
+    assert choose(tiny_config(LlamaConfig), 512) == (Passes(is_padded=False), "")
+
+
+@pytest.mark.parametrize("window", [512, 4096])
+@pytest.mark.parametrize("cap", [1.0, 50.0])
+def test_a_soft_capped_attention_is_not_packed(window, cap):
+    """Whatever its window: SDPA leaves the cap out."""
+    config = tiny_config(Gemma2Config, head_dim=8, sliding_window=window, attn_logit_softcapping=cap)
+    passes, reason = choose(config, 8192)
+    assert passes == Passes("eager", is_padded=True, has_plain_head=False)
+    assert "soft-capped" in reason, "a shorter context would not be packed either"
+
+
+def test_positions_inside_the_attention_are_not_packed():
+    passes, reason = choose(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), None)
+    assert not passes.is_packed
+    assert "packed rows differ" in reason
+
+
+@pytest.mark.parametrize(("longest", "is_packed"), [(64, True), (65, False)])
+def test_a_window_matters_only_to_longer_sequences(longest, is_packed):
+    passes, reason = choose(tiny_config(MistralConfig, sliding_window=64), longest)
+    assert (passes.is_packed, reason == "") == (is_packed, is_packed)
+    assert is_packed or "set model.max_context_tokens to 64" in reason
+
+
+def test_an_attention_without_sdpa_is_eager():
+    config = tiny_config(GptOssConfig, head_dim=8, sliding_window=16, num_local_experts=4, num_experts_per_tok=2)
+    assert choose(config, 64)[0].attention == "eager"
+
+
+def test_attention_is_chosen_when_the_model_is_built(tmp_path):
+    """Falcon's classes pick theirs then; switched later, they would stay as they are."""
+    config = FalconConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    random_model(config, "eager").save_pretrained(tmp_path)
+    passes, _ = choose(load_config(tmp_path))
+    found = load_model(tmp_path, torch.float32, CPU, passes)
+    plain = load_model(tmp_path, torch.float32, CPU, Passes("eager"))
+    groups = [make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 9, (6, 2))]
+    expected = plain_logprobs(plain, groups)
+    assert (response_logprobs(found, pack(groups, CPU), 1.0)[0] - expected).abs().max() < 1e-4
+
+
+def test_a_nested_configuration_is_read():
+    """Its window, vocabulary and context are those of the part that reads text."""
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text |= {"intermediate_size": 32, "sliding_window": 64, "vocab_size": 300, "max_position_embeddings": 256}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    passes, reason = choose(config, None)
+    assert not passes.is_packed
+    assert "beyond the attention window of 64" in reason
+    assert choose(config, 64)[0].is_packed
+
+
+def test_a_model_that_sees_the_future_is_refused_by_name():
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    config.architectures = ["BertLMHeadModel"]
+    with pytest.raises(ValueError, match="BertLMHeadModel cannot be trained: its logits depend on later tokens"):
+        choose(config)
+
+
+def test_a_model_that_transformers_cannot_run_is_refused_by_name():
+    config = tiny_config(LlamaConfig, hidden_act="nonsense")
+    with pytest.raises(ValueError, match="a model of type llama cannot be trained: a tiny model of it fails"):
+        choose(config)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options"),
+    [
+        (Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "pad_token_id": 0}),
+        (LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
+    ],
+)
+def test_rotary_tables_must_not_depend_on_the_length(config_class, options):
+    config = tiny_config(config_class, **options)
+    assert choose(config, 64)[0].is_packed
+    with pytest.raises(ValueError, match=r"model\.max_context_tokens: .* set it to 64 or less"):
+        choose(config, 65)
+
+
+def test_sharded_ranks_make_one_pass(monkeypatch):
+    """A pass for each length is a number of passes that ranks do not share."""
+    monkeypatch.setattr("services.trainer.passes.trial.CANDIDATES", [("sdpa", False)])
+    assert choose(tiny_config())[0] == Passes("sdpa", is_padded=False)
+    with pytest.raises(ValueError, match="ONBEAT_PARALLELISM=ddp"):
+        choose(tiny_config(), is_sharded=True)
+
+
+@pytest.mark.parametrize(("longest", "length"), [(128, NOT_REACHED), (513, REACHED)])
+def test_lengths_that_a_job_exceeds_are_exceeded_in_the_trial(longest, length):
+    config = tiny_config(
+        MistralConfig, num_hidden_layers=40, hidden_size=640, sliding_window=512, num_attention_heads=8
+    )
+    small = shrunken(config, longest)
+    assert small.sliding_window == length
+    assert small.num_hidden_layers < 40
+    assert small.hidden_size == small.num_attention_heads * 16
+    assert config.sliding_window == 512
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_right_kernel_passes_its_trial(dtype):
+    assert try_kernel(tiny_config(head_dim=16), torch.device("cpu"), dtype) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "complaint"),
+    [
+        (lambda plan, query, key, value, scale: query.transpose(1, 2) + 0 * (key + value).sum(), "is off by"),
+        (lambda plan, query, key, value, scale: right_output_wrong_gradient(plan, query, key, value), "is off by"),
+        (lambda plan, query, key, value, scale: key.nonsense, "fails: AttributeError"),
+    ],
+)
+def test_a_wrong_kernel_is_noticed(monkeypatch, kernel, complaint):
+    monkeypatch.setattr(TreePlan, "attend", kernel)
+    assert complaint in try_kernel(tiny_config(), torch.device("cpu"), torch.float32)
+
+
+attend = TreePlan.attend
+
+
+def right_output_wrong_gradient(plan, query, key, value):
+    return attend(plan, query, key, value.detach(), None) + 0 * value.sum()
+
+
+@pytest.mark.parametrize("kernel", ["short.ShortPlan", "tree.TreePlan"])
+def test_the_trial_finds_an_attention_that_is_wrong(monkeypatch, kernel):
+    """Whether it serves rows without forks or those with one."""
+    monkeypatch.setattr(f"services.trainer.attention.{kernel}.attend", lambda plan, query, *_: query.transpose(1, 2))
+    passes, reason = choose(tiny_config(LlamaConfig))
+    assert passes.attention == "sdpa"
+    assert "packed rows differ" in reason
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX])
+def test_one_by_one_gives_the_reference_numbers(prefix_length, is_padded):
+    groups = behind([3] * prefix_length, make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6, 1)))
+    model, reference = (tiny_model(tiny_config(), torch.float32) for _ in range(2))
+    use_attention(model, "sdpa")
+    model.passes = Passes("sdpa", is_padded)
+    found, _ = response_logprobs(model, pack(groups, torch.device("cpu")), 0.7)
+    expected = one_by_one_logprobs(reference, groups, 0.7)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    wanted = gradients(reference, expected)
+    for name, gradient in gradients(model, found).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3, msg=name)

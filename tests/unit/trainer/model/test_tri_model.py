@@ -1,0 +1,98 @@
+"""Policy, old and reference in one pass give what each gives alone; frozen copies hold published weights."""
+
+import functools
+
+import pytest
+import torch
+
+from onbeat.config import LoraConfig
+from services.trainer.batch import pack
+from services.trainer.model import model as model_module
+from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors, without_adapters
+from services.trainer.model.model import (
+    freeze_copy,
+    frozen_base,
+    load_frozen,
+    response_logprobs,
+    tri_model_logprobs,
+    use_attention,
+)
+from tests.trainer_fixtures import make_group, moved_model
+
+
+@pytest.fixture
+def batch():
+    return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
+
+
+moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
+
+
+@pytest.mark.parametrize("attention", ["onbeat_shared_prompt", "sdpa"])
+def test_one_pass_equals_three(attention, batch, monkeypatch):
+    policy, old, reference = moved(0), freeze_copy(moved(1)), freeze_copy(moved(2))
+    for model in (policy, old, reference):
+        use_attention(model, attention)
+    alone = [response_logprobs(model, batch, 0.7) for model in (policy, old, reference)]
+    prepared = []
+    monkeypatch.setattr(
+        model_module,
+        "prepare_inputs",
+        lambda *args, call=model_module.prepare_inputs: prepared.append(1) or call(*args),
+    )
+    trainer, entropy, old_logprobs, ref_logprobs = tri_model_logprobs(policy, old, reference, batch, 0.7)
+    assert len(prepared) == 1
+    for found, expected in zip((trainer, old_logprobs, ref_logprobs), alone, strict=True):
+        assert torch.equal(found, expected[0])
+    assert torch.equal(entropy, alone[0][1])
+    assert not torch.equal(trainer, old_logprobs)
+    assert (trainer.requires_grad, old_logprobs.requires_grad, ref_logprobs.requires_grad) == (True, False, False)
+
+
+def test_models_that_the_algebra_does_not_need_are_skipped(batch):
+    policy = moved(0)
+    trainer, _, *others = tri_model_logprobs(policy, None, None, batch, 1.0)
+    assert torch.equal(trainer, response_logprobs(policy, batch, 1.0)[0])
+    assert others == [None, None]
+
+
+def test_the_policy_without_adapters_is_its_own_reference(batch):
+    policy, base = moved(0), freeze_copy(moved(0))
+    add_adapters(policy, LoraConfig(rank=4), seed=0)
+    with torch.no_grad():
+        for layer in adapted_layers(policy).values():
+            layer.lora_B["default"].weight.fill_(0.05)
+    trainer, _, _, ref_logprobs = tri_model_logprobs(policy, None, policy, batch, 1.0)
+    assert torch.equal(ref_logprobs, response_logprobs(base, batch, 1.0)[0])
+    assert not torch.equal(ref_logprobs, trainer)
+    trainer.sum().backward()
+    assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
+
+
+def test_a_model_without_adapters_cannot_be_its_own_reference(batch):
+    policy = moved(0)
+    with pytest.raises(AssertionError, match="frozen copy"), without_adapters(policy):
+        pass
+    with pytest.raises(AssertionError, match="frozen copy"):
+        tri_model_logprobs(policy, None, policy, batch, 1.0)
+
+
+def test_a_frozen_copy_takes_on_another_version(batch):
+    earlier, now = moved(1), moved(2)
+    version = [(name, tensor.detach().clone()) for name, tensor in published_tensors(earlier)]
+    old = frozen_base(now)
+    load_frozen(old, version)
+    assert torch.equal(response_logprobs(old, batch, 1.0)[0], response_logprobs(earlier, batch, 1.0)[0].detach())
+    assert not any(p.requires_grad for p in old.parameters())
+
+
+def test_weights_of_another_model_are_refused_by_name():
+    old = frozen_base(moved(0))
+    tensors = dict(published_tensors(moved(1)))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with pytest.raises(ValueError, match=f"nothing for {name}"):
+        load_frozen(old, [(n, t) for n, t in tensors.items() if n != name])
+    with pytest.raises(ValueError, match=rf"{name} \(1, 32\), the model has \(32, 32\)"):
+        load_frozen(old, (tensors | {name: torch.zeros(1, 32)}).items())
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.extra .* no such parameter"):
+        load_frozen(old, (tensors | {"model.layers.2.extra": torch.zeros(1)}).items())

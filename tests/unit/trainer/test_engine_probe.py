@@ -1,0 +1,119 @@
+"""Engines that keep old weights somewhere end the job before anything is learnt from them; ordinary ones do not."""
+
+import pytest
+import torch
+
+from onbeat.errors import JobFailed
+from services.trainer.batch import pack
+from services.trainer.engine_probe import NUM_PROBED
+from services.trainer.model.lora import published_tensors
+from services.trainer.model.model import response_logprobs
+from tests.trainer_fixtures import RecordedJob, job_config, make_group, model_of, tiny_config, tiny_model, train
+
+BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}
+JOBS = {
+    "periodic": {},
+    "sync": {"schedule": {"mode": "sync"}},
+    "several updates": {"training": {"num_updates_per_iteration": 2}},
+    "lora": {"lora": {"rank": 4}},
+    "bounded": {"schedule": BOUNDED},
+    "proximal": {"schedule": BOUNDED, "objective": {"old_policy": "proximal", "importance": {"type": "truncated"}}},
+    "online dpo": {"schedule": BOUNDED, "objective": {"type": "online_dpo"}},
+}
+jobs = pytest.mark.parametrize("sections", JOBS.values(), ids=JOBS.keys())
+
+
+class EngineJob(RecordedJob):
+    """Hands out groups once their version is published, with the logprobs of an engine that loaded it.
+
+    `keeps`: the engine never loads tensors with this in their name. `noise`: mean error of its logprobs, in nats.
+    """
+
+    def __init__(self, config, keeps="", noise=0.0):
+        self._staleness, self._noise = config.max_staleness, noise
+        groups = [
+            make_group(f"{t}-{i}", 4, (3, 2, 5), version=max(0, t - self._staleness))
+            for t in range(config.schedule.num_iterations)
+            for i in range(config.rollout.num_prompts_per_iteration)
+        ]
+        super().__init__(config, groups, arrivals=4)
+        self._groups, self._keeps = [], keeps
+        self._engine = tiny_model(tiny_config(), getattr(torch, config.model.dtype))
+        self._generator = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def publish(self, snapshot, published):
+        super().publish(snapshot, published)
+        self.newest = dict(snapshot.tensors())
+        for name, tensor in self.newest.items():
+            if not self._keeps or self._keeps not in name:
+                self._engine.get_parameter(name).copy_(tensor)
+        for group in self._all:
+            if group.policy_version == snapshot.policy_version:
+                self._generate(group)
+                self._groups.append(group)
+
+    def _generate(self, group):
+        logprobs, _ = response_logprobs(self._engine, pack([group], torch.device("cpu")), 1.0)
+        errors = torch.randn(logprobs.shape, generator=self._generator) * self._noise * (torch.pi / 2) ** 0.5
+        values = iter((logprobs + errors).tolist())
+        for response in group.responses:
+            response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
+
+
+def run(sections, tmp_path, resume_from=None, **job_options):
+    config = job_config(**sections)
+    job = EngineJob(config, **job_options)
+    train(config, None, tmp_path, resume_from=resume_from, job=job)
+    return job
+
+
+@jobs
+def test_job_fails_before_it_learns_from_an_outdated_engine(sections, tmp_path):
+    config = job_config(**sections)
+    job, model = EngineJob(config, keeps="layers.1.mlp"), model_of(config)
+    with pytest.raises(JobFailed, match="does not follow the weights") as failure:
+        train(config, None, tmp_path, model, job=job)
+    first = config.max_staleness + 1
+    assert f"off the trainer's in iteration {first}, " in str(failure.value)
+    assert "ONBEAT_ENGINE" in str(failure.value)
+    assert [iteration for iteration, *_ in job.commits] == list(range(first))
+    assert all(torch.equal(job.newest[name], tensor) for name, tensor in published_tensors(model))
+
+
+@jobs
+@pytest.mark.parametrize(("dtype", "noise"), [("float32", 1e-6), ("bfloat16", 0.05), ("bfloat16", 0.13)])
+def test_job_with_an_ordinary_engine_ends_well(sections, dtype, noise, tmp_path):
+    job = run(sections | {"model": {"dtype": dtype}}, tmp_path, noise=noise)
+    assert len(job.commits) == job.config.schedule.num_iterations
+
+
+def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
+    one = {"schedule": {"num_iterations": 1}, "checkpoint": {"every_iterations": 1}}
+    run(one, tmp_path)
+    with pytest.raises(JobFailed, match="off the trainer's in iteration 1,"):
+        run({}, tmp_path, resume_from=1, keeps="layers.1.mlp")
+
+
+def test_late_rollouts_are_compared_after_their_first_update(tmp_path):
+    class Restarted(EngineJob):
+        """All of them, on version 1: from then on they keep a layer."""
+
+        def publish(self, snapshot, published):
+            self._keeps = "layers.1.mlp" if snapshot.policy_version > 1 else ""
+            super().publish(snapshot, published)
+
+    config = job_config()
+    with pytest.raises(JobFailed, match="off the trainer's in iteration 2,"):
+        train(config, None, tmp_path, job=Restarted(config))
+
+
+def test_later_iterations_are_not_compared(tmp_path):
+    class Late(EngineJob):
+        def publish(self, snapshot, published):
+            self._keeps = "layers.1.mlp" if snapshot.policy_version > NUM_PROBED else ""
+            super().publish(snapshot, published)
+
+    config = job_config(schedule={"num_iterations": NUM_PROBED + 2})
+    _, job = train(config, None, tmp_path, job=Late(config))
+    assert job.commits[-1][2]["mismatch_mean"] > 0.01

@@ -1,0 +1,164 @@
+"""A full disk costs a checkpoint, not the job; the last one is waited for; short space is a warning at the start."""
+
+import errno
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onbeat.disk_space import GB
+from onbeat.errors import JobFailed
+from services.trainer.checkpoints import saver
+from services.trainer.checkpoints import store as checkpoint
+from services.trainer.checkpoints.disk_space import checkpoint_bytes, shortage_warning
+from services.trainer.checkpoints.store import CheckpointStore
+from services.trainer.job.interface import JobCancelled
+from services.trainer.policy import Policy
+from tests.trainer_fixtures import RecordedJob, job_config, recorded_iterations, tiny_config, tiny_model, train
+
+EVERY = {"every_iterations": 1}
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Call it with the checkpoints (by next iteration) that find no room once they are half written, and how often."""
+    write, left = checkpoint.write_content, {}
+
+    def write_if_room(partial, content, *place):
+        files = write(partial, content, *place)
+        if left.get(content.state.next_iteration, 0) > 0:
+            left[content.state.next_iteration] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return files
+
+    monkeypatch.setattr(checkpoint, "write_content", write_if_room)
+    monkeypatch.setattr(saver, "RETRY_S", 0.01)
+    return left
+
+
+def files_of(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix == ".safetensors")
+
+
+def test_checkpoint_without_disk_space_is_skipped_and_reported(tmp_path, full_disk):
+    full_disk[1] = 1
+    _, job = train(job_config(checkpoint=EVERY), recorded_iterations(), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 2), (2, 3)]
+    ((kind, message),) = job.events
+    assert kind == "checkpoint.failed"
+    assert "iteration-000001 cannot be written: " in message
+    assert "No space left on device" in message
+    assert "training goes on without it, until the next one the groups from iteration 0 on stay in Redis" in message
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "iteration-000002",
+        "iteration-000003",
+    ]
+
+
+def test_each_left_out_in_a_row_is_reported(tmp_path, full_disk):
+    full_disk.update({2: 1, 3: 1})
+    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
+    _, job = train(config, recorded_iterations(4), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 1), (1, 4)]
+    assert ["iteration-000002" in job.events[0][1], "iteration-000003" in job.events[1][1]] == [True, True]
+
+
+def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk):
+    full_disk.update({1: 99, 2: 99})
+    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
+    job = RecordedJob(config, recorded_iterations(4))
+    with pytest.raises(JobFailed, match="iteration-000002 cannot be written"):
+        train(config, recorded_iterations(4), tmp_path, job=job)
+    assert [iteration for iteration, *_ in job.commits] == [0, 1]
+    assert [kind for kind, _ in job.events] == ["checkpoint.failed"] * 2
+    assert "it is the first one and tried again" in job.events[1][1]
+
+
+def test_the_first_checkpoint_that_is_on_disk_ends_the_waiting(tmp_path, full_disk):
+    full_disk.update({1: 1, 2: 3, 3: 1})
+    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
+    _, job = train(config, recorded_iterations(4), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 2), (2, 4)]
+    assert ["training goes on without it" in message for _, message in job.events] == [True, False, True]
+
+
+def test_what_was_half_written_gives_its_room_back(tmp_path, full_disk):
+    full_disk[3] = 99
+    with pytest.raises(JobFailed):
+        train(job_config(), recorded_iterations(), tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
+    full_disk[3] = 4
+    _, job = train(job_config(), recorded_iterations(), tmp_path)
+    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 3)]
+    ((kind, message),) = job.events
+    assert kind == "checkpoint.failed"
+    assert "it is the last one and tried again" in message
+    assert [doing.partition(": ")[0] for doing in job.doings[-9:]] == [
+        "waiting until the checkpoint after 3 iterations is on disk",
+        *["waiting for disk space", "waiting until the checkpoint after 3 iterations is on disk"] * 4,
+    ]
+    assert "No space left on device" in job.doings[-2]
+    assert "(try 5 of 20 in 0 s)" in job.doings[-2]
+
+
+def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_disk):
+    full_disk[3] = 99
+    with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; free disk"):
+        train(job_config(), recorded_iterations(), tmp_path)
+    assert full_disk[3] == 99 - saver.NUM_TRIES
+
+
+def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatch):
+    full_disk[3] = 99
+    monkeypatch.setattr(saver, "RETRY_S", 60.0)
+
+    def check(job):
+        if job.events:
+            raise JobCancelled
+
+    monkeypatch.setattr(RecordedJob, "check", check)
+    with pytest.raises(JobCancelled):
+        train(job_config(), recorded_iterations(), tmp_path)
+
+
+# ---- room, at the start --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"gac": {"mode": "off"}}, {"schedule": {"mode": "bounded", "max_staleness": 1, "num_iterations": 3}}],
+    ids=["periodic", "without gac", "bounded"],
+)
+def test_the_size_of_a_checkpoint_is_known_before_the_first(tmp_path, sections):
+    config = job_config(checkpoint=EVERY, **sections)
+    groups = recorded_iterations()
+    estimate = checkpoint_bytes(Policy.create(tiny_model(tiny_config(), torch.float32), config), config)
+    train(config, groups, tmp_path)
+    assert files_of(tmp_path / "checkpoints" / "iteration-000003") == pytest.approx(estimate, rel=0.1)
+
+
+def test_low_disk_space_is_reported_with_free_and_needed_bytes(tmp_path, monkeypatch):
+    policy = Policy.create(tiny_model(tiny_config()), job_config())
+    size = 2 * GB
+    monkeypatch.setattr("services.trainer.checkpoints.disk_space.checkpoint_bytes", lambda policy, config: size)
+    store = CheckpointStore(tmp_path / "job" / "checkpoints", keep=2)
+
+    def warning(free, **schedule):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+        return shortage_warning(store, policy, job_config(schedule={"num_iterations": 3, **schedule}, checkpoint=EVERY))
+
+    assert warning(3 * size) == ""
+    message = warning(3 * size - GB)
+    assert f"{store.folder} has 5.0 GB free" in message
+    assert "checkpoints (at most 3 of 2.0 GB at a time) need 6.0 GB; free disk space" in message
+    assert warning(2 * size, num_iterations=2) == "", "there are only two"
+    (store.folder / "iteration-000001").mkdir(parents=True)
+    (store.folder / "iteration-000001" / "state.json").write_text("{}")
+    with (store.folder / "iteration-000001" / "weights").open("wb") as sparse:
+        sparse.truncate(size)
+    assert warning(2 * size) == "", "one of them is there already"
+    assert warning(2 * size - 1e8) != ""

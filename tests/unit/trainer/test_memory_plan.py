@@ -1,0 +1,158 @@
+"""`onbeat plan memory`: bytes that are counted without memory are those that a real pass takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from onbeat.cli import app
+from onbeat.hardware.processor import Hardware
+from services.rollout import memory_plan as rollout_plan
+from services.trainer import memory_plan
+from services.trainer.batch import pack
+from services.trainer.memory_plan import LiveBytes, Placement, Sizes, largest_row, measure_sizes, plan_trainer
+from services.trainer.model.model import Passes, response_logprobs
+from tests.trainer_fixtures import job_config, make_group, tiny_config, tiny_model
+
+PROMPT, RESPONSE, SIZE = 40, 24, 4
+MB = 1_000_000
+
+
+def config_of(**sections):
+    rollout = {"num_prompts_per_iteration": 2, "num_samples_per_prompt": SIZE, "max_response_tokens": RESPONSE}
+    return job_config(**{"model": {"path": "x", "dtype": "float32"}, "rollout": rollout} | sections)
+
+
+def real_pass_bytes(model):
+    """What LiveBytes sees of the same groups in memory."""
+    batch = pack([make_group(f"0-{i}", PROMPT, [RESPONSE] * SIZE) for i in range(2)], torch.device("cpu"), False)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(memory_plan.drop_gradient)
+    with LiveBytes() as live:
+        response_logprobs(model, batch, 1.0)[0].sum().backward()
+    return live.peak
+
+
+@pytest.mark.parametrize(("num_layers", "width", "vocab_size"), [(6, 256, 256), (24, 512, 32_768)])
+def test_planned_activations_are_those_of_a_real_pass(num_layers, width, vocab_size) -> None:
+    """Also where the gradient of the embedding takes more than what a few layers keep."""
+    sizes = {"num_hidden_layers": num_layers, "hidden_size": width, "intermediate_size": 512}
+    wide = tiny_config(**sizes, vocab_size=vocab_size)
+    sizes = measure_sizes(config_of(), wide, Passes(), PROMPT)
+    model = tiny_model(wide, torch.float32)
+    assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.pass_bytes == pytest.approx(real_pass_bytes(model), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_places"),
+    [({}, PROMPT + 3 * RESPONSE - 1), ({"max_context_tokens": PROMPT + 30}, PROMPT + 29)],
+    ids=["all turns", "as the context takes"],
+)
+def test_an_episode_is_planned_with_all_of_its_turns(model, num_places) -> None:
+    sections = {"environment": {"name": "x", "max_turns": 3}, "training": {"max_tokens_per_micro_batch": 64}}
+    config = config_of(model={"path": "x", "dtype": "float32"} | model)
+    config = type(config).model_validate(config.model_dump(exclude={"reward"}) | sections)
+    assert largest_row(config, PROMPT).layout.num_places == num_places
+
+
+def test_checkpointing_and_lora_are_planned_as_less() -> None:
+    wide = tiny_config(num_hidden_layers=6, hidden_size=256, intermediate_size=512)
+    full = measure_sizes(config_of(), wide, Passes(), PROMPT)
+    checkpointed = measure_sizes(config_of(training={"has_gradient_checkpointing": True}), wide, Passes(), PROMPT)
+    adapted = measure_sizes(config_of(lora={"rank": 4}), wide, Passes(), PROMPT)
+    assert checkpointed.pass_bytes < 0.6 * full.pass_bytes
+    assert adapted.num_trained < 0.1 * full.num_trained
+    assert adapted.num_parameters == full.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype", "placement", "expected"),
+    [
+        # weights 4, moments 8, gradients 4 bytes for each of a million parameters; a version is the weights themselves
+        ({}, "float32", Placement(), {"weights": 4, "optimizer": 8, "gradients": 4, "published versions": 0}),
+        ({}, "float32", Placement(), {"deltas": 0}),
+        ({}, "bfloat16", Placement(), {"weights": 2, "optimizer": 12, "gradients": 4, "published versions": 0}),
+        ({}, "bfloat16", Placement(), {"deltas": 1}),
+        ({}, "bfloat16", Placement(num_ranks=2), {"weights": 2, "optimizer": 4, "gradients": 2}),
+        ({"objective": {"kl": {"coef": 0.1}}}, "float32", Placement(), {"reference model": 4}),
+        (
+            {"schedule": {"mode": "bounded", "max_staleness": 2}},
+            "float32",
+            Placement(),
+            {"older policies": 4, "published versions": 12},
+        ),
+    ],
+)
+def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expected) -> None:
+    config = config_of(model={"path": "x", "dtype": dtype}, gac={"mode": "off"}, **sections)
+    sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
+    parts = plan_trainer(config, sizes, placement)["host"]
+    assert {name: parts[name] / MB for name in expected} == expected
+
+
+@pytest.mark.parametrize(("budget", "places"), [(512, 416), (400, 400), (280, 280), (208, 208), (150, 124)])
+def test_the_largest_row_fills_the_budget(budget, places) -> None:
+    """A group has 40 prompt tokens and 4 responses of up to 43 tokens, whose last one is not fed back: 208 places."""
+    rollout = {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 43}
+    config = config_of(rollout=rollout, training={"max_tokens_per_micro_batch": budget})
+    assert memory_plan.largest_row(config, PROMPT).layout.num_places == places
+
+
+def test_a_gpu_holds_no_published_versions() -> None:
+    plan = plan_trainer(config_of(), Sizes(MB, MB, 0, MB, 2), Placement(is_on_host=False))
+    assert "published versions" in plan["host"]
+    assert "published versions" not in plan["device"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bfloat16", "expected"),
+    [
+        ("float32", "emulated", {"weights": 4, "packed embeddings": 2, "loading": 2, "gaps": 0.3}),
+        ("bfloat16", "native", {"weights": 2, "packed embeddings": 1, "loading": 1, "gaps": 0.15}),
+        ("bfloat16", "emulated", {"weights": 2, "loading": 0.5}),
+    ],
+)
+def test_an_engine_is_planned_with_the_weights_it_packs(dtype, bfloat16, expected, monkeypatch) -> None:
+    """A model of a million parameters, a quarter of them in its embedding, on processors with and without bfloat16."""
+    monkeypatch.setattr(rollout_plan, "read_processor", lambda: Hardware("x", "y", bfloat16))
+    model = {"vocab_size": 1000, "hidden_size": 250}
+    engine = rollout_plan.plan_rollout(model, MB, dtype, 64, 8, False, 0.0)["engine core"]
+    other = {"program", "cache", "logits"}
+    assert {name: size / MB for name, size in engine.items() if name not in other} == expected
+
+
+def plan_of(model: Path, folder: Path, *options: str):
+    job = {
+        "model": {"path": str(model), "dtype": "float32", "max_context_tokens": 64},
+        "data": {"type": "reasoning_gym", "task": "chain_sum"},
+        "reward": {"name": "reasoning_gym"},
+        "schedule": {"mode": "periodic", "num_iterations": 1},
+        "rollout": {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 2, "max_response_tokens": 8},
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    return CliRunner().invoke(app, ["plan", "memory", str(folder / "job.json"), *options])
+
+
+def test_the_command_shows_every_process(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path / "model")
+    shown = plan_of(tmp_path / "model", tmp_path, "--json")
+    assert shown.exit_code == 0, shown.output
+    plan = json.loads(shown.stdout)
+    assert set(plan) == {"trainer", "rollout", "engine core"}
+    assert plan["engine core"]["cache"] > 0
+
+
+def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
+    shown = plan_of(tmp_path / "nothing", tmp_path)
+    assert isinstance(shown.exception, ValueError)
+    assert "nothing" in str(shown.exception)
+
+
+def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.cli.plan.DEADLINE_S", 0.1)
+    shown = plan_of(tmp_path / "model", tmp_path)
+    assert isinstance(shown.exception, ValueError)
+    assert "try again while less runs here" in str(shown.exception)

@@ -1,0 +1,81 @@
+"""What Prometheus gets: worked numbers of the trainer, and a documented table that is the registries'."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+import services.rollout.meters  # noqa: F401  (it registers)
+from services.broker.metrics import Meters
+from services.trainer.job.meters import CommitMeter
+from services.trainer.spans import Span
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "observability.md"
+ROW = re.compile(r"^\| `(onbeat_\w+)` \| (counter|gauge|histogram) \|([^|]*)\|", re.MULTILINE)
+
+
+def value(name, **labels):
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def seconds():
+    activities = ("wait", "micro_batch", "optimizer")
+    return {each: value("onbeat_trainer_seconds_total", activity=each) for each in activities}
+
+
+def test_commits_add_up_and_the_time_between_spans_is_waiting():
+    meter, report = CommitMeter(), {"train/micro_batches": 3.0, "train/trained_tokens": 40.0, "reward_mean": 0.25}
+    meter.record(1, 1, report, [Span("optimizer", 1.0, 2.0)])
+    before, tokens, updates = seconds(), value("onbeat_trainer_trained_tokens_total"), "onbeat_trainer_updates_total"
+    num_updates = value(updates)
+    spans = [Span("micro_batch", 8.0, 9.0), Span("micro_batch", 5.0, 6.0), Span("optimizer", 9.0, 10.0)]
+    meter.record(2, 2, report | {"train/grad_norm": 0.5}, spans)
+    after = seconds()
+    assert {name: after[name] - before[name] for name in after} == {"wait": 5.0, "micro_batch": 2.0, "optimizer": 1.0}
+    assert value("onbeat_trainer_trained_tokens_total") - tokens == 40.0
+    assert value(updates) - num_updates == 2
+    assert value("onbeat_trainer_policy_version") == 2
+    assert (value("onbeat_trainer_reward_mean"), value("onbeat_trainer_grad_norm")) == (0.25, 0.5)
+
+
+async def broker_families(ledger):
+    meters = Meters()
+    families = await meters._read_jobs(ledger)
+    labels = {family.name: family._labelnames for family in families}
+    return {(family.name, family.type, labels[family.name]) for family in families} | {
+        (each._name, each._type, tuple(each._labelnames)) for each in set(meters._requests._collector_to_names)
+    }
+
+
+def process_families():
+    """Of trainer and rollout: what this process has registered."""
+    collectors = set(REGISTRY._collector_to_names)
+    return {
+        (each._name, each._type, tuple(each._labelnames))
+        for each in collectors
+        if getattr(each, "_name", "").startswith("onbeat_")
+    }
+
+
+def scraped_name(name, kind):
+    return f"{name}_total" if kind == "counter" else name
+
+
+async def test_documented_table_is_complete_and_true(ledger):
+    registered = {
+        (scraped_name(name, kind), kind, tuple(sorted(labels)))
+        for name, kind, labels in await broker_families(ledger) | process_families()
+    }
+    documented = {
+        (name, kind, tuple(sorted(re.findall(r"`(\w+)`", labels))))
+        for name, kind, labels in ROW.findall(DOCUMENT.read_text())
+    }
+    assert documented == registered
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "deploy").rglob("dashboards/*.json")), ids=str)
+def test_dashboards_ask_for_metrics_that_exist(path):
+    documented = {name for name, _, _ in ROW.findall(DOCUMENT.read_text())}
+    asked = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"onbeat_\w+", path.read_text())}
+    assert asked <= documented

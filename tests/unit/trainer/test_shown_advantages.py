@@ -1,0 +1,128 @@
+"""What a commit tells of each response's advantage: the one that it was trained with, of every objective, by hand."""
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.streams.codec import GroupFailure
+from services.trainer import stats as stats_module
+from services.trainer.stats import IterationStats
+from tests.trainer_fixtures import job_config, make_group, train
+
+REWARDS = {"0-0": [0.0, 1.0, 0.25], "0-1": [1.0, 1.0, 0.0], "0-2": [0.5, 0.5, 0.5], "0-3": [-2.0, 3.0, 1.0]}
+
+
+def groups_of(rewards):
+    return [make_group(group_id, 4, (2, 3, 4), rewards=own) for group_id, own in rewards.items()]
+
+
+def published(tmp_path, rewards=REWARDS, objective=None, **sections):
+    schedule = {"mode": "sync", "num_iterations": 1}
+    config = job_config(objective={"type": "grpo"} | (objective or {}), schedule=schedule, **sections)
+    _, job = train(config, groups_of(rewards), tmp_path, arrivals=4)
+    (advantages,) = job.advantages
+    return advantages
+
+
+def by_grpo(rewards):
+    """(r - mean) / (standard deviation + 1e-4)."""
+    return [round((reward - fmean(rewards)) / (stdev(rewards) + 1e-4), 4) for reward in rewards]
+
+
+def by_reinforce_pp(rewards):
+    """Centred in the group, scaled by all groups."""
+    centred = [reward - fmean(own) for own in REWARDS.values() for reward in own]
+    scale = math.sqrt(fmean(each**2 for each in centred))
+    return [round((reward - fmean(rewards)) / scale, 4) for reward in rewards]
+
+
+BY_HAND = {
+    "grpo": by_grpo,
+    "dapo": by_grpo,
+    "gspo": by_grpo,
+    "cispo": by_grpo,
+    "dr_grpo": lambda rewards: [round(reward - fmean(rewards), 4) for reward in rewards],
+    "rloo": lambda rewards: [round((reward - fmean(rewards)) * 3 / 2, 4) for reward in rewards],
+    "reinforce_pp": by_reinforce_pp,
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_advantages_are_the_objectives_and_zero_where_untrained(kind, tmp_path):
+    found = published(tmp_path, objective={"type": kind})
+    assert found.keys() == REWARDS.keys()
+    for group_id, rewards in REWARDS.items():
+        assert found[group_id] == pytest.approx(BY_HAND[kind](rewards), abs=1.01e-4), group_id
+    assert found["0-2"] == [0.0, 0.0, 0.0]
+
+
+def test_group_that_is_split_over_rows_is_published_whole(tmp_path):
+    whole, split = (
+        published(tmp_path / "whole"),
+        published(tmp_path / "split", training={"max_tokens_per_micro_batch": 1}),
+    )
+    assert split == whole
+
+
+def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
+    penalised = []
+
+    def record(*args, call=GrpoObjective.loss):
+        loss = call(*args)
+        penalised.append(loss.advantages)
+        return loss
+
+    monkeypatch.setattr(GrpoObjective, "loss", record)
+    kl = {"coef": 5.0, "placement": "reward", "estimator": "k2"}
+    schedule = {"mode": "sync", "num_iterations": 2}
+    config = job_config(objective={"type": "grpo", "kl": kl}, schedule=schedule)
+    second = {group_id.replace("0-", "1-"): rewards for group_id, rewards in REWARDS.items()}
+    later = [make_group(group_id, 4, (2, 3, 4), version=1, rewards=own) for group_id, own in second.items()]
+    _, job = train(config, [*groups_of(REWARDS), *later], tmp_path, arrivals=4)
+    advantages = job.advantages[1]  # the policy has left the reference
+    flat = [advantage for group_id in second for advantage in advantages[group_id]]
+    used = torch.cat(penalised)[-len(flat) :]
+    assert flat == pytest.approx(used.tolist(), abs=1e-4)
+    assert advantages["1-0"] != pytest.approx(by_grpo(REWARDS["0-0"]), abs=1e-3)
+    assert any(advantages["1-2"])  # equal rewards, unequal penalties
+
+
+def test_pairs_have_no_advantages(tmp_path):
+    assert published(tmp_path, objective={"type": "online_dpo"}) == {}
+
+
+def test_update_without_any_signal_publishes_zeros(tmp_path):
+    uniform = {group_id: [1.0, 1.0, 1.0] for group_id in REWARDS}
+    assert published(tmp_path, uniform) == {group_id: [0.0, 0.0, 0.0] for group_id in REWARDS}
+
+
+def test_failed_group_is_left_out(tmp_path):
+    groups = groups_of(REWARDS)
+    del groups[1].responses[:]
+    groups[1].failure.CopyFrom(GroupFailure(kind="reward_failed", message="it raised"))
+    schedule = {"mode": "sync", "num_iterations": 1}
+    _, job = train(job_config(schedule=schedule), groups, tmp_path, arrivals=4)
+    assert job.advantages[0].keys() == REWARDS.keys() - {"0-1"}
+
+
+def test_each_update_of_an_iteration_publishes_its_share(tmp_path):
+    assert published(tmp_path / "two", training={"num_updates_per_iteration": 2}) == published(tmp_path / "one")
+
+
+def test_replicas_publish_theirs_together(tmp_path):
+    first, second = IterationStats(0), IterationStats(0)
+    first.advantages, second.advantages = {"0-0": [0.5, None]}, {"0-1": [-0.5, 0.5]}
+    messages = [first.to_bytes(), second.to_bytes()]
+    for replica in (first, second):
+        replica.merge(messages)
+        assert replica.shown_advantages() == {"0-0": [0.5, None], "0-1": [-0.5, 0.5]}
+
+
+def test_nothing_is_published_of_a_huge_iteration(tmp_path, monkeypatch):
+    monkeypatch.setattr(stats_module, "MAX_SHOWN", 12)
+    assert len(published(tmp_path / "all")) == 4
+    monkeypatch.setattr(stats_module, "MAX_SHOWN", 11)
+    assert published(tmp_path / "none") == {}

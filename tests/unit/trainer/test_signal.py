@@ -1,0 +1,259 @@
+"""Groups without signal are never computed, and the update is the one with them; the algebra decides, per objective."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onbeat.errors import JobFailed
+from onbeat.objectives import BUILT_IN
+from onbeat.objectives.base import Logprobs
+from services.trainer.accumulate import GradientSum
+from services.trainer.batch import cost, group_rewards, pack, rows
+from services.trainer.iteration import OpenIteration
+from services.trainer.model.model import freeze_copy, response_logprobs, tri_model_logprobs
+from services.trainer.policy import Policy
+from services.trainer.stats import IterationStats
+from services.trainer.world import World
+from tests.trainer_fixtures import RecordedJob, job_config, make_group, moved_model, tiny_config, tiny_model, train
+
+CPU = torch.device("cpu")
+KINDS = list(BUILT_IN)
+KL = {"kl": {"coef": 0.3}}
+TRUNCATED = {"importance": {"type": "truncated", "cap": 1.1}}
+BAND = {"importance": {"type": "band", "low": 0.8, "high": 1.2}}
+EXTRAS = {
+    "plain": {},
+    "kl in the loss, k2": {"kl": {"coef": 0.3, "estimator": "k2"}},
+    "kl in the loss, k3": KL,
+    "kl in the loss, band": KL | BAND,
+    "kl in the reward": {"kl": {"coef": 0.3, "placement": "reward"}},
+    "kl of no weight": {"kl": {"coef": 0.0, "placement": "reward"}},
+    "truncated": TRUNCATED,
+    "truncated, proximal": TRUNCATED | {"old_policy": "proximal"},
+    **{f"band, {name}": BAND | {"normalization": name} for name in ("token_mean", "sequence_mean", "constant")},
+    **{name: {"normalization": name} for name in ("token_mean", "sequence_mean", "sequence_sum", "constant")},
+}
+CASES = [
+    (kind, extra)
+    for kind in KINDS
+    for extra in EXTRAS
+    if (kind, extra) != ("reinforce_pp", "kl of no weight")  # placement = "reward" is refused there
+    and (kind, extra) != ("reinforce_pp", "kl in the reward")
+    and not (kind == "online_dpo" and extra not in ("plain", "kl of no weight"))  # it has no such keys, or refuses them
+]
+UNIFORM, MIXED = [[1.0] * 3, [0.1] * 3, [0.0] * 3], [[0.0, 1.0, 0.25], [1.0, 1.0, 0.0]]
+
+
+def config_of(kind, extra, **sections):
+    return job_config(objective={"type": kind} | EXTRAS[extra], schedule={"mode": "bounded"}, **sections)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Policy, old and reference, all different."""
+    return moved_model(0), freeze_copy(moved_model(1)), freeze_copy(moved_model(2))
+
+
+@pytest.fixture(scope="module")
+def groups(models):
+    """With and without signal in turn; rollout logprobs lie around the old policy's, on both sides of the band."""
+    rng = random.Random(0)
+    rewards = [UNIFORM[0], MIXED[0], UNIFORM[1], MIXED[1], UNIFORM[2]]
+    found = [make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=each) for i, each in enumerate(rewards)]
+    for group in found:
+        values = iter(response_logprobs(models[1], pack([group], CPU), 1.0)[0].tolist())
+        for response in group.responses:
+            response.rollout_logprobs[:] = [next(values) + rng.uniform(-0.4, 0.4) for _ in response.token_ids]
+    return found
+
+
+def gradient(config, models, groups, computed):
+    """The update's gradient by parameter, in float64, from passes over `computed`; and what it was divided by."""
+    policy, old, reference = models
+    policy.zero_grad()
+    stats = IterationStats(0)
+    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
+    for group in groups:
+        stats.add_group(group, group in computed)
+    for row in rows(computed, config):
+        batch = pack(row, CPU)
+        trainer, entropy, *others = tri_model_logprobs(policy, old, reference, batch, 1.0)
+        has_reference = config.objective.kl.coef > 0 or config.objective.type == "online_dpo"
+        logprobs = Logprobs(trainer, others[0], others[1] if has_reference else None)
+        loss = config.objective.loss(batch, logprobs, scale)
+        stats.add_loss(batch, trainer, None, loss, entropy)
+        loss.loss_sum.backward()
+    tally = stats.tally
+    counts = (tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs)
+    divisor = max(1, config.objective.denominator(*counts, config.rollout.max_response_tokens))
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / divisor
+        for name, parameter in policy.named_parameters()
+    }
+    return gradients, replace(tally, num_rejected_tokens=0), divisor
+
+
+@pytest.mark.parametrize("budget", [4096, 20])
+@pytest.mark.parametrize(("kind", "extra"), CASES)
+def test_update_is_the_one_with_every_group_computed(kind, extra, budget, models, groups):
+    config = config_of(kind, extra, training={"max_tokens_per_micro_batch": budget})
+    signal = [group for group in groups if config.objective.has_signal(group_rewards(group))]
+    assert [groups[1], groups[3]] == [group for group in signal if group in (groups[1], groups[3])]
+    expected, expected_tally, expected_divisor = gradient(config, models, groups, groups)
+    found, tally, divisor = gradient(config, models, groups, signal)
+    assert (tally, divisor) == (expected_tally, expected_divisor)
+    assert max(value.abs().max().item() for value in expected.values()) > 1e-3
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "extra"), CASES)
+def test_equal_rewards_have_signal_only_where_a_pass_matters(kind, extra, models, groups):
+    config, has_effect = config_of(kind, extra), False
+    for group in (uniform := groups[::2]):
+        found, _, divisor = gradient(config, models, [group], [group])
+        _, _, divisor_without = gradient(config, models, [group], [])
+        has_effect = has_effect or divisor != divisor_without or any(value.any() for value in found.values())
+    assert [config.objective.has_signal(group_rewards(group)) for group in uniform] == [has_effect] * 3
+    assert [cost(group, config) > 0 for group in uniform] == [has_effect] * 3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "online_dpo"])
+def test_advantages_of_equal_rewards_are_exactly_zero(kind):
+    objective = config_of(kind, "plain").objective
+    sizes = [(reward, size) for reward in (0.1, 0.3, 0.7, 1e-3) for size in range(2, 20)]
+    assert any((r := torch.full((size,), reward)).mean() != r[0] for reward, size in sizes)
+    for reward, size in sizes:
+        assert torch.equal(objective.group_advantages(torch.full((size,), reward), 1e-8), torch.zeros(size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rewards_decide_as_the_loss_sees_them(kind):
+    """Rewards travel as float64, and the loss takes float32: a difference that is lost there is no signal."""
+    config = config_of(kind, "plain")
+    for rewards, expected in (([1.0, 1.0 + 1e-12, 1.0], False), ([1.0, 1.0 + 1e-6, 1.0], True), ([], False)):
+        group = make_group("0-0", 4, (2, 3, 4)[: len(rewards)], rewards=rewards)
+        assert config.objective.has_signal(group_rewards(group)) == expected
+        assert (cost(group, config) > 0) == expected
+
+
+def mixed_iteration(iteration, uniform):
+    """Four groups; those with an index in `uniform` have no signal."""
+    return [
+        make_group(f"{iteration}-{i}", 4, (2, 3, 4), iteration, rewards=[0.1] * 3 if i in uniform else MIXED[0])
+        for i in range(4)
+    ]
+
+
+def strict(kind, num_iterations=1, **sections):
+    schedule = {"mode": "sync", "num_iterations": num_iterations}
+    return job_config(objective={"type": kind}, schedule=schedule, **sections)
+
+
+def record_passes(monkeypatch, kind):
+    """Group ids of every row that a loop computes from here on."""
+    passes = []
+
+    def recorded(objective, batch, *args, call=BUILT_IN[kind].loss):
+        passes.append(batch.group_ids)
+        return call(objective, batch, *args)
+
+    monkeypatch.setattr(BUILT_IN[kind], "loss", recorded)
+    return passes
+
+
+def compute_every_group(monkeypatch, kind):
+    monkeypatch.setattr(BUILT_IN[kind], "has_signal", lambda objective, rewards: len(rewards) > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pass_is_run_for_a_group_without_signal(kind, tmp_path, monkeypatch):
+    passes = record_passes(monkeypatch, kind)
+    _, job = train(strict(kind), mixed_iteration(0, uniform={0, 2}), tmp_path, arrivals=4)
+    assert passes == [["0-1", "0-3"]]
+    metrics = job.commits[0][2]
+    assert metrics["train/skipped_groups"] == metrics["rollout/uniform_groups"] == 2
+    assert (metrics["num_responses"], metrics["response_tokens"]) == (12, 36)
+    assert metrics["reward_mean"] == pytest.approx((6 * 0.1 + 2 * 1.25) / 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_the_same_bits_with_and_without_the_passes(kind, tmp_path, monkeypatch):
+    """A row for each response, so that leaving some out moves no other: what is left out adds exact zeros."""
+    groups = mixed_iteration(0, {0, 2}) + mixed_iteration(1, {0, 1, 2, 3}) + mixed_iteration(2, {3})
+    config = strict(kind, 3, training={"max_tokens_per_micro_batch": 1})
+    _, job = train(config, groups, tmp_path / "found", arrivals=4)
+    compute_every_group(monkeypatch, kind)
+    _, job_of_all = train(config, groups, tmp_path / "expected", arrivals=4)
+    digests = [[digest for _, digest, _ in each.commits] for each in (job, job_of_all)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 3, "an iteration without signal still takes its step: momentum moves the weights"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mismatch_is_measured_when_no_group_has_signal(kind, tmp_path, monkeypatch):
+    passes = record_passes(monkeypatch, kind)
+    groups = mixed_iteration(0, {0, 1, 2, 3})
+    _, job = train(strict(kind), groups, tmp_path, arrivals=2)
+    assert passes == [["0-0"]]
+    metrics = job.commits[0][2]
+    assert (metrics["train/skipped_groups"], metrics["train/grad_norm"]) == (4, 0.0)
+    responses = groups[0].responses[:2] if kind == "online_dpo" else groups[0].responses
+    batch = pack([groups[0]], CPU)
+    exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
+    num_tokens = sum(len(response.token_ids) for response in responses)
+    gap = (exact - batch.rollout_logprobs)[:num_tokens].abs()
+    assert metrics["train/trained_tokens"] == num_tokens
+    assert metrics["mismatch_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
+
+
+def test_job_stops_after_iterations_without_signal_in_a_row(tmp_path):
+    everything, schedule = {0, 1, 2, 3}, {"num_iterations": 9, "stop_without_signal": 2}
+    uniform = [everything, {0}, everything, everything, everything, everything]
+    groups = [group for iteration, which in enumerate(uniform) for group in mixed_iteration(iteration, which)]
+    config = job_config(schedule=schedule, checkpoint={"every_iterations": 3})
+    job = RecordedJob(config, groups, arrivals=4)
+    with pytest.raises(JobFailed, match=r"stopped after 4 iterations, the last 2 without signal.* 0\.1 on average"):
+        train(config, groups, tmp_path, job=job)
+    assert [upto for _, upto, _ in job.checkpoints] == [3, 4]
+    job = RecordedJob(config, groups[16:], arrivals=4)
+    with pytest.raises(JobFailed, match="stopped after 6 iterations"):  # a resumed job may do two more
+        train(config, groups[16:], tmp_path, job=job, resume_from=4)
+    assert [upto for _, upto, _ in job.checkpoints] == [6]
+    is_done = job_config(schedule=schedule | {"num_iterations": 2})
+    assert len(train(is_done, groups[:4] + mixed_iteration(1, everything), tmp_path / "done")[1].commits) == 2
+    goes_on = job_config(schedule={"num_iterations": 2})
+    groups = mixed_iteration(0, everything) + mixed_iteration(1, everything)
+    assert len(train(goes_on, groups, tmp_path / "goes on")[1].commits) == 2
+
+
+def test_update_without_signal_computes_one_row_for_any_groups(tmp_path, monkeypatch):
+    passes = record_passes(monkeypatch, "grpo")
+    training = {"num_updates_per_iteration": 2, "max_tokens_per_micro_batch": 1}
+    train(strict("grpo", training=training), mixed_iteration(0, {0, 1, 2, 3}), tmp_path, arrivals=4)
+    assert passes == [["0-0"], ["0-2"]]
+
+
+@pytest.mark.parametrize("uniform", [{0, 1, 2, 3}, {0, 1, 3}])
+def test_shard_without_signal_passes_as_many_rows_as_its_peers(uniform):
+    passes = []
+
+    class Peers(World):
+        def largest(self, value):
+            assert not passes, "peers agree on the number of passes before the first"
+            return max(value, 3)
+
+    config, groups = strict("grpo"), mixed_iteration(0, uniform)
+    model = tiny_model(tiny_config(), torch.float32)
+    policy = replace(Policy.create(model, config), is_sharded=True)
+    opened = OpenIteration(config, 0, 0, behaviour_version=0)
+    gradient = GradientSum(opened, policy, Peers(), IterationStats(0))
+    model.get_decoder().register_forward_hook(lambda *args: passes.append(1))
+    gradient.add(groups)
+    assert len(passes) == 3
+    trained = [part.group.group_id for row in gradient.rows for part in row]
+    assert trained == [f"0-{i}" for i in range(4) if i not in uniform]
+    has_gradient = any(gradient.any() for gradient in policy.optimizer.gradients().values())
+    assert has_gradient == (len(uniform) < 4)

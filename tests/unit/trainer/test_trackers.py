@@ -1,0 +1,384 @@
+"""Trackers: every point once, whatever restarts, fails or hangs. Libraries that are not installed are fakes here; the
+tests named `real` run where they are."""
+
+import sys
+import threading
+import time
+from types import ModuleType
+
+import pytest
+from pydantic import ValidationError
+from tensorboard.backend.event_processing.directory_watcher import DirectoryDeletedError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from onbeat.types import EvaluationRecord
+from services.trainer.trackers import follow, points
+from services.trainer.trackers.follow import Bookmark, Follower, Pace, Tracking, opener
+from services.trainer.trackers.points import Cursor, Point
+from services.trainer.trackers.tensorboard import TensorBoard
+from tests.trainer_fixtures import job_config
+from tests.waiting import wait_until
+
+PACE = Pace(look_s=0.01, retry_s=60.0)
+RETRIES = Pace(look_s=0.01, retry_s=0.02)
+
+
+class LedgerOf:
+    """Hands out what is after the cursor, a few points at a time."""
+
+    def __init__(self, num_iterations=0, evaluations=()):
+        self.num_iterations, self.evaluations, self.warnings = num_iterations, evaluations, []
+
+    def read(self, cursor):
+        iterations = [point(number) for number in range(cursor.iteration + 1, self.num_iterations)][:3]
+        return iterations + [evaluation(number) for number in self.evaluations if number > cursor.evaluation]
+
+    def warn(self, message):
+        self.warnings.append(message)
+
+
+def point(iteration):
+    return Point(iteration, 1000.0 + iteration, {"iteration/reward_mean": iteration / 8, "train/grad_norm": 2.0})
+
+
+def evaluation(number):
+    return Point(number, 1000.5 + number, {"eval/reward_mean": 0.5}, is_evaluation=True)
+
+
+def tracking(job, folder, *types, pace=PACE):
+    config = job_config() if not types else job_config_with([{"type": kind} for kind in types])
+    return Tracking(job, "job-1", config, folder, pace)
+
+
+def job_config_with(trackers):
+    raw = job_config().model_dump(mode="json") | {"tracking": trackers}
+    return type(job_config()).model_validate(raw)
+
+
+def read_curve(folder, tag):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value, event.wall_time) for event in events.Scalars(tag)]
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def test_curves_have_the_steps_values_and_times_of_the_ledger(tmp_path):
+    with tracking(LedgerOf(5, [0, 4]), tmp_path):
+        pass
+    expected = [(step, step / 8, 1000.0 + step) for step in range(5)]
+    assert read_curve(tmp_path / "tensorboard", "iteration/reward_mean") == expected
+    assert read_curve(tmp_path / "tensorboard", "eval/reward_mean") == [(0, 0.5, 1000.5), (4, 0.5, 1004.5)]
+
+
+def test_points_are_on_disk_while_the_job_runs(tmp_path):
+    job = LedgerOf(2)
+    with tracking(job, tmp_path):
+        wait_until(lambda: len(curve_or_none(tmp_path)) == 2, "two points are there")
+        job.num_iterations = 3
+        wait_until(lambda: len(curve_or_none(tmp_path)) == 3, "three points are there")
+
+
+def curve_or_none(folder):
+    try:
+        return read_curve(folder / "tensorboard", "iteration/reward_mean")
+    except (KeyError, DirectoryDeletedError):  # nothing there yet
+        return []
+
+
+def test_resumed_job_has_every_point_once(tmp_path):
+    """The first trainer died with three iterations and an evaluation in its file; its successor repeats two of them."""
+    dead = TensorBoard(tmp_path / "tensorboard")
+    for each in [evaluation(0), *map(point, range(3))]:
+        dead.log(each)
+    with tracking(LedgerOf(6, [0, 4]), tmp_path):
+        pass
+    assert [step for step, _, _ in read_curve(tmp_path / "tensorboard", "train/grad_norm")] == list(range(6))
+    assert [step for step, _, _ in read_curve(tmp_path / "tensorboard", "eval/reward_mean")] == [0, 4]
+
+
+def test_who_watches_across_the_resumption_sees_every_point_once(tmp_path):
+    first = TensorBoard(tmp_path)
+    for iteration in range(3):
+        first.log(point(iteration))
+    watcher = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    watcher.Reload()
+    assert len(watcher.Scalars("train/grad_norm")) == 3
+    second = TensorBoard(tmp_path)
+    for iteration in range(5):
+        second.log(point(iteration))
+    second.finish(has_succeeded=True)
+    watcher.Reload()
+    assert [event.step for event in watcher.Scalars("train/grad_norm")] == list(range(5))
+    third = TensorBoard(tmp_path)
+    third.finish(has_succeeded=True)
+    assert len(list(tmp_path.iterdir())) == 2, "files do not pile up"
+
+
+# ---- fakes of hosted trackers ----------------------------------------------------------------------------------------
+
+
+class FakeWandb(ModuleType):
+    """Takes steps in ascending order and drops others, as W&B does; keeps runs by their id."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.rows, self.inits, self.exit_codes, self.step = [], [], [], 0
+        self.error = None
+        self.answers = threading.Event()
+        self.answers.set()
+        self.has_been_asked = threading.Event()
+
+    def Settings(self, **options):
+        return options
+
+    def init(self, **options):
+        self.inits.append(options)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def define_metric(self, name, **options):
+        pass
+
+    def log(self, values, step):
+        self.has_been_asked.set()
+        assert self.answers.wait(60)
+        if step >= self.step:
+            self.rows.append((step, values))
+            self.step = step
+
+    def finish(self, exit_code):
+        self.exit_codes.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delitem(sys.modules, "services.trainer.trackers.wandb", raising=False)
+    return fake
+
+
+def test_wandb_gets_each_point_once_over_two_trainers(wandb, tmp_path):
+    with pytest.raises(KeyboardInterrupt), tracking(LedgerOf(4, [0]), tmp_path, "wandb"):
+        raise KeyboardInterrupt
+    with tracking(LedgerOf(7, [0, 4]), tmp_path, "wandb"):
+        pass
+    assert [step for step, values in wandb.rows if "train/grad_norm" in values] == list(range(7))
+    assert [values["eval/after_iterations"] for _, values in wandb.rows if "eval/reward_mean" in values] == [0, 4]
+    first = wandb.inits[0]
+    assert (first["project"], first["id"], first["resume"]) == ("onbeat", "job-1", "allow")
+    assert wandb.exit_codes == [1, 0]
+
+
+def test_trackio_run_has_the_jobs_id_and_is_resumed(monkeypatch, tmp_path):
+    fake, rows = ModuleType("trackio"), []
+
+    class Run:
+        def log(self, values, step):
+            rows.append((step, sorted(values)))
+
+        def finish(self):
+            rows.append("finished")
+
+    def init(*, project, name, resume, config, embed, auto_log_gpu, auto_log_cpu):
+        assert (project, name, resume, config["seed"]) == ("onbeat", "job-1", "allow", 0)
+        return Run()
+
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.delitem(sys.modules, "services.trainer.trackers.trackio", raising=False)
+    with tracking(LedgerOf(2, [0]), tmp_path, "trackio"):
+        pass
+    names = ["iteration/reward_mean", "train/grad_norm"]
+    assert rows == [(0, names), (1, names), (0, ["eval/reward_mean"]), "finished"]
+
+
+# ---- what must not harm the job --------------------------------------------------------------------------------------
+
+
+def test_library_that_is_not_installed_is_one_warning(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "services.trainer.trackers.wandb", raising=False)
+    job = LedgerOf(2)
+    with tracking(job, tmp_path, "wandb"):
+        time.sleep(5 * PACE.look_s)
+    (warning,) = job.warnings
+    assert "tracker wandb" in warning
+    assert "install it where the trainer runs" in warning
+    assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 2
+
+
+def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, tmp_path):
+    wandb.error = RuntimeError("no route to host\nand a page of advice")
+    job = LedgerOf(3)
+    with tracking(job, tmp_path, "wandb", pace=RETRIES):
+        wait_until(lambda: len(wandb.inits) > 2, "it was tried again")
+        wandb.error = None
+        wait_until(lambda: len(wandb.rows) == 3, "all points are there")
+    assert job.warnings == ["tracker wandb: RuntimeError: no route to host; tried again every 0 s"]
+
+
+class Store:
+    """A tracker that takes nothing from iteration `refused` on."""
+
+    def __init__(self):
+        self.steps, self.num_opened, self.refused = [], 0, 1
+
+    def open(self):
+        self.num_opened += 1
+        return self
+
+    def log(self, point):
+        if self.refused is not None and point.step >= self.refused:
+            raise RuntimeError("503")
+        self.steps.append(point.step)
+
+    def finish(self, has_succeeded):
+        pass
+
+
+def follow_until(check, store, path):
+    follower = Follower("mlflow", store.open, LedgerOf(5), Bookmark(path), RETRIES)
+    wait_until(check, "the store is where it should be")
+    follower.close(has_succeeded=True)
+    assert follower.wait_closed(20)
+
+
+def test_point_before_a_refused_one_is_logged_once(tmp_path):
+    """Neither the trainer that tries again nor its successor repeats it."""
+    store = Store()
+    follow_until(lambda: store.num_opened > 2, store, tmp_path / "mlflow.json")
+    assert store.steps == [0]
+    store.refused = None
+    follow_until(lambda: len(store.steps) >= 5, store, tmp_path / "mlflow.json")
+    assert store.steps == list(range(5))
+
+
+def test_tracker_without_a_cursor_gets_everything_when_reopened():
+    store = Store()
+    follow_until(lambda: store.num_opened > 2, store, None)
+    assert store.steps == [0] * store.num_opened
+
+
+def test_tracker_that_hangs_ends_with_the_job_and_logs_no_more(wandb, tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "CLOSE_S", 2.0)
+    wandb.answers.clear()
+    job = LedgerOf(3)
+    with tracking(job, tmp_path, "wandb") as trackers:
+        assert wandb.has_been_asked.wait(20)
+        wait_until(lambda: len(curve_or_none(tmp_path)) == 3, "three points are there")
+        left_at = time.monotonic()
+    assert time.monotonic() - left_at < 20
+    assert job.warnings == ["tracker wandb: not finished within 2 s; its curves may end early"]
+    wandb.answers.set()
+    assert trackers._followers[-1].wait_closed(20)
+    assert [step for step, _ in wandb.rows] == [0], "another trainer may own the job by now"
+    assert wandb.exit_codes == []
+    assert not (tmp_path / "trackers" / "wandb.json").exists(), "another trainer may keep its cursor there by now"
+    assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 3
+
+
+def test_full_disk_is_a_warning(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    job = LedgerOf(3)
+    with tracking(job, tmp_path):
+        pass
+    assert len(job.warnings) == 1
+    assert job.warnings[0].startswith("tracker tensorboard: FileExistsError")
+
+
+# ---- the job's section -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trackers", "said"),
+    [
+        ([{"type": "neptune"}], "does not match any of the expected tags"),
+        ([{"type": "wandb", "api_key": "secret"}], "Extra inputs are not permitted"),
+        ([{"type": "mlflow", "tracking_uri": "http://elsewhere"}], "Extra inputs are not permitted"),
+        ([{"type": "trackio", "project": "../x"}], "should match pattern"),
+        ([{"type": "wandb"}, {"type": "wandb", "project": "b"}], "two trackers of type wandb"),
+    ],
+)
+def test_job_names_no_secret_no_address_and_no_unknown_tracker(trackers, said):
+    with pytest.raises(ValidationError, match=said):
+        job_config_with(trackers)
+
+
+# ---- the real libraries, where they are installed --------------------------------------------------------------------
+
+
+def log_twice(kind, num_first=3, num_second=5):
+    """Two trainers in turn, each in a thread of its own as in service; returns nothing: look into the store."""
+
+    def run(first, last):
+        tracker = opener(job_config_with([{"type": kind}]).tracking[0], job_config(), "job-1")()
+        for iteration in range(first, last):
+            tracker.log(point(iteration))
+        tracker.log(evaluation(first))
+        tracker.finish(has_succeeded=first > 0)
+
+    for first, last in ((0, num_first), (num_first, num_second)):
+        thread = threading.Thread(target=run, args=(first, last))
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_real_mlflow_holds_one_run_with_every_point_once(tmp_path, monkeypatch):
+    mlflow_tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    log_twice("mlflow")
+    client = mlflow_tracking.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("onbeat").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "iteration/reward_mean")
+    assert [(metric.step, metric.value) for metric in history] == [(step, step / 8) for step in range(5)]
+    assert run.info.status == "FINISHED"
+    assert run.data.params["schedule.num_iterations"] == "3"
+
+
+def test_real_trackio_holds_every_point_once(tmp_path, monkeypatch):
+    storage = pytest.importorskip("trackio.sqlite_storage")
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
+    log_twice("trackio")
+    rows = storage.SQLiteStorage.get_logs("onbeat", "job-1")
+    assert [row["step"] for row in rows if "train/grad_norm" in row] == list(range(5))
+
+
+def test_real_wandb_offline_writes_both_runs(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    log_twice("wandb")
+    files = list(tmp_path.glob("wandb/offline-run-*/run-job-1.wandb"))
+    assert files
+    assert all(b"iteration/reward_mean" in file.read_bytes() for file in files)
+
+
+async def test_evaluation_that_ends_late_is_read_once_in_its_place(monkeypatch):
+    ended_at = {0: 20.0, 4: 50.0, 8: 40.0, 12: 60.0}  # evaluation 8 ended before 4
+
+    async def read_iterations(*_):
+        return []
+
+    async def read_evaluations(ledger, job_id, after):
+        records = [EvaluationRecord(evaluation=n, state="DONE", ended_at=time) for n, time in ended_at.items()]
+        return [record for record in records if record.evaluation > after]
+
+    monkeypatch.setattr(points, "read_iterations", read_iterations)
+    monkeypatch.setattr(points, "read_evaluations", read_evaluations)
+    found, cursor = [], Cursor()
+    while new := await points.read_points(None, "job", cursor):
+        for each in new[:2]:  # the tracker fails after two
+            found, cursor = [*found, each.step], cursor.after(each)
+    assert found == [0, 4, 8, 12]
+
+
+def test_cursor_moves_one_curve_at_a_time():
+    cursor = Cursor().after(point(3))
+    assert cursor == Cursor(iteration=3)
+    assert cursor.after(evaluation(2)) == Cursor(iteration=3, evaluation=2)

@@ -1,0 +1,369 @@
+"""Periodic equals synchronous; the recorded order replays to the same bits; what goes wrong is loud."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onbeat.errors import JobFailed
+from onbeat.objectives import BUILT_IN
+from onbeat.objectives.base import Logprobs
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.response_stats import MAX_PARTS
+from onbeat.streams.codec import GroupFailure, RolloutGroup
+from services.trainer.accumulate import GradientSum
+from services.trainer.batch import pack
+from services.trainer.checkpoints.store import CheckpointStore, TrainState
+from services.trainer.iteration import OpenIteration
+from services.trainer.job.interface import Stopped
+from services.trainer.loop import TrainLoop
+from services.trainer.model.model import response_logprobs
+from services.trainer.policy import Policy
+from services.trainer.stats import IterationStats
+from services.trainer.world import ALONE, World
+from tests.trainer_fixtures import (
+    RecordedJob,
+    job_config,
+    make_group,
+    model_of,
+    recorded_iterations,
+    tiny_config,
+    tiny_model,
+    train,
+)
+
+PERIODIC = {"mode": "periodic", "num_iterations": 3}
+SYNC = {"mode": "sync", "num_iterations": 3}
+
+
+def shuffled_within_iterations(groups, seed):
+    rng = random.Random(seed)
+    return sorted(groups, key=lambda group: (group.iteration, rng.random()))
+
+
+def parameters(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def largest_gap(left, right):
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+NORMALIZATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
+OBJECTIVES = [
+    {"type": kind, **({} if kind == "online_dpo" else {"normalization": normalization})}
+    for kind, objective in BUILT_IN.items()
+    if "periodic" in objective.modes
+    for normalization in (["-"] if kind == "online_dpo" else NORMALIZATIONS)
+]
+
+
+@pytest.mark.parametrize(
+    ("objective", "kl_coef"),
+    [(each, coef) for each in OBJECTIVES for coef in (0.0, 0.1) if coef == 0.0 or each["type"] != "online_dpo"],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path):
+    seed = len(objective["type"])
+    objective = objective | {"kl": {"coef": kl_coef}}
+    groups = recorded_iterations(seed=seed)
+    sync = job_config(schedule=SYNC, objective=objective)
+    periodic = job_config(schedule=PERIODIC, objective=objective, training={"max_tokens_per_micro_batch": 40})
+    start = parameters(tiny_model(tiny_config(), torch.float32))
+    expected = parameters(train(sync, groups, tmp_path / "sync", arrivals=12)[0])
+    arrived = shuffled_within_iterations(groups, seed)
+    found = parameters(train(periodic, arrived, tmp_path / "periodic", arrivals=2)[0])
+    # AdamW's first steps divide by the gradient's own size: where it is all but zero, order noise shows in the sign.
+    assert largest_gap(start, expected) > 1e-2, "the job must have moved the weights for this to mean anything"
+    gap = torch.cat([(found[name] - expected[name]).flatten() for name in found])
+    assert gap.abs().mean() < 1e-6
+    assert gap.abs().max() < 1e-3
+
+
+def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):
+    groups = recorded_iterations(num_iterations=1)
+    config = job_config(schedule=PERIODIC | {"num_iterations": 1})
+    _, apart = train(config, groups, tmp_path / "apart", arrivals=1)
+    _, close = train(config, groups, tmp_path / "close", arrivals=1, is_steady=True)
+    assert [len(batch) for batch in apart.recorded[0]] == [1, 1, 1, 1]
+    assert [len(batch) for batch in close.recorded[0]] == [4]
+
+
+def test_a_full_micro_batch_waits_for_nobody(tmp_path):
+    groups = recorded_iterations(num_iterations=1)
+    config = job_config(schedule=PERIODIC | {"num_iterations": 1}, training={"max_tokens_per_micro_batch": 1})
+    _, job = train(config, groups, tmp_path, arrivals=1, is_steady=True)
+    assert [len(batch) for batch in job.recorded[0]] == [1, 1, 1, 1]
+
+
+def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
+    groups = shuffled_within_iterations(recorded_iterations(), 7)
+    budget = {"max_tokens_per_micro_batch": 45}
+    periodic = job_config(schedule=PERIODIC, training=budget)
+    first, job = train(periodic, groups, tmp_path / "a", arrivals=3)
+    assert len({len(batch) for batches in job.recorded.values() for batch in batches}) > 1
+    sync = job_config(schedule=SYNC, training=budget)
+    again, _ = train(sync, groups, tmp_path / "b", arrivals=99, micro_batches=job.recorded)
+    assert all(torch.equal(value, parameters(again)[name]) for name, value in parameters(first).items())
+
+
+def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
+    """Against an independent computation: mean over all tokens of -A * logprob, by autograd on one packed row."""
+    config, groups = job_config(optimizer={"max_grad_norm": 1e9}), recorded_iterations(1)  # a clip would hide the scale
+    reference = tiny_model(tiny_config(), torch.float32)
+    batch = pack(groups, torch.device("cpu"))
+    logprobs, _ = response_logprobs(reference, batch, 1.0)
+    advantages = torch.cat([(r - r.mean()) / (r.std() + 1e-4) for r in batch.group_rewards])
+    (-(advantages.repeat_interleave(batch.response_lengths) * logprobs).sum() / len(logprobs)).backward()
+
+    model = tiny_model(tiny_config(), torch.float32)
+    policy = Policy.create(model, config)
+    stats = IterationStats(0)
+    gradient = GradientSum(OpenIteration(config, 0, 0, behaviour_version=0), policy, ALONE, stats)
+    for group in groups:
+        gradient.add([group])
+    policy.optimizer.rescale(stats.tally.num_tokens)
+    policy.optimizer.clip()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(policy.optimizer.masters[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+BAND = {"type": "band", "low": 0.05, "high": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("objective", "divisor"),
+    [({}, "tokens"), ({"importance": BAND}, "kept tokens"), ({"normalization": "sequence_mean"}, "responses")],
+    ids=["tokens", "kept tokens", "responses"],
+)
+def test_sum_is_divided_once_by_what_the_objective_says(objective, divisor, tmp_path):
+    """AdamW hides a factor of the gradient, its norm does not."""
+    config, groups = job_config(objective=objective, schedule={"num_iterations": 1}), recorded_iterations(1)
+    model = tiny_model(tiny_config(), torch.float32)
+    batch = pack(groups, torch.device("cpu"))
+    logprobs, _ = response_logprobs(model, batch, 1.0)
+    loss = config.objective.loss(batch, Logprobs(logprobs, logprobs.detach(), None))
+    loss.loss_sum.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    num_kept = len(logprobs) - loss.num_rejected_tokens
+    counts = {"tokens": len(logprobs), "kept tokens": num_kept, "responses": len(batch.response_lengths)}
+    assert (num_kept < len(logprobs)) == (divisor == "kept tokens")
+    metrics = train(config, groups, tmp_path)[1].commits[0][2]
+    assert metrics["train/grad_norm"] == pytest.approx(norm / counts[divisor], rel=1e-4)
+
+
+def test_clip_keeps_the_direction_of_the_whole_gradient():
+    optimizer = Policy.create(tiny_model(tiny_config(), torch.float32), job_config()).optimizer
+    gradients = optimizer.gradients()
+    for gradient in gradients.values():
+        gradient.normal_()
+    before = {name: gradient.clone() for name, gradient in gradients.items()}
+    norm, limit = optimizer.clip(), optimizer.config.max_grad_norm
+    assert norm > limit
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, before[name] * (limit / norm))
+
+
+def test_report_counts_worked_by_hand(tmp_path):
+    groups = [make_group(f"0-{i}", 4, (2, 3, 4), rewards=[0.0, 0.0, 1.0]) for i in range(4)]
+    groups[0].responses[0].finish_reason = "length"
+    metrics = train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)[1].commits[0][2]
+    assert metrics["reward_mean"] == pytest.approx(1 / 3)
+    assert (metrics["num_responses"], metrics["prompt_tokens"], metrics["response_tokens"]) == (12, 48, 36)
+    assert metrics["rollout/truncated_frac"] == pytest.approx(1 / 12)
+    assert metrics["staleness_max"] == 0
+    lengths = [metrics[f"rollout/response_tokens_{name}"] for name in ("min", "mean", "p95", "max")]
+    assert lengths == [2, 3, 4, 4]
+    assert (metrics["rollout/solved_all_frac"], metrics["rollout/solved_none_frac"]) == (0.0, 0.0)
+
+
+def test_parts_of_the_reward_keep_their_curves_after_a_resume(tmp_path):
+    checkpoint = {"every_iterations": 1}
+    whole = job_config(schedule={"num_iterations": 2}, checkpoint=checkpoint)
+    half = job_config(schedule={"num_iterations": 1}, checkpoint=checkpoint)
+    groups = recorded_iterations(2)
+    for group in groups:
+        for index, response in enumerate(group.responses):
+            response.reward_parts.update({"short": index} | {f"x{group.iteration}-{n}": 1.0 for n in range(20)})
+    first = train(half, groups[:4], tmp_path)[1].commits[0][2]
+    second = train(whole, groups[4:], tmp_path, resume_from=1)[1].commits[0][2]
+    names = {name for name in first if name.startswith("reward/")}
+    assert len(names) == 2 * MAX_PARTS
+    assert {name for name in second if name.startswith("reward/")} == {"reward/short_mean", "reward/short_std"} < names
+
+
+def test_wait_for_other_replicas_is_no_busy_time(tmp_path):
+    class WorldOfALateRank(World):
+        def sum_scalars(self, values):
+            time.sleep(0.5)
+            return super().sum_scalars(values)
+
+    config, world = job_config(schedule={"num_iterations": 1}), WorldOfALateRank()
+    policy, job = Policy.create(model_of(config), config), RecordedJob(config, recorded_iterations(1))
+    state, checkpoints = TrainState.fresh("job", "tiny"), CheckpointStore(tmp_path, keep=2)
+    TrainLoop(job, config, policy, state, checkpoints, {}, world).run()
+    assert job.commits[0][2]["train/step_s"] < 0.4
+    assert max(span.end - span.start for span in job.spans[0]) < 0.4
+
+
+def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
+    config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
+    batch = pack(groups, torch.device("cpu"))
+    exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
+    values = iter(exact.tolist())
+    for group in groups:
+        for response in group.responses:
+            response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
+    groups[1].responses[0].rollout_logprobs[0] += 0.5
+    metrics = train(config, groups, tmp_path)[1].commits[0][2]
+    assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-4)
+    assert metrics["mismatch_mean"] == pytest.approx(0.5 / len(exact), abs=1e-4)
+
+
+def test_a_failed_group_is_skipped_or_fails_the_job_as_asked(tmp_path):
+    broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
+    groups = [*recorded_iterations(1)[:3], broken]
+    schedule = {"num_iterations": 1}
+    metrics = train(job_config(schedule=schedule), groups, tmp_path / "skip")[1].commits[0][2]
+    assert (metrics["rollout/failed_groups"], metrics["num_responses"]) == (1, 9)
+    with pytest.raises(JobFailed, match=r"0-3.*reward_failed.*boom"):
+        train(job_config(schedule=schedule, rollout={"on_group_failure": "fail"}), groups, tmp_path / "fail")
+    failure = GroupFailure(kind="reward_failed", message="boom")
+    all_broken = [RolloutGroup(group_id=f"0-{i}", failure=failure) for i in range(4)]
+    with pytest.raises(JobFailed, match=r"every group of iteration 0 failed.*reward_failed: boom"):
+        train(job_config(schedule=schedule), all_broken, tmp_path / "all")
+
+
+def test_an_update_whose_groups_all_failed_takes_no_step(tmp_path):
+    broken = RolloutGroup(group_id="0-3", failure=GroupFailure(kind="reward_failed", message="boom"))
+    config = job_config(schedule={"num_iterations": 1}, training={"num_updates_per_iteration": 4})
+    _, job = train(config, [*recorded_iterations(1)[:3], broken], tmp_path)
+    assert job.commits[0][2]["num_responses"] == 9
+
+
+def test_a_token_of_another_version_is_refused(tmp_path):
+    groups = recorded_iterations(1)
+    groups[2].responses[1].version_spans[0].policy_version = 4
+    with pytest.raises(JobFailed, match=r"0-2 has tokens of versions \[0, 4\]"):
+        train(job_config(schedule={"num_iterations": 1}), groups, tmp_path)
+
+
+def test_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
+    groups = recorded_iterations(1)
+    groups[1].responses[0].reward = float("inf")
+    model = tiny_model(tiny_config(), torch.float32)
+    before = parameters(model)
+    with pytest.raises(JobFailed, match="0-1"):
+        train(job_config(schedule={"num_iterations": 1}), groups, tmp_path, model=model)
+    assert largest_gap(before, parameters(model)) == 0.0
+
+
+def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monkeypatch):
+    """The loss is finite, but the derivative of one group's is not: sqrt at 0."""
+
+    def broken(objective, batch, logprobs, scale, call=GrpoObjective.loss):
+        loss = call(objective, batch, logprobs, scale)
+        if "0-2" in batch.group_ids:
+            loss = replace(loss, loss_sum=loss.loss_sum + (logprobs.trainer - logprobs.old).sum().abs().sqrt())
+        return loss
+
+    monkeypatch.setattr(GrpoObjective, "loss", broken)
+    model = tiny_model(tiny_config(), torch.float32)
+    before = parameters(model)
+    with pytest.raises(JobFailed, match=r"gradient is not finite.*no step was taken.*groups 0-2$"):
+        train(job_config(schedule={"num_iterations": 1}), recorded_iterations(1), tmp_path, model=model, arrivals=4)
+    assert largest_gap(before, parameters(model)) == 0.0
+
+
+def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
+    groups = recorded_iterations(4)
+    whole = job_config(schedule={"num_iterations": 4}, checkpoint={"every_iterations": 2})
+    expected, job = train(whole, groups, tmp_path / "whole", arrivals=4)
+    assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2), (2, 4)]
+    half = job_config(schedule={"num_iterations": 2}, checkpoint={"every_iterations": 2})
+    train(half, groups[:8], tmp_path / "half", arrivals=4)
+    resumed, job = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
+    assert [iteration for iteration, _, _ in job.commits] == [2, 3]
+    assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
+
+
+class StoppingJob(RecordedJob):
+    """Its trainer is asked to stop when the last micro-batch of an iteration has been recorded."""
+
+    stops_in = 0
+
+    def check(self):
+        if len(self.recorded.get(self.stops_in, [])) == 4:
+            raise Stopped
+        return super().check()
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_stopped_trainer_leaves_what_it_has_committed(tmp_path, num_updates):
+    sections = {"schedule": PERIODIC, "training": {"num_updates_per_iteration": num_updates}}
+    config, groups = job_config(**sections), recorded_iterations(3)
+    expected, _ = train(config, groups, tmp_path / "whole")
+    job = StoppingJob(config, groups)
+    job.stops_in = 2
+    with pytest.raises(Stopped):
+        train(config, groups, tmp_path / "halves", job=job)
+    if num_updates == 2:  # the first update of iteration 2 has moved the weights: all is to be repeated
+        assert job.checkpoints == []
+        return
+    assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2)]
+    resumed, _ = train(config, groups[8:], tmp_path / "halves", resume_from=2, micro_batches=job.recorded)
+    assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
+
+
+def test_a_torn_or_foreign_checkpoint_is_refused_by_name(tmp_path):
+    config = job_config(schedule={"num_iterations": 1}, checkpoint={"every_iterations": 1})
+    _, job = train(config, recorded_iterations(1), tmp_path)
+    folder = job.checkpoints[0][2]
+    other = tiny_model(tiny_config(hidden_size=16), torch.float32)
+    with pytest.raises(ValueError, match=r"iteration-000001 cannot be used: the checkpoint is of another model"):
+        train(config, [], tmp_path, model=other, resume_from=1)
+    from pathlib import Path
+
+    weights = next(Path(folder).glob("optimizer/*"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="iteration-000001 cannot be used"):
+        train(config, [], tmp_path, resume_from=1)
+
+
+def test_bfloat16_parameters_keep_float32_masters(tmp_path):
+    """An update far below bf16 resolution must add up over iterations instead of vanishing."""
+    config = job_config(optimizer={"learning_rate": 1e-5}, schedule={"num_iterations": 3})
+    model = tiny_model(tiny_config(), torch.bfloat16)
+    _, job = train(config, recorded_iterations(3), tmp_path, model=model)
+    state = load_file(job.checkpoints[-1][2] + "/optimizer/rank-00000-of-00001.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    master, parameter = state[f"master.{name}"], dict(model.named_parameters())[name]
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, parameter.float())
+    assert torch.equal(master.bfloat16(), parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_published_weights_are_those_after_the_step(dtype, tmp_path):
+    """They are encoded while later parameters are still being stepped."""
+    model, job = train(job_config(), recorded_iterations(3), tmp_path, model=tiny_model(tiny_config(), dtype))
+    published = load_file(job.checkpoints[-1][2] + "/model.safetensors")
+    assert all(torch.equal(published[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_group_used_twice_is_noticed_before_the_commit():
+    from tests.broker_fixtures import make_group, tasks_for
+
+    first, second = (make_group(task, version=0) for task in tasks_for(0))
+    stats, replica = IterationStats(0), IterationStats(0)
+    stats.add_group(first, is_trained=True)
+    with pytest.raises(AssertionError, match="0-0 is used twice"):
+        stats.add_group(first, is_trained=True)
+    replica.add_group(second, is_trained=True)
+    stats.merge([stats.to_bytes(), replica.to_bytes()])
+    assert stats.digests.keys() == {"0-0", "0-1"}
+    with pytest.raises(AssertionError, match="0-1 are used by two replicas"):
+        stats.merge([stats.to_bytes(), replica.to_bytes()])

@@ -1,0 +1,292 @@
+"""What a tensor is checked with: bytes from the trainer that named them with the checksum, all others with the digest.
+
+`forged` bytes stand for a collision: the manifest has their checksum and the digest of the true ones.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from xxhash import xxh3_128_digest
+
+from onbeat.errors import WeightsError
+from onbeat.weights import delta
+from onbeat.weights.client import DeltaStep, Itinerary, Peer
+from onbeat.weights.host import full_plan
+from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey
+from services.rollout.puller import WeightsPuller
+from services.trainer.weights.store import take_snapshot
+
+TRAINER, RELAY, PEER = "trainer:1", "relay:2", "peer:3"
+SIZE_A, SIZE_B = 4000, 2000  # bytes of the tensors
+SIZE = SIZE_A + SIZE_B
+SOON_S = 10.0
+
+
+def weights(seed, names=("a", "b")):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"a": SIZE_A, "b": SIZE_B}
+    return {name: torch.randn(sizes[name] // 2, generator=generator).bfloat16() for name in names}
+
+
+def content_of(snapshot):
+    return b"".join(bytes(buffer) for buffer in snapshot.buffers)
+
+
+def inverted(content, start, end):
+    return content[:start] + bytes(255 ^ byte for byte in content[start:end]) + content[end:]
+
+
+def with_checksums_of(manifest, content):
+    """The digests are those of the manifest's own bytes."""
+    tensors = [
+        replace(tensor, checksum=xxh3_128_digest(content[start : start + tensor.size_bytes]))
+        for tensor, start in zip(manifest.tensors, manifest.starts, strict=False)
+    ]
+    return replace(manifest, tensors=tuple(tensors))
+
+
+SNAPSHOT = take_snapshot(1, weights(0).items())
+TRUE = content_of(SNAPSHOT)
+FORGED = inverted(TRUE, 0, SIZE_A)  # all of the first tensor
+COLLIDING = with_checksums_of(SNAPSHOT.manifest, FORGED)
+
+
+@dataclass
+class Sent:
+    """What a source sends of a payload before it breaks."""
+
+    address: str
+    content: bytes
+    end: int = SIZE
+
+
+@dataclass
+class Network:
+    """A trainer, and who else is named: for each payload its sources one after the other, and its plan."""
+
+    itineraries: list[Itinerary]
+    sources: dict[PayloadKey, list[Sent]]
+    plans: dict = field(default_factory=dict)  # of deltas
+    now: dict = field(default_factory=dict)
+
+    def connect(self, address):
+        return At(self, address)
+
+
+@dataclass(eq=False)
+class At:
+    """See `WeightsClient`."""
+
+    network: Network
+    address: str
+
+    async def itinerary(self, version, base_version=None):
+        first, *later = self.network.itineraries
+        self.network.itineraries = later or [first]
+        return first
+
+    async def locate(self, key, puller, failed):
+        if not self.network.sources[key]:
+            raise WeightsError("no source is left")
+        sent = self.network.now[key] = self.network.sources[key].pop(0)
+        return sent.address
+
+    async def pull(self, key, offset_bytes=0):
+        sent = self.network.now[key]
+        assert sent.address == self.address
+        yield self.network.plans.get(key) or full_plan(self.network.itineraries[0].manifest, key.shard)
+        await asyncio.sleep(0)
+        if sent.content[offset_bytes : sent.end]:
+            yield memoryview(sent.content)[offset_bytes : sent.end]
+        if sent.end < len(sent.content):
+            raise WeightsError("it breaks")
+
+    async def finish(self, key, worker_id, is_complete):
+        pass
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+async def pulled(tmp_path):
+    """Pulls a version over a network, in which it has one copy: what that holds then, and the pull."""
+    pullers = {}
+
+    async def find_trainer():
+        return TRAINER
+
+    async def pull(network, version=1):
+        if id(network) not in pullers:
+            pullers[id(network)] = WeightsPuller(network.connect, find_trainer, Peer("r0"), tmp_path)
+        puller = pullers[id(network)]
+        pull = puller.start(version, SOON_S)
+        async with asyncio.timeout(SOON_S):
+            await pull.complete()
+        return bytes(puller.host.data), pull
+
+    yield pull
+    for puller in pullers.values():
+        await puller.close()
+
+
+def in_full(*sent, manifest=COLLIDING):
+    return Network([Itinerary(manifest)], {PayloadKey(1): list(sent)})
+
+
+# ---- from the trainer ------------------------------------------------------------------------------------------------
+
+
+async def test_bytes_of_the_trainer_are_checked_by_checksum_alone(pulled):
+    held, pull = await pulled(in_full(Sent(TRAINER, FORGED)))
+    assert held == FORGED
+    assert pull.stats.faults == []
+
+
+@pytest.mark.parametrize("position", [0, SIZE_A - 1, SIZE_A, SIZE - 1])
+async def test_a_corrupt_byte_from_the_trainer_is_noticed_and_cured(pulled, position):
+    corrupt = inverted(TRUE, position, position + 1)
+    network = in_full(Sent(TRAINER, corrupt), Sent(TRAINER, TRUE), manifest=SNAPSHOT.manifest)
+    held, pull = await pulled(network)
+    assert held == TRUE
+    (fault,) = pull.stats.faults
+    assert "of version 1 does not match its checksum" in fault
+
+
+async def test_trainer_that_resumes_where_it_broke_is_still_trusted(pulled):
+    held, _ = await pulled(in_full(Sent(TRAINER, FORGED, end=100), Sent(TRAINER, FORGED)))
+    assert held == FORGED
+
+
+async def test_damaged_checksum_fails_pulls_until_a_whole_manifest(pulled):
+    damaged = with_checksums_of(SNAPSHOT.manifest, inverted(TRUE, 0, SIZE))
+    network = in_full(Sent(TRAINER, TRUE), Sent(TRAINER, TRUE), Sent(TRAINER, TRUE), manifest=damaged)
+    network.itineraries.append(Itinerary(SNAPSHOT.manifest))
+    held, pull = await pulled(network)
+    assert held == TRUE
+    assert all("does not match its checksum" in fault for fault in pull.stats.faults)
+
+
+async def test_a_manifest_without_checksums_has_its_digests_checked(pulled):
+    bare = replace(
+        SNAPSHOT.manifest, tensors=tuple(replace(tensor, checksum=b"") for tensor in SNAPSHOT.manifest.tensors)
+    )
+    held, pull = await pulled(in_full(Sent(TRAINER, FORGED), Sent(TRAINER, TRUE), manifest=bare))
+    assert held == TRUE
+    assert "a of version 1 does not match its digest" in pull.stats.faults[0]
+
+
+def test_digest_of_a_version_covers_weights_and_not_checksums():
+    """Jobs record it, and a replay by another release is compared with it."""
+    assert COLLIDING.digest == SNAPSHOT.manifest.digest
+
+
+# ---- from anybody else -----------------------------------------------------------------------------------------------
+
+MIXED = {
+    "a relay": [Sent(RELAY, FORGED)],
+    "the first byte": [Sent(RELAY, FORGED, end=1), Sent(TRAINER, FORGED)],
+    "the first half": [Sent(RELAY, FORGED, end=SIZE_A // 2), Sent(TRAINER, FORGED)],
+    "the second half": [Sent(TRAINER, FORGED, end=SIZE_A // 2), Sent(RELAY, FORGED)],
+    "the last byte": [Sent(TRAINER, FORGED, end=SIZE_A - 1), Sent(RELAY, FORGED)],
+    "the middle": [Sent(TRAINER, FORGED, end=1), Sent(RELAY, FORGED, end=2), Sent(TRAINER, FORGED)],
+    "the plan": [Sent(RELAY, FORGED, end=0), Sent(TRAINER, FORGED)],
+}
+
+
+@pytest.mark.parametrize("of_the_relay", MIXED)
+async def test_relay_bytes_with_only_the_checksum_right_are_refused(pulled, of_the_relay):
+    """Only what agrees with the digest is taken in the end, although its checksum is another."""
+    held, pull = await pulled(in_full(*MIXED[of_the_relay], Sent(PEER, TRUE)))
+    assert held == TRUE
+    assert "a of version 1 does not match its digest" in pull.stats.faults[-1]
+
+
+async def test_trainers_bytes_after_a_relay_are_checked_by_digest_too(pulled):
+    """Wrong bytes of the relay are all written over then; but once relayed is relayed."""
+    held, pull = await pulled(in_full(Sent(RELAY, FORGED), Sent(TRAINER, FORGED), Sent(PEER, TRUE)))
+    assert held == TRUE
+    assert ["does not match its digest" in fault for fault in pull.stats.faults] == [True, True]
+
+
+@pytest.mark.parametrize("forged", ["a", "b"])
+async def test_only_the_trainers_own_shard_is_checked_by_checksums(pulled, forged):
+    start, end = (0, SIZE_A) if forged == "a" else (SIZE_A, SIZE)
+    content = inverted(TRUE, start, end)
+    manifest = with_checksums_of(replace(SNAPSHOT.manifest, shard_starts=(1,)), content)
+    other_rank = [Sent("rank:1", content[SIZE_A:]), Sent(PEER, TRUE[SIZE_A:])]
+    sources = {PayloadKey(1): [Sent(TRAINER, content[:SIZE_A])], PayloadKey(1, None, 1): other_rank}
+    held, pull = await pulled(Network([Itinerary(manifest)], sources))
+    assert held == (FORGED if forged == "a" else TRUE)
+    assert ["b of version 1 does not match its digest" in fault for fault in pull.stats.faults] == [True] * (
+        forged == "b"
+    )
+
+
+# ---- a chain of deltas -----------------------------------------------------------------------------------------------
+
+
+def applied(change, manifest: Manifest, content: bytes) -> bytes:
+    after = bytearray(content)
+    for entry, start in zip(change.plan.entries, change.plan.starts, strict=False):
+        tensor, place = manifest.tensors[entry.tensor_index], manifest.starts[entry.tensor_index]
+        encoded = b"".join(change.slices(start, start + entry.size_bytes))
+        target = memoryview(after)[place : place + tensor.size_bytes]
+        delta.apply(entry.encoding, encoded, target, DTYPE_BYTES[tensor.dtype])
+    return bytes(after)
+
+
+def moved(tensors, names, places=slice(0, 20), by=1.5):
+    after = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in names:
+        after[name][places] *= by
+    return after
+
+
+def chain(first_from, then_from, then_changes):
+    """Version 0 is held; two steps to 2, of which the first moves `a` to other bits than those of the true version 1.
+
+    Also the bytes that they lead to, whose checksums the manifest has, and the true ones, whose digests it has.
+    """
+    tensors = [weights(0)]
+    tensors += [moved(tensors[0], ["a"])]
+    tensors += [moved(tensors[1], then_changes, slice(50, 90))]
+    base = take_snapshot(0, tensors[0].items())
+    true = take_snapshot(1, tensors[1].items(), base=base)
+    newest = take_snapshot(2, tensors[2].items(), base=true)
+    forged = take_snapshot(1, moved(tensors[0], ["a"], by=-1.5).items(), base=base)
+    assert forged.delta.plan.entries == true.delta.plan.entries
+    content = applied(newest.delta, newest.manifest, content_of(forged))
+    manifest = with_checksums_of(newest.manifest, content)
+    steps = (DeltaStep(1, 0, forged.delta.plan.size_bytes), DeltaStep(2, 1, newest.delta.plan.size_bytes))
+    sources = {PayloadKey(0): [Sent(TRAINER, content_of(base))], PayloadKey(2): [Sent(PEER, content_of(newest))]}
+    plans = {}
+    for address, change in ((first_from, forged.delta), (then_from, newest.delta)):
+        size = change.plan.size_bytes
+        sources[change.key] = [Sent(address, b"".join(change.slices(0, size)), size)]
+        plans[change.key] = change.plan
+    # The try after the one that fails is in full, and has no base.
+    network = Network([Itinerary(base.manifest), Itinerary(manifest, steps), Itinerary(manifest)], sources, plans)
+    return network, content, content_of(newest)
+
+
+@pytest.mark.parametrize("then_changes", [["b"], ["a"], ["a", "b"]])
+@pytest.mark.parametrize(("first_from", "then_from"), [(RELAY, TRAINER), (TRAINER, RELAY), (RELAY, RELAY)])
+async def test_tensor_with_any_step_from_a_relay_is_checked_by_digest(pulled, first_from, then_from, then_changes):
+    network, forged, true = chain(first_from, then_from, then_changes)
+    assert forged[:SIZE_A] != true[:SIZE_A]
+    await pulled(network, 0)
+    held, pull = await pulled(network, 2)
+    assert held == true
+    assert "a of version 2 does not match its digest" in pull.stats.faults[0]
+
+
+@pytest.mark.parametrize("then_changes", [["b"], ["a"], ["a", "b"]])
+async def test_chain_of_the_trainers_deltas_is_checked_by_checksums(pulled, then_changes):
+    network, forged, _ = chain(TRAINER, TRAINER, then_changes)
+    await pulled(network, 0)
+    held, pull = await pulled(network, 2)
+    assert held == forged
+    assert pull.stats.faults == []

@@ -1,0 +1,44 @@
+"""Waiting for what happens in its own time. Every wait has a deadline and says what it was for."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+async def eventually(what: str, check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """The first true value of `check`, which may be asynchronous."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = check()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+async def until(is_true: Callable[[], object], deadline_s: float = 30.0) -> None:
+    """For moments that are soon over: it looks more often than `eventually`."""
+    async with asyncio.timeout(deadline_s):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 180.0, poll_s: float = 0.05) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s in vain until {what}"
+        time.sleep(poll_s)
+
+
+def wait_until_gone(stat: Path) -> None:
+    """Until the process of this file in /proc has ended."""
+    wait_until(lambda: not is_running(stat), f"{stat} is gone")
+
+
+def is_running(stat: Path) -> bool:
+    return stat.exists() and stat.read_text().rpartition(") ")[2][0] != "Z"
