@@ -38,9 +38,9 @@ from onbeat.streams.codec import PromptTask
 from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from tests.integration.broker_fixtures import eventually
-from tests.integration.tiny_models import build_tokenizer
-from tests.unit.trainer_fixtures import job_config, make_group
+from tests.tiny_models import build_tokenizer
+from tests.trainer_fixtures import job_config, make_group
+from tests.waiting import eventually
 
 NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES = 3, 2, 4
 PROMPT_TOKENS, RESPONSE_TOKENS = 16, 12

@@ -1,15 +1,16 @@
-"""The memory of a job on a large random model, with LoRA, two FSDP2 ranks and real rollouts.
+"""The memory of a job on a large random model, with two FSDP2 ranks and real rollouts.
 
-    python benchmarks/fsdp_stack.py bfloat16    a billion parameters; needs a processor that multiplies bfloat16
-    python benchmarks/fsdp_stack.py float32     two thirds of a billion, into benchmarks/results/fsdp_stack_float32.json
+    python benchmarks/fsdp_stack.py bfloat16    LoRA, 1.0B parameters; needs a processor that multiplies bfloat16
+    python benchmarks/fsdp_stack.py float32     LoRA, 0.67B parameters, into benchmarks/results/fsdp_stack_float32.json
+    python benchmarks/fsdp_stack.py full        all of 0.42B parameters in float32, into fsdp_stack_full.json
 
 It is the local stack with vLLM, whose trainer is started by torchrun. Three iterations of tiny responses. A random
 model gets no reward, so the job has a KL term: without one its groups would be left out. With LoRA it needs no second
 model for it.
 
-In bfloat16 the ranks hold 2 bytes a parameter, and 4 in versions while one is made; rollout and engine hold 2 each:
-10 GB for a billion parameters, and 20 in float32, besides programs, caches and activations: more than 24 GB have.
-Without instructions for bfloat16 a backward pass over a billion parameters takes longer than the deadline.
+With LoRA in bfloat16 the ranks hold 2 bytes a parameter, and 4 in versions while one is made; rollout and engine hold
+2 each: 10 GB for a billion parameters, and 20 in float32, besides programs, caches and activations: more than 24 GB
+have. Without instructions for bfloat16 a backward pass over a billion parameters takes longer than the deadline.
 """
 
 import os
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_memory import BILLION, CASES, LORA, peaks, write_model
+from fsdp_memory import BILLION, CASES, LORA, NO_HISTORY, Case, peaks, write_model
 from harness import save, temporary_folder
 from memory import Sampler, by_service
 
@@ -32,7 +33,11 @@ from tests.e2e.stack import RunningStack, running, tiny_job
 NUM_RANKS, NUM_ITERATIONS = 2, 3
 DEADLINE_S = 1500.0
 POLL_S = 0.5
-SIZES = {"bfloat16": BILLION, "float32": CASES["lora"].sizes}
+STACKS = {
+    "bfloat16": Case(BILLION, LORA, "bfloat16"),
+    "float32": CASES["lora"],
+    "full": Case(CASES["full"].sizes, NO_HISTORY),
+}
 LEAST_BYTES = 1_000_000_000  # below this the job is given up: others need the machine
 SECTIONS = {
     "rollout": {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 8},
@@ -82,10 +87,10 @@ def wait(stack: RunningStack, job_id: str, watch: Watch) -> list[float]:
     return peaks(trainer) or found
 
 
-def run(dtype: str, folder: Path) -> dict[str, Any]:
-    num_parameters = write_model(folder / "model", SIZES[dtype])
-    model = {"dtype": dtype, "max_context_tokens": 64}
-    job = tiny_job(folder, model=model, **SECTIONS, **LORA)
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    num_parameters = write_model(folder / "model", case.sizes)
+    model = {"dtype": case.dtype, "max_context_tokens": 64}
+    job = tiny_job(folder, model=model, **SECTIONS, **case.sections)
     cores = {"rollout_cores": None, "trainer_cores": None}  # both have all
     watch, sampler, started = Watch(), Sampler(os.getpid()), time.monotonic()
     watch.start()
@@ -101,7 +106,7 @@ def run(dtype: str, folder: Path) -> dict[str, Any]:
     services = sorted({name for sample in sizes for name in sample})
     return {
         "parameters": num_parameters,
-        "dtype": dtype,
+        "dtype": case.dtype,
         "iterations": len(iterations),
         "ranks_gb": ranks,
         "peak_by_service_mb": {name: max(sample.get(name, 0) for sample in sizes) for name in services},
@@ -112,12 +117,12 @@ def run(dtype: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:] not in [[dtype] for dtype in SIZES]:
-        raise SystemExit("usage: python benchmarks/fsdp_stack.py bfloat16|float32")
-    (dtype,) = sys.argv[1:]
+    if sys.argv[1:] not in [[name] for name in STACKS]:
+        raise SystemExit(f"usage: python benchmarks/fsdp_stack.py {'|'.join(STACKS)}")
+    (name,) = sys.argv[1:]
     with temporary_folder() as folder:
-        result = run(dtype, folder)
-    save("fsdp_stack" if dtype == "bfloat16" else "fsdp_stack_float32", result)
+        result = run(STACKS[name], folder)
+    save("fsdp_stack" if name == "bfloat16" else f"fsdp_stack_{name}", result)
 
 
 if __name__ == "__main__":

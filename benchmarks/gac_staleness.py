@@ -9,6 +9,7 @@ of iterations take seconds and only staleness and GAC differ.
 
 import argparse
 import statistics
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class StaleRollouts:
     def check(self) -> JobState:
         return JobState.RUNNING
 
-    def accepted(self, first_iteration: int) -> list[RolloutGroup]:
+    def accepted(self, first_iteration: int, known: Container[str] = ()) -> list[RolloutGroup]:
         return []
 
     def recorded_micro_batches(self, iteration: int) -> list[list[str]]:

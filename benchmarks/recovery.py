@@ -28,7 +28,8 @@ from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.streams.ledger import Ledger
 from tests.chaos.exactly_once import check_exactly_once
 from tests.chaos.test_windows import ROLLOUT_LEASE_S, SMALL, TRAINER_LEASE_S, ChaosStack, obedient
-from tests.e2e.stack import running, wait_until
+from tests.e2e.stack import running
+from tests.waiting import wait_until
 
 REPEATS = 5
 PAUSE_S = max(ROLLOUT_LEASE_S, TRAINER_LEASE_S) + 2

@@ -1,6 +1,6 @@
-"""Train from Python: submit two jobs, follow them, look at curves and responses, compare.
+"""Train from Python: submit two jobs, follow them, look at responses, compare the rewards.
 
-Needs a broker (`onbeat up`) and matplotlib (`.venv/bin/pip install matplotlib`):
+Needs a broker (`onbeat up`):
 
     python examples/sdk.py [num_iterations]
 """
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from onbeat import Client, JobConfig
-from onbeat.plots import plot_metrics, plot_timeline
 from onbeat.types import IterationUpdate, JobState
 
 QUICKSTART = Path(__file__).parent / "quickstart.toml"
@@ -37,13 +36,10 @@ def main() -> None:
     num_iterations = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     with Client() as client:  # ONBEAT_URL, or the broker on this machine
         jobs = [train(client, learning_rate, num_iterations) for learning_rate in LEARNING_RATES]
-        curves = [client.jobs.metrics(job) for job in jobs]
-        plot_metrics(*curves, labels=[f"{rate:g}" for rate in LEARNING_RATES]).savefig("curves.png")
-        plot_timeline(client.jobs.timeline(jobs[0], iterations=3)).savefig("timeline.png")
         for sample in client.jobs.samples(jobs[0], limit=3):
             print(f"reward {sample.reward:g}: {sample.prompt!r} -> {sample.response!r}")
-        best = max(zip(jobs, curves, strict=True), key=lambda one: one[1]["iteration/reward_mean"][-1][1])
-        print(f"best at the end: {best[0]}; see curves.png and timeline.png")
+        rewards = {job: client.jobs.metrics(job)["iteration/reward_mean"][-1][1] for job in jobs}
+        print(f"best at the end: {max(rewards, key=lambda job: rewards[job])}")
 
 
 if __name__ == "__main__":

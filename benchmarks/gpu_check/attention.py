@@ -17,7 +17,7 @@ FORKED = Tree((160, 70, 40, 300, 20), (-1, 0, 0, 2, 2), torch.arange(-1, 589))  
 LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens
     "smallest": ([(1, [2])], 0),
     "whole blocks": ([(128, [129, 129]), (128, [129])], 0),
-    # These are those of tests/unit/test_attention_kernels.py.
+    # These are those of tests/unit/trainer/attention/test_kernels.py.
     "long": ([(150, [3, 40, 1]), (5, [200, 7])], 0),
     "longer": ([(300, [310, 2, 1]), (150, [3, 40, 1]), (5, [200, 7])], 0),
     "behind a long prefix": ([(152, [3, 40, 1]), (131, [200, 7])], 130),

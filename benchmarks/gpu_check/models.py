@@ -11,7 +11,7 @@ from services.trainer.model.model import (
     register_attention,
     use_attention,
 )
-from tests.integration.tiny_models import build_tokenizer
+from tests.tiny_models import build_tokenizer
 
 SIZES = {  # of Qwen2.5: hidden, intermediate, layers, query heads, key/value heads, vocabulary, tied embeddings
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),

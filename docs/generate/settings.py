@@ -12,20 +12,17 @@ from pydantic_settings import BaseSettings
 from docs.generate.markdown import code, generated_note, join, sentence, table
 from services.broker.settings import Settings as BrokerSettings
 from services.rollout.settings import Settings as RolloutSettings
-from services.rollout.stock_server import Settings as FollowerSettings
 from services.trainer.settings import Settings as TrainerSettings
 
 SERVICES: dict[str, type[BaseSettings]] = {
     "Broker": BrokerSettings,
     "Trainer": TrainerSettings,
     "Rollout": RolloutSettings,
-    "Follower of a vLLM server": FollowerSettings,
 }
 COMMANDS = {
     "Broker": "python -m services.broker",
     "Trainer": "python -m services.trainer",
     "Rollout": "python -m services.rollout",
-    "Follower of a vLLM server": "python -m services.rollout.stock_server JOB",
 }
 
 INTRODUCTION = """# Settings
@@ -44,14 +41,11 @@ def page() -> str:
         "## All services",
         rows_of(BrokerSettings, shared),
         "## Trainer and rollouts",
-        rows_of(TrainerSettings, names_of(TrainerSettings) & names_of(RolloutSettings) & wire_names() - shared),
+        rows_of(TrainerSettings, wire_names() - shared),
     ]
     for title, settings in SERVICES.items():
-        own = names_of(settings) - shared
-        if settings is not FollowerSettings:
-            own -= wire_names() & names_of(TrainerSettings) & names_of(RolloutSettings)
-        note = " It also reads the variables of the trainer's weights." if settings is FollowerSettings else ""
-        parts += [f"## {title}", f"`{COMMANDS[title]}`.{note}", rows_of(settings, own - wire_names() if note else own)]
+        own = names_of(settings) - shared - wire_names()
+        parts += [f"## {title}", f"`{COMMANDS[title]}`.", rows_of(settings, own)]
     return join(*parts)
 
 
