@@ -7,7 +7,8 @@ From them the backward pass needs only E, in the compute dtype:
     l = h W^T / T,  logp = l[y] - logsumexp(l),  d logp / d l = onehot(y) - softmax(l) = -E
     d logp / d h = -E W / T,  d logp / d W = -E^T h / T
 
-The E of a single block is kept for the backward pass; with more blocks, each E is computed again when it is needed.
+The E of a single block is kept for the backward pass, and so are those of more blocks up to KEPT_BYTES. Otherwise each
+E is computed again when it is needed.
 
 Legend: N target tokens, M of them in a block, V vocabulary, D model, y the target, T the temperature.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 BLOCK_ROWS = 1024  # rows for one matrix product: 1,024 x 50,000 x 2 bytes is 100 MB
+KEPT_BYTES = 512 << 20
 ROWS = 16  # rows of float32 at a time: 16 x 50,000 x 4 bytes is 3 MB
 
 
@@ -30,12 +32,15 @@ class TargetLogprobs(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy, excess = [], [], None
+        logprobs, entropy, kept = [], [], []
+        is_kept = len(hidden) <= BLOCK_ROWS or len(hidden) * len(weight) * hidden.element_size() <= KEPT_BYTES
         for block in blocks(hidden):
             excess, *values = excess_probabilities(hidden[block], weight, targets[block], temperature)
             logprobs.append(values[0])
             entropy.append(values[1])
-        ctx.save_for_backward(hidden, weight, targets, excess if len(logprobs) == 1 else None)
+            if is_kept:
+                kept.append(excess)
+        ctx.save_for_backward(hidden, weight, targets, *kept)
         ctx.temperature = temperature
         joined = torch.cat(logprobs), torch.cat(entropy)
         ctx.mark_non_differentiable(joined[1])
@@ -43,11 +48,12 @@ class TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:  # type: ignore[override]
-        hidden, weight, targets, kept = ctx.saved_tensors
+        hidden, weight, targets, *kept = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for block in blocks(hidden):
-            excess = kept
-            if excess is None:
+        for index, block in enumerate(blocks(hidden)):
+            if kept:
+                excess = kept[index]
+            else:
                 excess, _, _ = excess_probabilities(hidden[block], weight, targets[block], ctx.temperature)
             scale_M1 = grads[0][block, None] / -ctx.temperature
             grad_hidden[block] = torch.mm(excess, weight) * scale_M1
