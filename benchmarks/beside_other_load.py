@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness import run_job, save
+from harness import own_dtype, run_job, save
 
 NUM_ITERATIONS, WARMUP, GOAL = 8, 2, 2.5
 FIELDS = ("wall_s", "train_s", "generate_s", "weight_sync_s")
@@ -56,7 +56,7 @@ def main() -> None:
     if "--show" in sys.argv:
         print(json.dumps(result, indent=2))
     else:
-        save("beside_other_load", result)
+        save("beside_other_load", result, own_dtype())
 
 
 if __name__ == "__main__":

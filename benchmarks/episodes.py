@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_environments import TEMPLATE, install
-from harness import ROOT, median_of, run_job, save, temporary_folder
+from harness import ROOT, median_of, own_dtype, run_job, save, temporary_folder
 from vs_trl import copy_without_end, quickstart_model
-
-from onbeat.hardware.processor import read_processor
 
 NUM_TOKENS, NUM_TURNS, WARMUP = 16, 3, 2
 DATA = ROOT / "examples" / "shop.jsonl"
@@ -66,7 +64,7 @@ def run_onbeat(model: Path, dtype: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def main(sizes: Sizes) -> None:
-    dtype = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+    dtype = own_dtype()
     with temporary_folder() as folder:
         install(folder / "site")
         model = prepare_model(folder)
@@ -80,7 +78,7 @@ def main(sizes: Sizes) -> None:
     }
     assert set(tokens.values()) == {NUM_TURNS * NUM_TOKENS}, f"the episodes do not have the same sizes: {tokens}"
     save(
-        "episodes" if dtype == "bfloat16" else "episodes_float32",
+        "episodes",
         {
             "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
             "times_fewer_seconds": trl_s / onbeat_s,
@@ -100,6 +98,7 @@ def main(sizes: Sizes) -> None:
             "num_samples_per_prompt": sizes.num_samples,
             "warmup_steps": WARMUP,
         },
+        dtype,
     )
 
 

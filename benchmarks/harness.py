@@ -61,14 +61,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def own_dtype() -> str:
+    """Return the dtype that a job with `model.dtype = "auto"` computes in on this machine."""
+    return "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+
+
 def on_one_line(text: str) -> str:
     """Return the JSON without line breaks, if it is short; strings in it have none."""
     line = re.sub(r"\n\s*", " ", text)
     return line if len(line) <= MAX_LINE else text
 
 
-def save(name: str, result: dict[str, Any]) -> None:
-    """Write benchmarks/results/NAME.json and show it."""
+def save(name: str, result: dict[str, Any], dtype: str = "bfloat16") -> None:
+    """Write benchmarks/results/NAME.json, or NAME_float32.json, and show it: figures of one dtype say nothing about the
+    other, and both are kept."""
+    name += "_float32" if dtype == "float32" else ""
     RESULTS.mkdir(parents=True, exist_ok=True)
     result = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine()} | result
     text = INNERMOST.sub(lambda found: on_one_line(found[0]), json.dumps(result, indent=2))

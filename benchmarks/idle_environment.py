@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 
 from bench_environments import install
-from harness import run_job, save, temporary_folder
+from harness import own_dtype, run_job, save, temporary_folder
 from vs_trl import copy_without_end, quickstart_model
 
 IDLE_S, NUM_TURNS, NUM_TOKENS, GROUP_SIZE, MAX_NUM_SEQS, WARMUP = 2.0, 4, 16, 8, 32, 1
@@ -72,6 +72,7 @@ def main(num_prompts: int, num_iterations: int) -> None:
             "responses_in_the_engine_at_a_time": MAX_NUM_SEQS,
             "groups_played_at_a_time": {name: limits[1] for name, limits in settings.items()},
         },
+        own_dtype(),
     )
 
 

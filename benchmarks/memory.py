@@ -17,9 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, save, temporary_folder
-
-from onbeat.hardware.processor import read_processor
+from harness import ROOT, own_dtype, save, temporary_folder
 
 NUM_ITERATIONS, WARMUP = 6, 2
 SAMPLE_S = 0.25
@@ -160,12 +158,9 @@ def main() -> None:
     if chosen := sys.argv[1:]:
         print(json.dumps({dtype: run(f"model.dtype={dtype}") for dtype in chosen}, indent=2))
         return
-    is_native = read_processor().bfloat16 == "native"
-    dtypes = ("float32", "bfloat16") if is_native else ("float32",)  # a pass of the other would take minutes
-    save(
-        "memory" if is_native else "memory_float32",
-        {"unit": "MB"} | {each: run(f"model.dtype={each}") for each in dtypes},
-    )
+    own = own_dtype()
+    dtypes = sorted({"float32", own})  # a pass of the other would take minutes
+    save("memory", {"unit": "MB"} | {each: run(f"model.dtype={each}") for each in dtypes}, own)
 
 
 if __name__ == "__main__":

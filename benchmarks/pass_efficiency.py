@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from groups import make_group
-from harness import ROOT, save
+from harness import ROOT, own_dtype, save
 from torch.utils.flop_counter import FlopCounterMode
 
 from onbeat.config import JobConfig
@@ -67,7 +67,7 @@ def measure(dtype_name: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=list(DTYPES))
+    parser.add_argument("--dtype", default=own_dtype(), choices=list(DTYPES))
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -76,8 +76,9 @@ def main() -> None:
         {
             "num_threads": arguments.threads,
             "goal": "share_of_peak >= 0.85 in float32",
-            "passes": [measure(dtype) for dtype in arguments.dtypes],
+            "pass": measure(arguments.dtype),
         },
+        arguments.dtype,
     )
 
 

@@ -15,11 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, run_job, save, temporary_folder
+from harness import ROOT, own_dtype, run_job, save, temporary_folder
 from vs_trl import quickstart_model
 
 from onbeat.config import JobConfig
-from onbeat.hardware.processor import read_processor
 
 QUICKSTART = "examples/quickstart.toml"
 WINDOW, WANTED = 5, 0.8
@@ -83,15 +82,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--times", type=float, default=8.0, help="TRL's time, as a multiple of Onbeat's; 0: no TRL")
     arguments = parser.parse_args()
-    is_native = read_processor().bfloat16 == "native"
+    dtype = own_dtype()
     runs = [run_onbeat(seed) for seed in arguments.seeds]
     reached = [run["seconds_to_reward"] for run in runs if run["seconds_to_reward"] is not None]
     median_s = statistics.median(reached) if reached else None
     trl = None
     if arguments.times and median_s is not None:
-        trl = run_trl("mixed" if is_native else "float32", arguments.times * median_s)
+        trl = run_trl("mixed" if dtype == "bfloat16" else "float32", arguments.times * median_s)
     save(
-        "time_to_reward" if is_native else "time_to_reward_float32",
+        "time_to_reward",
         {
             "goal": f"mean reward of {WINDOW} iterations >= {WANTED}",
             "seconds_to_reward": {"median": median_s, "slowest": max(reached, default=None)},
@@ -100,6 +99,7 @@ def main() -> None:
             "onbeat": runs,
             "trl": trl,
         },
+        dtype,
     )
 
 

@@ -12,9 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import ROOT, median_of, run_job, save, temporary_folder
-
-from onbeat.hardware.processor import read_processor
+from harness import ROOT, median_of, own_dtype, run_job, save, temporary_folder
 
 NUM_STEPS, WARMUP, NUM_PROMPTS, GROUP_SIZE, NUM_TOKENS = 6, 2, 8, 8, 24
 NEVER_SAMPLED = {"eos_token_id": 16, "eos_token": "<empty_output>"}  # in SmolLM2's vocabulary, in none of its texts
@@ -56,7 +54,7 @@ def run_onbeat(model: Path, dtype: str) -> dict:
 
 
 def main() -> None:
-    dtype = "bfloat16" if read_processor().bfloat16 == "native" else "float32"
+    dtype = own_dtype()
     with temporary_folder() as folder:
         model = copy_without_end(quickstart_model(), folder / "model")
         report = run_onbeat(model, dtype)
@@ -65,7 +63,7 @@ def main() -> None:
     iterations = report["iterations"]
     lengths = [each["response_tokens"] / each["num_responses"] for each in iterations]
     save(
-        "vs_trl" if dtype == "bfloat16" else "vs_trl_float32",
+        "vs_trl",
         {
             "dtype": f"{dtype} (TRL: weights, and autocast if bfloat16; Onbeat: weights, with float32 masters)",
             "seconds_per_step": {"trl": trl_s, "onbeat": onbeat_s},
@@ -83,6 +81,7 @@ def main() -> None:
             "response_tokens": NUM_TOKENS,
             "warmup_steps": WARMUP,
         },
+        dtype,
     )
 
 

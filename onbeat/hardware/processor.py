@@ -18,7 +18,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 # The variables limit PyTorch and oneDNN to the instructions of an older processor: see ISA in the Makefile.
 ATEN_LIMIT, ONEDNN_LIMIT = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"
-NO_AVX512 = {ATEN_LIMIT: {"default", "avx2"}, ONEDNN_LIMIT: {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"}}
+NO_AVX512 = {ATEN_LIMIT: {"DEFAULT", "AVX2"}, ONEDNN_LIMIT: {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"}}
 NO_BFLOAT16 = {ONEDNN_LIMIT: {"AVX512_CORE", "AVX512_CORE_VNNI"}}
 
 
@@ -64,7 +64,8 @@ def allowed_flags(flags: set[str], environment: Mapping[str, str]) -> set[str]:
 
 
 def is_limited(environment: Mapping[str, str], limits: Mapping[str, set[str]]) -> bool:
-    return any(environment.get(variable, "") in values for variable, values in limits.items())
+    """Return whether a variable has one of those values; their case does not matter, to oneDNN neither."""
+    return any(environment.get(variable, "").upper() in values for variable, values in limits.items())
 
 
 def name_instructions(flags: set[str]) -> str:

@@ -44,7 +44,7 @@ class Worker:
         self._create_engine, self._connect_weights = create_engine, connect_weights
         self._stopping = asyncio.Event()
         self._session: RolloutSession | None = None
-        self._left_alone: set[str] = set()  # jobs that are not served, each logged once
+        self._left_alone: set[str] = set()  # jobs that are not served, each reported once
 
     async def run(self) -> None:
         """Serve jobs until `stop` is called. Raises what this process cannot cure: Redis errors, EngineBroken, ..."""
@@ -121,26 +121,30 @@ class Worker:
         jobs = await existing_jobs(self._ledger, await self._ledger.lists.started())
         for job_id, fields in jobs.items():
             is_ours = fields.get("pool") == self._settings.pool and fields["state"] in SERVED_STATES
-            if is_ours and "weights_address" in fields and (config := self._read_config(job_id, fields)):
+            if is_ours and "weights_address" in fields and (config := await self._read_config(job_id, fields)):
                 found.append(Candidate(job_id, config, is_paused=fields["state"] == JobState.PAUSED))
         return found
 
-    def _read_config(self, job_id: str, fields: Mapping[str, str]) -> JobConfig | None:
-        """Return the job as this rollout would serve it; None for one that it cannot serve."""
+    async def _read_config(self, job_id: str, fields: Mapping[str, str]) -> JobConfig | None:
+        """Return the job as this rollout would serve it; None, with a warning to its user, if it cannot serve it."""
         try:
             config = JobConfig.of_job(fields)
         except (ValidationError, LookupError) as error:
-            self._leave_alone(job_id, f"this rollout does not understand it: {error}")
+            await self._leave_alone(job_id, f"it runs another version of Onbeat, which does not know the job: {error}")
             return None
         if config.model.dtype == "bfloat16" and self._hardware.bfloat16 == "missing":
-            self._leave_alone(job_id, f"it computes in bfloat16, which this rollout's {self._hardware} cannot")
+            reason = f"its {self._hardware} cannot compute in the job's bfloat16"
+            await self._leave_alone(job_id, f"{reason}; submit the job with model.dtype = auto or float32")
             return None
         return config
 
-    def _leave_alone(self, job_id: str, reason: str) -> None:
-        if job_id not in self._left_alone:
-            logger.error("job %s is left alone: %s", job_id, reason)
+    async def _leave_alone(self, job_id: str, reason: str) -> None:
+        if job_id in self._left_alone:
+            return
         self._left_alone.add(job_id)
+        warning = f"{self._settings.worker_id} does not serve the job: {reason}"
+        logger.error("job %s: %s", job_id, warning)
+        await self._ledger.event_log.emit(job_id, "job.warning", warning)
 
     async def _warn_of_emulation(self, job_id: str) -> None:
         warning = (

@@ -20,6 +20,7 @@ from services.broker.datasets.process import DatasetProcess
 from services.rollout import claim_loop, puller, session
 from services.rollout.__main__ import root_cause
 from services.rollout.engines.registry import EngineBroken, EngineDied
+from services.rollout.worker import FIND_JOB_S
 from tests.integration.rollout.rollout_rig import CONTEXT_TOKENS, G, Rig, serving_model
 from tests.rollout_fakes import FakeEngine
 
@@ -37,10 +38,20 @@ async def test_a_rollout_without_bfloat16_serves_and_warns(rig):
     assert (worker.hardware, worker.bfloat16) == ("Older (AVX2, no bfloat16)", "emulated")
 
 
-async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig, caplog):
+async def test_a_rollout_that_cannot_hold_the_dtype_leaves_the_job(rig):
     rig.start_worker(hardware=Hardware("T4", "compute capability 7.5", "missing"))
     await rig.open(0, rig.task(0, 0))
-    await rig.until(lambda: "computes in bfloat16, which this rollout's T4" in caplog.text)
+
+    async def warnings():
+        return [event.message for event in await rig.ledger.event_log.read(rig.job_id) if event.kind == "job.warning"]
+
+    await rig.until(warnings)
+    await asyncio.sleep(3 * FIND_JOB_S)  # it looks again, and says nothing again
+    (warning,) = await warnings()
+    assert warning == (
+        "w0 does not serve the job: its T4 (compute capability 7.5) cannot compute in the job's bfloat16; "
+        "submit the job with model.dtype = auto or float32"
+    )
     rig.start_worker()
     (group,) = await rig.drained(0)
     assert group.worker_id == "w1"

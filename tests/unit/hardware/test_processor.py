@@ -42,6 +42,7 @@ def test_processors_differ_in_bfloat16(tmp_path, flags, instructions, bfloat16):
     [
         ({"ATEN_CPU_CAPABILITY": "avx2"}, "AVX2, no bfloat16"),
         ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2, no bfloat16"),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2"}, "AVX2, no bfloat16"),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, "AVX-512 without bfloat16"),
         ({"ATEN_CPU_CAPABILITY": "avx512"}, "AVX-512 and AMX with bfloat16"),
     ],
