@@ -58,7 +58,7 @@ def run_onbeat(model: Path, dtype: str, sizes: Sizes) -> dict[str, Any]:
         f"rollout.num_prompts_per_iteration={sizes.num_prompts}",
         f"rollout.num_samples_per_prompt={sizes.num_samples}",
         f"rollout.max_response_tokens={NUM_TOKENS}",
-        "training.max_tokens_per_micro_batch=2048",
+        "training.max_tokens_per_micro_batch=4096",
         timeout_s=3600,
     )
 
@@ -92,6 +92,7 @@ def main(sizes: Sizes) -> None:
                 each["metrics"]["train/skipped_groups"] / each["num_groups"] for each in iterations[WARMUP:]
             ),
             "steps": {"trl": trl["step_s"], "onbeat": [each["wall_s"] for each in iterations]},
+            "medians_of_onbeat": {name: median_of(report, name, WARMUP) for name in ("generate_s", "train_s")},
             "num_turns": NUM_TURNS,
             "tokens_per_turn": NUM_TOKENS,
             "num_prompts": sizes.num_prompts,

@@ -113,21 +113,22 @@ def print_examples(console: Console, title: str, samples: Sequence[Sample]) -> N
     texts = [Column(name, overflow="fold") for name in ("prompt", "response")]  # some scripts have no spaces to wrap at
     table = Table(*texts, "reward", title=title, title_justify="left", expand=True)
     for sample in samples:
-        table.add_row(Text(clip(sample.prompt)), Text(clip(text_of(sample))), f"{sample.reward:g}")
+        table.add_row(Text(clip(sample.prompt)), Text(text_of(sample)), f"{sample.reward:g}")
     console.print()
     console.print(table)
 
 
 def text_of(sample: Sample) -> str:
-    """Return the response; of an episode its conversation behind the prompt, a line for each message."""
+    """Return the response; of an episode its conversation behind the prompt. Each message is cut if it is long."""
     if not sample.turns:
-        return sample.response
+        return clip(sample.response)
     lines = []
     for turn in sample.turns:
         if turn.is_fork:
             lines.append("-- the history was rewritten --")
-        lines += [f"{message.get('role', '?')}: {message.get('content') or ''}" for message in turn.messages]
-        lines.append(f"policy: {turn.text.strip()}")
+        lines += [clip(f"{message.get('role', '?')}: {message.get('content') or ''}") for message in turn.messages]
+        earned = "" if turn.reward is None else f" (reward {turn.reward:g})"
+        lines.append(clip(f"policy{earned}: {turn.text.strip()}"))
     return "\n".join(lines)
 
 

@@ -140,6 +140,7 @@ function factsOfTurn(turn, index) {
     `Turn ${index + 1}`,
     ...(turn.is_fork ? [`history rewritten: shares only the beginning of ${from}`] : []),
     ...(turn.num_observed_tokens ? [`${number(turn.num_observed_tokens)} tokens observed, not trained`] : []),
+    ...(turn.num_cached_tokens ? [`${number(turn.num_cached_tokens)} of its prompt from the engine's cache`] : []),
     ...(turn.reward === null ? [] : [`reward ${number(turn.reward, 3)}`]),
     `environment ${duration(turn.waited_s)}`,
     `generated in ${duration(turn.generate_s)}`,
