@@ -15,6 +15,7 @@ import torch
 
 from onbeat.config import JobConfig
 from onbeat.objectives.base import Logprobs
+from services.trainer.attention import forget_compiled
 from services.trainer.batch import MicroBatch
 from services.trainer.gradient.control import GradientControl
 from services.trainer.model.lora import add_adapters, published_sizes, published_tensors
@@ -151,6 +152,8 @@ def load_policy(source: str, config: JobConfig, world: World, is_sharded: bool) 
     Raises ValueError for a model that cannot be loaded or trained.
     """
     assert config.model.dtype != "auto", "a job's dtype is resolved when a trainer claims it"
+    if world.device.type == "cuda":
+        forget_compiled()
     dtype, limit = DTYPES[config.model.dtype], config.model.max_context_tokens
     passes, reason = choose_passes(load_config(source), limit, world.device, dtype, is_sharded)
     opened = open_model(source, dtype, world.device, passes) if is_sharded else None

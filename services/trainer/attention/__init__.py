@@ -9,14 +9,23 @@ from typing import Any, Protocol
 
 import torch
 
-from services.trainer.attention.flex import plan_flex
+from services.trainer.attention.flex import forget_compiled, plan_flex
 from services.trainer.attention.layout import PackedLayout, Tree, build_layout, dense_mask
 from services.trainer.attention.npu import plan_npu
 from services.trainer.attention.sdpa import plan_sdpa
 from services.trainer.attention.short import ShortPlan, is_short
 from services.trainer.attention.tree import plan_tree
 
-__all__ = ["PackedLayout", "Tree", "build_layout", "dense_mask", "no_mask", "packed_attention", "plan_attention"]
+__all__ = [
+    "PackedLayout",
+    "Tree",
+    "build_layout",
+    "dense_mask",
+    "forget_compiled",
+    "no_mask",
+    "packed_attention",
+    "plan_attention",
+]
 
 
 class AttentionPlan(Protocol):

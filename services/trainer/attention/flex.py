@@ -75,5 +75,15 @@ def leave_places(layout: PackedLayout, num_padding: int) -> torch.Tensor:
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def compiled(function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """Return the function, compiled anew for each model and for some lengths, as often as PyTorch allows.
+
+    Beyond that it raises FailOnRecompileLimitHit: PyTorch's default is to go on uncompiled, with T x T scores.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, backend=backend)
+
+
+def forget_compiled() -> None:
+    """Drop everything that was compiled for the model before; a process that trains job after job calls it for each."""
+    torch._dynamo.reset()

@@ -30,7 +30,9 @@ def test_each_message_of_an_episode_is_cut_by_itself() -> None:
     lines = printed(Sample(prompt="", response="", reward=1.0, turns=turns, **VALUES), width=2000)
     assert lines[0].startswith("user: What do both cost? please")
     assert lines[0].endswith(" ...")
-    assert lines[1:] == ['policy (reward 0.5): price("lamp")', "-- the history was rewritten --", "tool: 7", "policy: 12"]
+    first, *others = lines[1:]
+    assert first == 'policy (reward 0.5): price("lamp")'
+    assert others == ["-- the history was rewritten --", "tool: 7", "policy: 12"]
 
 
 def printed(sample: Sample, width: int) -> list[str]:
