@@ -3,11 +3,11 @@
     python benchmarks/fsdp_memory.py full       0.4B parameters in float32: one process fits into 24 GB
     python benchmarks/fsdp_memory.py lora       0.7B parameters in float32
     python benchmarks/fsdp_memory.py lora_1b    1.0B parameters in float32
-    python benchmarks/fsdp_memory.py full_1b    1.0B parameters in bfloat16, on two ranks only: one does not fit
+    python benchmarks/fsdp_memory.py full_1b    1.0B parameters in bfloat16: 20 GB in one process, 21 GB in two
     python benchmarks/fsdp_memory.py small      a model of 0.1B, only shown: overheads count for more
 
-The files are bfloat16. A CPU without instructions for it multiplies it slowly, so most jobs are float32. In float32 the
-versions of `full_1b` would take 4 GB more than in bfloat16.
+The files are bfloat16. A CPU without instructions for it multiplies it slowly, so most jobs are float32; `full_1b`, which
+would take 4 GB more in float32, needs a CPU that has them.
 
 The trainer runs as a service, alone or started by torchrun, with a real Redis and its ledger. This script stands in for
 broker and rollouts: it opens three iterations and submits groups of random tokens; the weights are not pulled
@@ -45,7 +45,7 @@ from tests.waiting import eventually
 NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES = 3, 2, 4
 PROMPT_TOKENS, RESPONSE_TOKENS = 16, 12
 GOAL = 0.6
-DEADLINE_S = 300.0  # of a version
+DEADLINE_S = 900.0  # of a version, and of the last checkpoint: 14 GB for 1.0B parameters in full
 LORA = {"lora": {"rank": 16}}
 NO_HISTORY = {"gac": {"mode": "off"}}  # by default the last gradient is kept, to compare the next one with
 WIDTH = {"hidden_size": 1536, "intermediate_size": 4096}
@@ -54,19 +54,18 @@ BILLION = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the parts of the job that differ, and the numbers of ranks to compare."""
+    """A model, and the parts of the job that differ."""
 
     sizes: dict[str, int]
     sections: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
-    rank_counts: tuple[int, ...] = (1, 2)
 
 
 CASES = {
     "full": Case({**WIDTH, "num_hidden_layers": 16}),
     "lora": Case({**WIDTH, "num_hidden_layers": 26}, LORA),
     "lora_1b": Case(BILLION, LORA),
-    "full_1b": Case(BILLION, NO_HISTORY, "bfloat16", (2,)),
+    "full_1b": Case(BILLION, NO_HISTORY, "bfloat16"),
     "small": Case({"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}),
 }
 
@@ -161,14 +160,13 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         schedule={"num_iterations": NUM_ITERATIONS},
         **case.sections,
     )
-    for num_ranks in case.rank_counts:
+    for num_ranks in (1, 2):
         pool = f"bench-{random.randrange(1 << 40):x}"
         with temporary_folder() as data_dir, redis_server("--save", ""):
             found = asyncio.run(train(num_ranks, config.model_copy(update={"pool": pool}), data_dir))
         results["one_process" if num_ranks == 1 else "two_ranks"] = found
-    if 1 in case.rank_counts:
-        largest = max(results["two_ranks"]["trained_gb"])
-        results["share"] = round(largest / results["one_process"]["trained_gb"][0], 3)
+    largest = max(results["two_ranks"]["trained_gb"])
+    results["share"] = round(largest / results["one_process"]["trained_gb"][0], 3)
     return results
 
 

@@ -20,6 +20,7 @@ from benchmarks.gpu_check.wheels import ROOT, unpack
 
 TOTAL_S = 510.0  # for the parts, so that all is over within 9 minutes
 GRACE_S, LEAST_S = 10.0, 10.0
+DESCRIBE_S = 60.0
 NUM_LAST_LINES = 15
 
 
@@ -35,9 +36,9 @@ PARTS = [
     Part("attention", 120, "FlexAttention, compiled, forward and backward, against a dense mask", needs_packages=False),
     Part("step", 120, "the trainer's whole step from a recorded stream"),
     Part("job", 170, "a complete job on the transformers engine"),
-    Part("packing", 140, "shared prompts against varlen and against rows, Qwen2.5 1.5B and 7B"),
     Part("publish", 60, "snapshot, digests and delta of a 1.5B model"),
     Part("invariance", 40, "operators whose bits depend on the batch", needs_packages=False),
+    Part("packing", 140, "shared prompts against varlen and against rows, Qwen2.5 1.5B and 7B"),
     Part("quickstart", 240, "the quick start with vLLM, where vLLM is installed"),
 ]
 
@@ -46,8 +47,10 @@ class Check:
     """One run; `result` is what is written after each part."""
 
     def __init__(self, folder: Path | None, site: Path, described: dict[str, Any]) -> None:
-        """Create the run. `site`: packages, caches, and what parts leave behind. `folder` None: no file is written."""
+        """Create the run. `site`: packages, caches, and the parts' findings. `folder` None: no file is written."""
         self._started, self._folder, self._site = time.monotonic(), folder, site
+        self._logs = site if folder is None else folder / "gpu_check_logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
         about = {"benchmark": "gpu_check", "date": time.strftime("%Y-%m-%d"), "num_cores": os.cpu_count()}
         self.result: dict[str, Any] = {**about, **described, "parts": {}}
 
@@ -75,7 +78,7 @@ class Check:
         """Return (done, ''), (failed, its last words) or (timeout, after how long)."""
         command = [sys.executable, "-m", f"benchmarks.gpu_check.{part.name}", "--device", self.result["device"]]
         command += ["--findings", str(findings)]
-        log = self._site / f"{part.name}.log"
+        log = self._logs / f"{part.name}.log"
         with log.open("w") as errors:
             place = {"cwd": ROOT, "env": environment(self._site), "stderr": errors}
             process = subprocess.Popen(command, start_new_session=True, **place)
@@ -83,14 +86,13 @@ class Check:
                 exit_code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 end(process)
-                return "timeout", f"stopped after {limit_s:.0f} s"
+                return "timeout", f"stopped after {limit_s:.0f} s; {last_lines(log, 3)}"
             except KeyboardInterrupt:
                 end(process)
                 raise
         if exit_code == 0:
             return "done", ""
-        lines = log.read_text(errors="replace").strip().splitlines()
-        return "failed", "\n".join(lines[-NUM_LAST_LINES:]) or f"exit code {exit_code}"
+        return "failed", last_lines(log, NUM_LAST_LINES) or f"exit code {exit_code}"
 
     def _save(self) -> None:
         self.result["seconds"] = time.monotonic() - self._started
@@ -100,6 +102,10 @@ class Check:
 
     def _say(self, sentence: str) -> None:
         print(f"[{time.monotonic() - self._started:4.0f} s] {sentence}", flush=True)
+
+
+def last_lines(log: Path, count: int) -> str:
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-count:])
 
 
 def environment(site: Path) -> dict[str, str]:
@@ -122,7 +128,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def describe(site: Path) -> dict[str, Any]:
     """Describe the machine in its own process: one that asks for a CUDA device takes its memory. Raises SystemExit."""
     command = [sys.executable, "-m", "benchmarks.gpu_check.versions"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(site), capture_output=True, text=True, check=False)
+    place = {"cwd": ROOT, "env": environment(site)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DESCRIBE_S, **place)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"PyTorch or the driver did not answer within {DESCRIBE_S:.0f} s; try nvidia-smi") from None
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise SystemExit(

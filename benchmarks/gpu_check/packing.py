@@ -32,7 +32,7 @@ TINY_SHAPES = [(100, 30, 3)]
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # operations a second
 LOGPROB_GAP = 0.1  # nats on average: bfloat16 noise of 28 layers
 HAS_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-REPETITIONS = 3
+REPETITIONS = {"tiny": 1, "1.5B": 3, "7B": 1}  # besides one that is not counted
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def time_head(size: str, model, place: Place, findings: Findings) -> None:
     seconds = {}
     for num_rows in (16, 128, 1024):
         with patch.object(output_head, "ROWS", num_rows):
-            seconds[f"rows_{num_rows}_s"] = place.seconds(run, 1 if place.is_tiny else REPETITIONS)
+            seconds[f"rows_{num_rows}_s"] = place.seconds(run, REPETITIONS[size])
     model.zero_grad(set_to_none=True)
     findings.figure(f"{size}, output head, {num_tokens} tokens", **seconds)
 
@@ -132,10 +132,9 @@ def compare(
         use_attention(model, "sdpa" if way == "rows" else PACKED_ATTENTION)
         with torch.no_grad():
             found[way] = run(model, group, place.device)
-        train = partial(forward_and_backward, model, run, group, place)
-        train()
         place.reset_peak()
-        seconds[way] = place.seconds(train, 1 if place.is_tiny else REPETITIONS)
+        train = partial(forward_and_backward, model, run, group, place)
+        seconds[way] = place.seconds(train, REPETITIONS[size])
         operations = 3 * (together if way == "packed" else separate)
         mfu = operations / seconds[way] / peak if peak else None
         findings.figure(f"{what}, {way}", seconds=seconds[way], mfu=mfu, peak_gib=place.peak_gib())

@@ -67,7 +67,9 @@ class Findings:
 
     def _add(self, kind: str, finding: Any) -> None:
         self._content[kind].append(finding)
-        self._file.write_text(json.dumps(self._content))
+        complete = self._file.with_suffix(".new")  # a part that is killed while it writes leaves the findings before
+        complete.write_text(json.dumps(self._content))
+        complete.replace(self._file)
         print(f"  {kind.removesuffix('s').replace('_', ' ')}: {in_words(finding)}", flush=True)
 
 
@@ -89,4 +91,8 @@ def run_part(measure: Callable[[Place, Findings], None]) -> None:
     parser.add_argument("--findings", type=Path, required=True)
     options = parser.parse_args()
     torch.manual_seed(0)
-    measure(Place(torch.device(options.device)), Findings(options.findings))
+    findings = Findings(options.findings)
+    try:
+        measure(Place(torch.device(options.device)), findings)
+    except torch.OutOfMemoryError as error:
+        findings.leave_out(f"the rest of this part does not fit into the card's free memory: {error}")

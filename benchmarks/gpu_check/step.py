@@ -33,6 +33,7 @@ LARGE = (512, 256, 8)
 # The limits are for the gradient's norm, and for the weights' mean gap as a share of the way that all steps could move
 # one. Another attention on the CPU has 1e-6.
 NORM_GAP, WEIGHT_GAP = 1e-3, 1e-3
+PLAN_GAP = 0.1  # of the peak
 GAIN = 8.0  # random weights are so small that every softmax is flat
 
 
@@ -162,10 +163,12 @@ def time_job(objective: str, has_reference: bool, place: Place, findings: Findin
         trained_tokens=last["train/trained_tokens"],
         grad_norm=last["train/grad_norm"],
         job_s=wall_s,
-        peak_gib=place.peak_gib(),
-        planned_gib=sum(planned.values()) / 2**30,
         planned_parts_gib={part: size_bytes / 2**30 for part, size_bytes in planned.items()},
     )
+    if (peak_gib := place.peak_gib()) is not None:
+        planned_gib = sum(planned.values()) / 2**30
+        is_near = abs(planned_gib - peak_gib) <= PLAN_GAP * peak_gib
+        findings.check(f"{name}: the plan of memory", is_near, peak_gib=peak_gib, planned_gib=planned_gib)
     findings.check(f"{name}: each iteration has other weights", len(set(job.digests.values())) == NUM_ITERATIONS)
     return policy
 

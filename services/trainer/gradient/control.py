@@ -26,14 +26,19 @@ class GradientControl:
         if self._config.mode == "off":
             return GacDecision(GacAction.NONE, None)
         decision = self._decide(gradients)
-        is_projected = self._config.mode == "control" and decision.action is GacAction.PROJECT
-        keeps_raw = is_projected and self._config.history == "raw"
-        raw = {name: gradient.clone() for name, gradient in gradients.items()} if keeps_raw else None
-        if is_projected:
-            for name, gradient in gradients.items():
-                gradient.sub_(self._history[name], alpha=decision.gamma)
-        self._remember(raw or gradients)
+        if self._config.mode == "control" and decision.action is GacAction.PROJECT:
+            self._project(gradients, decision.gamma)
+        else:
+            self._remember(gradients)
         return decision
+
+    def _project(self, gradients: Gradients, gamma: float) -> None:
+        """Subtract gamma times the last gradient, and remember this one: one tensor is copied at a time."""
+        for name, gradient in gradients.items():
+            last = self._history[name]
+            kept = gradient.clone() if self._config.history == "raw" else gradient
+            gradient.sub_(last, alpha=gamma)
+            last.copy_(kept)
 
     def _decide(self, gradients: Gradients) -> GacDecision:
         if self._history.keys() != gradients.keys():

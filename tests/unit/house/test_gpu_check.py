@@ -34,6 +34,8 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(check, tmp_path, monkeypat
     parts = written(tmp_path)["parts"]
     assert "No module named" in parts["no_such_part"]["error"]
     assert [part["status"] for part in parts.values()] == ["failed", "timeout", "done"]
+    logs = {path.stem for path in (tmp_path / "results" / "gpu_check_logs").iterdir()}
+    assert logs == {"no_such_part", "attention", "part"}, "what they wrote can be read afterwards"
 
 
 def test_no_part_begins_when_the_time_is_over(check, tmp_path, monkeypatch):

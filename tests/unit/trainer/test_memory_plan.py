@@ -107,6 +107,13 @@ def test_a_gpu_holds_no_published_versions() -> None:
     assert "published versions" not in plan["device"]
 
 
+@pytest.mark.parametrize(("mode", "num_ranks", "expected"), [("off", 1, 12), ("metric", 1, 16), ("off", 2, 6)])
+def test_a_checkpoint_of_a_gpu_is_copied_to_the_host(mode, num_ranks, expected) -> None:
+    placement = Placement(num_ranks, is_on_host=False)
+    plan = plan_trainer(config_of(gac={"mode": mode}), Sizes(MB, MB, 0, MB, 2), placement)
+    assert plan["host"]["checkpoint while it is written"] / MB == expected
+
+
 @pytest.mark.parametrize(
     ("dtype", "bfloat16", "expected"),
     [
