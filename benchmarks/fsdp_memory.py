@@ -6,8 +6,8 @@
     python benchmarks/fsdp_memory.py full_1b    1.0B parameters in bfloat16: 20 GB in one process, 21 GB in two
     python benchmarks/fsdp_memory.py small      a model of 0.1B, only shown: overheads count for more
 
-The files are bfloat16. A CPU without instructions for it multiplies it slowly, so most jobs are float32; `full_1b`, which
-would take 4 GB more in float32, needs a CPU that has them.
+The files are bfloat16. A CPU without instructions for it multiplies it slowly, so most jobs are float32. `full_1b`
+would take 4 GB more in float32, and needs a CPU that has them.
 
 The trainer runs as a service, alone or started by torchrun, with a real Redis and its ledger. This script stands in for
 broker and rollouts: it opens three iterations and submits groups of random tokens; the weights are not pulled
