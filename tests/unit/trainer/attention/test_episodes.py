@@ -1,5 +1,6 @@
 """Episodes are trained as trees: what is packed once equals every path computed alone."""
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -23,7 +24,7 @@ from services.trainer.stats import IterationStats
 from tests.trainer_episodes import MIXED, SHAPES, make_episodes, path_logprobs, paths_of, random_turns
 from tests.trainer_fixtures import job_config, make_group, model_of, moved_model, tiny_model, train
 from tests.unit.trainer.attention.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64, gradients  # noqa: F401
-from tests.unit.trainer.test_signal import CASES, config_of
+from tests.unit.trainer.test_signal import CASES, KINDS, config_of
 
 CPU = torch.device("cpu")
 EPISODES = st.lists(st.one_of(random_turns(), st.integers(1, 5)), min_size=1, max_size=4)
@@ -313,6 +314,41 @@ def test_every_objective_counts_each_sampled_token_once(kind, extra, budget, mod
     assert max(value.abs().max().item() for value in expected.values()) > 1e-3
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)  # norms and softmax are float32
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_arrival_changes_no_objective(kind, order, models, by_paths, groups):
+    config = config_of(kind, "plain", training={"max_tokens_per_micro_batch": 30})
+    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
+    expected, _ = gradient_by_paths(config, by_paths, groups, scale)
+    found, *_ = gradient_by_rows(config, models, [groups[index] for index in order], scale)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_objectives_on_trees_are_as_exact_as_on_paths(kind, dtype, by_paths, groups):
+    """As exact as one path at a time in the same dtype, up to twice its rounding."""
+    config = config_of(kind, "plain")
+    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
+    exact, _ = gradient_by_paths(config, by_paths, groups, scale)
+    policy, *others = (moved_model(seed).to(dtype) for seed in range(3))
+    found, *_ = gradient_by_rows(config, (policy, *map(freeze_copy, others)), groups, scale)
+    gap = distance(found, exact)
+    with torch.no_grad():
+        logprobs = [path_logprobs(model, groups) for model in others]
+    policy.zero_grad()
+    plain, _ = gradient_by_paths(config, (policy, Logprobs(path_logprobs(policy, groups), *logprobs)), groups, scale)
+    assert gap < max(2 * distance(plain, exact), 1e-6)
+    assert gap < {torch.float32: 1e-5, torch.bfloat16: 0.8}[dtype], "GSPO's narrow clip flips tokens in bfloat16"
+
+
+def distance(gradient, exact):
+    """Return the length of the difference as a share of the exact gradient's."""
+    gaps = [(gradient[name].double() - value).norm() ** 2 for name, value in exact.items()]
+    return float((sum(gaps) / sum(value.norm() ** 2 for value in exact.values())) ** 0.5)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
