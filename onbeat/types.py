@@ -92,6 +92,7 @@ class Verdict(StrEnum):
 MAX_TRAINER_SPANS = 500  # of an iteration, in Redis; where there are as many, neighbours may have been merged
 MAX_TURNS = 1_024  # calls of the policy in an episode
 MAX_LISTED_JOBS = 500  # in one answer: other requests wait while a list is read and written
+MAX_LISTED_ITERATIONS = 10_000  # or policy versions, in one answer
 DATASETS_FOLDER = "datasets"  # of uploaded files, in the broker's data folder
 
 

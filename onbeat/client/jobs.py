@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from onbeat.client.transport import BrokerUnreachable, StreamMessage, Transport
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
+    MAX_LISTED_ITERATIONS,
     AuditReport,
     Diagnosis,
     EvaluationRecord,
@@ -102,9 +103,14 @@ class AsyncJobs:
         return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}", **options))
 
     async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
-        """Return iterations with a number above `after`, in order."""
-        answer = await self._client.get(f"{job_path(job_id)}/iterations", after=after)
-        return parse_list(IterationRecord, "iterations", answer)
+        """Return iterations with a number above `after`, in order. A broker gives them in parts."""
+        found: Records[IterationRecord] = []
+        while True:
+            number = found[-1].iteration if found else after
+            answer = await self._client.get(f"{job_path(job_id)}/iterations", after=number, limit=MAX_LISTED_ITERATIONS)
+            found += parse_list(IterationRecord, "iterations", answer)
+            if len(answer["iterations"]) < MAX_LISTED_ITERATIONS:
+                return found
 
     async def evaluations(self, job_id: str, after: int = -1) -> Records[EvaluationRecord]:
         """Return evaluations with a number above `after`, in order."""
@@ -117,9 +123,14 @@ class AsyncJobs:
         return parse_list(Sample, "samples", answer)
 
     async def weights(self, job_id: str, after: int = -1) -> Records[WeightsRecord]:
-        """Return how policy versions above `after` reached the rollouts, in order."""
-        answer = await self._client.get(f"{job_path(job_id)}/weights", after=after)
-        return parse_list(WeightsRecord, "weights", answer)
+        """Return how policy versions above `after` reached the rollouts, in order. A broker gives them in parts."""
+        found: Records[WeightsRecord] = []
+        while True:
+            version = found[-1].policy_version if found else after
+            answer = await self._client.get(f"{job_path(job_id)}/weights", after=version, limit=MAX_LISTED_ITERATIONS)
+            found += parse_list(WeightsRecord, "weights", answer)
+            if len(answer["weights"]) < MAX_LISTED_ITERATIONS:
+                return found
 
     async def audit(self, job_id: str, head: str = "") -> AuditReport:
         """Re-check the job's audit log, its ledger and all stored groups. `head`: that of an earlier report."""
@@ -130,9 +141,19 @@ class AsyncJobs:
         return Diagnosis.model_validate(await self._client.get(f"{job_path(job_id)}:explain"))
 
     async def metrics(self, job_id: str, after: int = -1) -> Series:
-        """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value)."""
-        answer = await self._client.get(f"{job_path(job_id)}/metrics", after=after)
-        return {name: [(int(i), float(value)) for i, value in points] for name, points in answer["metrics"].items()}
+        """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value). A broker
+        gives the iterations in parts."""
+        found: dict[str, dict[int, float]] = {}  # each part repeats the evaluations of those that follow it
+        newest = after
+        while True:
+            answer = await self._client.get(f"{job_path(job_id)}/metrics", after=newest)
+            seen = newest
+            for name, points in answer["metrics"].items():
+                found.setdefault(name, {}).update((int(number), float(value)) for number, value in points)
+                if points and not name.startswith("eval/"):
+                    newest = max(newest, int(points[-1][0]))
+            if newest == seen:
+                return {name: list(values.items()) for name, values in found.items()}
 
     async def samples(
         self,

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from onbeat.types import MAX_LISTED_JOBS
+from onbeat.types import MAX_LISTED_ITERATIONS, MAX_LISTED_JOBS
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.05"))
 API_KEY = "secret"
@@ -41,6 +41,7 @@ class FakeJobs:
         self.ends: list[str] = []  # reasons with which the next streams end at once
         self.is_stopping = False
         self.uploads: dict[str, bytes] = {}
+        self.num_at_once = MAX_LISTED_ITERATIONS  # iterations or versions in one answer
 
     def create(self, config: dict[str, Any], key: str) -> dict[str, Any]:
         if key not in self.by_key:
@@ -233,7 +234,8 @@ def make_app(fake: FakeJobs) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}/iterations")
     async def iterations(job_id: str, after: int = -1) -> Any:
-        return {"iterations": [record for record in fake.iterations(job_id) if record["iteration"] > after]}
+        records = [record for record in fake.iterations(job_id) if record["iteration"] > after]
+        return {"iterations": records[: fake.num_at_once]}
 
     @app.get("/v1/jobs/{job_id}/evaluations")
     async def evaluations(job_id: str, after: int = -1) -> Any:
@@ -251,14 +253,18 @@ def make_app(fake: FakeJobs) -> FastAPI:
     @app.get("/v1/jobs/{job_id}/weights")
     async def weights(job_id: str, after: int = -1) -> Any:
         versions = range(fake.num_committed(job_id) + 1)
-        return {"weights": [weights_json(v, v / 10 if v else None) for v in versions if v > after]}
+        records = [weights_json(v, v / 10 if v else None) for v in versions if v > after]
+        return {"weights": records[: fake.num_at_once]}
 
     @app.get("/v1/jobs/{job_id}/metrics")
-    async def metrics(job_id: str) -> Any:
-        rewards = [[i, i / 10] for i in range(fake.num_committed(job_id))]
-        spread = [[i, 0.25] for i, _ in rewards]
-        series = {"iteration/reward_mean": rewards, "iteration/reward_std": spread}
-        return {"metrics": {"train/loss": [[0, 1.5], [1, 1.25]]} | series}
+    async def metrics(job_id: str, after: int = -1) -> Any:
+        numbers = range(after + 1, fake.num_committed(job_id))[: fake.num_at_once]
+        series = {"iteration/reward_mean": [[i, i / 10] for i in numbers]}
+        series |= {"iteration/reward_std": [[i, 0.25] for i in numbers]}
+        series |= {"train/loss": [[i, 1.5 - i / 4] for i in (0, 1) if i > after]}
+        scored = [record["evaluation"] for record in fake.evaluations(job_id)]
+        series |= {"eval/reward_mean": [[e, 0.5] for e in scored if e > after]} if scored else {}
+        return {"metrics": series}
 
     @app.get("/v1/jobs/{job_id}/timeline")
     async def timeline(job_id: str, iterations: int = 5) -> Any:

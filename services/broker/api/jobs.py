@@ -17,6 +17,7 @@ from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import evaluation_series, metric_series, read_evaluations, read_iterations
 from onbeat.types import (
+    MAX_LISTED_ITERATIONS,
     MAX_LISTED_JOBS,
     AuditReport,
     EvaluationRecord,
@@ -40,7 +41,6 @@ from services.broker.views.records import job_record, place_in_queue, read_weigh
 
 router = APIRouter(prefix="/v1", tags=["jobs"], responses=documented(422, 503), route_class=TomlRoute)
 
-MAX_ITERATIONS = 10_000
 MAX_TRIES = 5
 JOBS_AT_ONCE = 100  # jobs of a list, read in one round trip
 CURSOR = r"^[0-9]{1,16}(-[0-9]{1,16})?$"  # an event's id; \d would be the digits of all scripts
@@ -271,7 +271,7 @@ async def list_iterations(
     job_id: JobId,
     broker: Broker,
     after: Annotated[int, Query(ge=-1)] = -1,
-    limit: Annotated[int, Query(ge=1, le=MAX_ITERATIONS)] = MAX_ITERATIONS,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED_ITERATIONS)] = MAX_LISTED_ITERATIONS,
 ) -> IterationList:
     """List the iterations after number `after`, in order. The last one may still be open."""
     return IterationList(iterations=await read_iterations(broker.ledger, job_id, after, limit))
@@ -288,7 +288,7 @@ async def list_weights(
     job_id: JobId,
     broker: Broker,
     after: Annotated[int, Query(ge=-1)] = -1,
-    limit: Annotated[int, Query(ge=1, le=MAX_ITERATIONS)] = MAX_ITERATIONS,
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED_ITERATIONS)] = MAX_LISTED_ITERATIONS,
 ) -> WeightsList:
     """List how each published policy version after `after` reached the rollouts, in order."""
     return WeightsList(weights=await read_weights(broker.ledger, job_id, after, limit))
@@ -307,9 +307,9 @@ async def audit_job(
 
 @router.get("/jobs/{job_id}/metrics", responses=documented(404))
 async def get_metrics(job_id: JobId, broker: Broker, after: Annotated[int, Query(ge=-1)] = -1) -> MetricSeries:
-    """Return the curves after number `after`: name -> [[number, value], ...]. The number is that of the iteration, and
-    for `eval/...` that of the evaluation."""
-    records = await read_iterations(broker.ledger, job_id, after, limit=MAX_ITERATIONS)
+    """Return the curves after number `after`: name -> [[number, value], ...]. The number is that of the iteration (at
+    most 10,000 of them), and for `eval/...` that of the evaluation."""
+    records = await read_iterations(broker.ledger, job_id, after, limit=MAX_LISTED_ITERATIONS)
     evaluations = await read_evaluations(broker.ledger, job_id, after)
     return MetricSeries(metrics=metric_series(records) | evaluation_series(evaluations))
 

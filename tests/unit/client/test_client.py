@@ -53,6 +53,22 @@ async def test_job_from_creation_to_its_end(url: str) -> None:
         assert [found.id for found in await client.jobs.list(limit=1)] == [newer.id]
 
 
+async def test_job_that_is_longer_than_one_answer_is_read_whole(
+    url: str, fake: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onbeat.client.jobs.MAX_LISTED_ITERATIONS", 2)
+    fake.num_at_once = 2
+    async with AsyncClient(url) as client:
+        job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 5}, "evaluation": {"num_prompts": 4}})
+        await client.jobs.wait(job.id, timeout_s=5)
+        assert [record.iteration for record in await client.jobs.iterations(job.id)] == [0, 1, 2, 3, 4]
+        assert [record.policy_version for record in await client.jobs.weights(job.id, after=0)] == [1, 2, 3, 4, 5]
+        curves = await client.jobs.metrics(job.id, after=0)
+        assert curves["iteration/reward_mean"] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+        assert curves["eval/reward_mean"] == [(5, 0.5)]
+        assert curves["train/loss"] == [(1, 1.25)]
+
+
 async def test_wait_gives_up_at_its_deadline(url: str) -> None:
     async with AsyncClient(url) as client:
         job = await client.jobs.create(CONFIG | {"schedule": {"num_iterations": 10_000}})
