@@ -141,14 +141,14 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
     if running_stack(data_dir) is not None:  # this is the stack of `onbeat up`: its trainer keeps the job
         text = f"job {job.id} is {job.state} after {job.next_iteration} of {job.num_iterations} iterations: the same "
         return text + f"command continues it, `onbeat jobs cancel {job.id}` ends it"
-    written = sorted((data_dir / "jobs" / job.id / "checkpoints").glob("iteration-*/state.json"))
-    checkpoint = written[-1].parent if written else None
-    num_written = int(checkpoint.name.removeprefix("iteration-")) if checkpoint else 0
+    written = (data_dir / "jobs" / job.id / "checkpoints").glob("iteration-*/state.json")
+    checkpoints = {int(path.parent.name.removeprefix("iteration-")): path.parent for path in written}
+    num_written = max(checkpoints, default=0)
     done = max(job.next_iteration, num_written)  # it may have committed one more before it stopped
     text = f"job {job.id} is {job.state} after {done} of {job.num_iterations} iterations: "
     text += "the same command continues it, --fresh begins anew"
-    if checkpoint is not None:
-        text += f"; its checkpoint is {checkpoint}"
+    if num_written:
+        text += f"; its checkpoint is {checkpoints[num_written]}"
     if num_written < done:
         text += f"; what was done since iteration {num_written} is computed again from the recorded responses"
     return text

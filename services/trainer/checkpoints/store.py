@@ -14,6 +14,7 @@ together on one shared disk, and can be read by another number of ranks.
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Sizes = dict[str, int]  # bytes of each file, by its name in the checkpoint's folder
+NAME = re.compile(r"iteration-\d{6,}")  # of a checkpoint's folder; a copy beside it has another name
 
 
 class NotWritten(JobFailed):
@@ -227,7 +229,8 @@ class CheckpointStore:
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.folder.glob("iteration-*/state.json"))
+        folders = (path.parent for path in self.folder.glob("iteration-*/state.json"))
+        return sorted((folder for folder in folders if NAME.fullmatch(folder.name)), key=number_of)
 
     def restore(
         self,
@@ -243,7 +246,7 @@ class CheckpointStore:
         wanted sharded as they are; all else comes whole. Raises ValueError, naming the folder, when it is torn or
         belongs to another job or model.
         """
-        usable = [folder for folder in self.complete() if before is None or folder.name <= folder_name(before)]
+        usable = [folder for folder in self.complete() if before is None or number_of(folder) <= before]
         name = self._world.broadcast_bytes((usable[-1].name if usable else "").encode()).decode()
         folder = self.folder / name
         if not name:
@@ -272,6 +275,11 @@ class CheckpointStore:
 
 def folder_name(next_iteration: int) -> str:
     return f"iteration-{next_iteration:06d}"
+
+
+def number_of(folder: Path) -> int:
+    """Return the next iteration of a checkpoint: `iteration-000040` -> 40."""
+    return int(folder.name.removeprefix("iteration-"))
 
 
 def check(folder: Path) -> TrainState:

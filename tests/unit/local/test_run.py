@@ -21,11 +21,11 @@ from rich.console import Console
 
 from onbeat.client import AsyncClient
 from onbeat.config import JobConfig
-from onbeat.local.run import JobRun
+from onbeat.local.run import JobRun, describe_stop
 from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack
 from onbeat.terminal.top import NUM_NEWEST
-from onbeat.types import JobRecord
+from onbeat.types import JobRecord, JobState
 from tests.unit.fake_broker import FakeJobs, serve
 from tests.waiting import wait_until
 
@@ -153,6 +153,18 @@ def test_interrupted_run_pauses_the_job_and_leaves_nothing(
     assert "job job-1 is PAUSED after 2 of 25 iterations: the same command continues it, --fresh begins anew" in out
     assert out.rstrip().endswith("checkpoints/iteration-000002")
     assert processes_of(data_dir) == []
+
+
+def test_newest_checkpoint_is_named_also_beyond_six_digits(data_dir: Path) -> None:
+    for name in ("iteration-999980", "iteration-1000000"):
+        folder = data_dir / "jobs" / "job-1" / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "state.json").touch()
+    counts = {"next_iteration": 999_999, "num_iterations": 1_000_000}
+    job = JobRecord(id="job-1", name="j", pool="default", state=JobState.PAUSED, created_at=0.0, config={}, **counts)
+    text = describe_stop(job, data_dir)
+    assert "after 1000000 of 1000000 iterations" in text
+    assert text.endswith("checkpoints/iteration-1000000")
 
 
 def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir: Path) -> None:

@@ -176,6 +176,13 @@ def test_before_chooses_one_without_the_iteration(tmp_path):
     assert restore(CheckpointStore(tmp_path / "nothing", keep=1)) is None
 
 
+def test_checkpoints_are_in_order_of_numbers_not_names(tmp_path):
+    store = store_with(tmp_path, 999_998, 999_999, 1_000_000, keep=2)
+    assert [folder.name for folder in store.complete()] == ["iteration-999999", "iteration-1000000"]
+    assert restore(store)[0].next_iteration == 1_000_000
+    assert restore(store, before=999_999)[0].next_iteration == 999_999
+
+
 def test_frozen_policies_come_back_by_version(tmp_path):
     snapshots = {v: take_snapshot(v, [("w", torch.full((2, 3), v, dtype=torch.bfloat16))]) for v in (2, 11)}
     store = CheckpointStore(tmp_path, keep=1)
