@@ -40,7 +40,8 @@ class Evaluations(LedgerPart):
         return await self._end(job_id, evaluation, EvaluationState.DONE, evaluation, message, json.dumps(scores), texts)
 
     async def fail(self, job_id: str, evaluation: int, following: int, message: str) -> bool:
-        """Give up an evaluation that cannot be opened or makes no progress. Return False if it has ended."""
+        """Give up an evaluation: one that cannot be opened (`following` is due next), or an open one without progress
+        (`following` is its own number). Return False if it has ended, or if another broker could open it."""
         return await self._end(job_id, evaluation, EvaluationState.FAILED, following, message, "{}", "[]")
 
     async def _end(

@@ -1,11 +1,13 @@
 -- KEYS: job, events, evaluation, groups, prompts, open evaluations, results.
--- ARGV: evaluation, DONE | FAILED, the evaluation after this one, consumer group, message, scores (JSON), samples (JSON).
+-- ARGV: evaluation, DONE | FAILED, the evaluation after this one if it cannot be opened, else itself, consumer group,
+-- message, scores (JSON), samples (JSON).
 -- A drained evaluation becomes DONE; one that cannot be opened, or makes no progress, is FAILED and its prompts are
 -- withdrawn. What was generated is dropped: scores and samples stay. Returns 1, or 0 when it had ended or may not end so, or
 -- without such a job.
 if not field('state') then return 0 end
 local state = redis.call('HGET', KEYS[3], 'state')
 if state == 'DONE' or state == 'FAILED' or (ARGV[2] == 'DONE' and state ~= 'DRAINED') then return 0 end
+if state and ARGV[3] ~= ARGV[1] then return 0 end -- another broker could open it
 for _, entry in ipairs(ARGV[2] == 'FAILED' and redis.call('XRANGE', KEYS[5], '-', '+') or {}) do
   if entry[2][1] == 'evaluation' and entry[2][2] == ARGV[1] then
     redis.call('XACK', KEYS[5], ARGV[4], entry[1])

@@ -31,6 +31,7 @@ from services.broker.conductor import MAX_CRASHES, Conductor
 from services.broker.datasets import DatasetError, DatasetSpec
 from services.broker.datasets.process import DatasetProcess
 from services.broker.doctor.explain import num_lost_trainers
+from services.broker.evaluations import Evaluator
 from tests.broker_fixtures import (
     claim_all,
     commit,
@@ -39,6 +40,7 @@ from tests.broker_fixtures import (
     job_body,
     make_group,
     start_training,
+    tasks_for,
     wait_open,
     write_prompts,
 )
@@ -320,6 +322,27 @@ async def test_evaluation_without_data_is_an_event_and_the_job_goes_on(ledger: L
     assert event.message.startswith("no prompts: evaluation.data.path: there is no file held_out.jsonl")
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
     assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "2"
+
+
+async def test_broker_without_the_file_fails_no_open_evaluation(
+    ledger: Ledger, process: DatasetProcess, tmp_path: Path
+) -> None:
+    write_held_out(tmp_path)
+    (tmp_path / "empty").mkdir()
+    process_without = DatasetProcess(tmp_path / "empty", timeout_s=20, memory_mb=4096)
+    job_id = await create_job(ledger, evaluation=HELD_OUT)
+    await start_training(ledger, job_id)
+    assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
+    fields = await ledger.jobs.fields(job_id)  # as both brokers saw them
+    for each in (process, process_without):
+        evaluator = Evaluator(ledger, each, job_id)
+        evaluator.prepare(config := JobConfig.of_job(fields))
+        assert evaluator._reading is not None
+        await asyncio.wait({evaluator._reading})
+        await evaluator.step(config, fields)
+        assert await ledger.evaluations.state(job_id, 0) is EvaluationState.OPEN
+    assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "2"
+    await process_without.close()
 
 
 @pytest.mark.usefixtures("conductors", "eager")
