@@ -16,8 +16,8 @@ from onbeat.errors import JobNotFinal, JobNotFound
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
-from services.broker.doctor.explain import queued_at
-from services.broker.watcher import ARRIVAL_S, fail_if_nobody_comes
+from services.broker.doctor.explain import ARRIVAL_S, queued_at
+from services.broker.watcher import fail_if_nobody_comes
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from onbeat.types import JobState
 from services.broker.datasets import DatasetError
 from services.broker.datasets.process import DatasetProcess
 from services.broker.doctor.explain import (
+    ARRIVAL_S,
     CANCEL_GRACE_S,
     JOB_FAILS,
     explain_work,
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0  # longest time between two looks at a job
 PENDING_WAIT_S = 5.0  # and at one that no trainer has started
-ARRIVAL_S = 60.0  # for trainers that start together with this broker: pending jobs wait for them, however old they are
 MAX_REASONS = 8  # findings that are stored with a failure
 
 Fields = dict[str, str]

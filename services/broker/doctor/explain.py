@@ -18,6 +18,7 @@ from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.situation import Fields, Situation, Unit, held_by_worker, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
+ARRIVAL_S = 60.0  # for trainers that start together with a broker: pending jobs wait for them, however old they are
 CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
 SLOW_OPENING_S = 60.0  # for preparing prompts
 JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job
@@ -87,10 +88,11 @@ def explain_pending(s: Situation) -> list[Finding]:
         what = f"{jobs}; before it: {count(s.num_before, 'pending job')} of pool {pool}"
         findings = [s.find(start + what, **about)]
     else:
-        left_s = s.config.schedule.start_deadline_s - trainers_away_s(s.fields, s.trainers.values(), s.now)
+        deadline_s = s.config.schedule.start_deadline_s
+        left_s, when = time_left(deadline_s, trainers_away_s(s.fields, s.trainers.values(), s.now), ARRIVAL_S)
         what = f"no trainer of pool {pool} has asked for jobs in the last {SILENT_S:.0f} s{last_seen(s)}; "
         what += f"start one: {START_TRAINER}{pool}"
-        due = f"{JOB_FAILS} in {left_s:.0f} s if no trainer comes (schedule.start_deadline_s)"
+        due = f"{JOB_FAILS} {when} if no trainer comes (schedule.start_deadline_s)"
         findings = [
             s.find(start + what, is_problem=True, **about),
             s.find(due, who=s.job_id, next=JOB_FAILS, deadline_s=left_s),
@@ -136,6 +138,15 @@ EXPLANATIONS: dict[JobState, Callable[[Situation], list[Finding]]] = {
 
 
 # ---- the trainer -------------------------------------------------------------------------------------------------
+
+
+def time_left(deadline_s: float, waited_s: float, most_s: float) -> tuple[float, str]:
+    """Return the seconds until a deadline, and when it is in words. Brokers do not count a time in which none of them
+    ran: a job that is past its deadline has at most `most_s` left, from the start of a broker."""
+    if waited_s <= deadline_s:
+        return deadline_s - waited_s, f"in {deadline_s - waited_s:.0f} s"
+    left_s = min(most_s, deadline_s)
+    return left_s, f"within {left_s:.0f} s"
 
 
 def trainers_away_s(fields: Fields, trainers: Iterable[TrainerRecord], now: float) -> float:
@@ -301,8 +312,8 @@ def why_unclaimed(s: Situation) -> str:
 
 def explain_deadline(s: Situation) -> Finding:
     deadline_s = s.config.schedule.iteration_deadline_s
-    left_s = max(0.0, deadline_s - s.silent_s)
-    sentence = f"no progress for {s.silent_s:.0f} s; {JOB_FAILS} in {left_s:.0f} s if nothing arrives"
+    left_s, when = time_left(deadline_s, s.silent_s, deadline_s)
+    sentence = f"no progress for {s.silent_s:.0f} s; {JOB_FAILS} {when} if nothing arrives"
     about = {"since_s": s.silent_s, "next": JOB_FAILS, "deadline_s": left_s}
     is_late = s.silent_s > deadline_s / 2
     return s.find(f"{sentence} (schedule.iteration_deadline_s)", who=s.job_id, is_problem=is_late, **about)

@@ -21,7 +21,7 @@ from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Claim, Ledger
 from onbeat.types import EpisodeWait, Finding, JobState, TrainerRecord, WorkerRecord
 from services.broker.doctor.diagnosis import diagnose, explain_silence
-from services.broker.doctor.explain import explain_job
+from services.broker.doctor.explain import ARRIVAL_S, explain_job
 from services.trainer.feed import GroupFeed
 from services.trainer.job.background import Background
 from services.trainer.job.lease import ClaimedJob, Lease
@@ -314,6 +314,18 @@ async def test_job_that_is_near_its_deadline_is_a_problem(ledger: Ledger, pool: 
     await ledger.redis.hset(JobKeys(job_id).job, "progress_at", await ledger.now() - 600)
     (late,) = problems(await explain_job(ledger, job_id))
     assert late == "no progress for N s; the job fails in N s if nothing arrives (schedule.iteration_deadline_s)"
+
+
+async def test_deadlines_after_a_downtime_are_those_of_the_broker(ledger: Ledger, pool: str) -> None:
+    running = await create_job(ledger, pool=pool, schedule={"iteration_deadline_s": 1000})
+    await start_training(ledger, running)
+    await ledger.redis.hset(JobKeys(running).job, "progress_at", await ledger.now() - 50_000)
+    pending = await create_job(ledger, pool=pool, schedule={"start_deadline_s": 2000})
+    await ledger.redis.hset(JobKeys(pending).job, "created_at", await ledger.now() - 50_000)
+    for job_id, within_s, words in ((running, 1000.0, "nothing arrives"), (pending, ARRIVAL_S, "no trainer comes")):
+        (found,) = [finding for finding in await explain_job(ledger, job_id) if finding.next == "the job fails"]
+        assert f"the job fails within {within_s:.0f} s if {words}" in found.sentence
+        assert found.deadline_s == within_s
 
 
 # ---- paused, ending, ended ---------------------------------------------------------------------------------------
