@@ -162,7 +162,9 @@ class FakeSource:
         self._trainer.check(self.address)
         return self.address
 
-    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
+    async def pull(
+        self, key: PayloadKey, offset_bytes: int = 0, slowest_s: float = 0.0
+    ) -> AsyncGenerator[Plan | memoryview, None]:
         self._trainer.check(self.address)
         yield full_plan(manifest_of(key.policy_version), key.shard)
         yield memoryview(weights_of(key.policy_version))

@@ -124,21 +124,30 @@ class WeightsClient:
         with self._as_weights_error(f"finish {key}"):
             checked(await self._stub.Finish(request, timeout=CALL_DEADLINE_S))
 
-    async def pull(self, key: PayloadKey, offset_bytes: int = 0) -> AsyncGenerator[Plan | memoryview, None]:
-        """Yield the plan, then the payload's bytes from the offset on. Raise WeightsError, also after long silence."""
+    async def pull(
+        self, key: PayloadKey, offset_bytes: int = 0, slowest_s: float = math.inf
+    ) -> AsyncGenerator[Plan | memoryview, None]:
+        """Yield the plan, then the payload's bytes from the offset on. Raise WeightsError, also after long silence, and
+        when the source is so slow that they would take longer than `slowest_s`."""
         request = weights_pb2.PullRequest(job_id=self.job_id, key=key_message(key), offset_bytes=offset_bytes)
         call = self._pull(request)
         try:
             with self._as_weights_error(f"pull {key}"):
                 messages = aiter(call)
                 started, received, has_plan = time.monotonic(), 0, False
+                began, num_wanted, num_data = started, 0, 0  # the last two: bytes of the payload
                 while True:
-                    if time.monotonic() - started > PROGRESS_S:
+                    now = time.monotonic()
+                    if now - started > PROGRESS_S:
                         if received < PROGRESS_BYTES:
                             raise WeightsError(
                                 f"{key}: only {received} bytes in {PROGRESS_S:.0f} s from {self.address}"
                             )
-                        started, received = time.monotonic(), 0
+                        started, received = now, 0
+                    if num_data < num_wanted * (now - began - PROGRESS_S) / slowest_s:  # it may have waited itself
+                        raise WeightsError(
+                            f"{key}: only {num_data} of {num_wanted} bytes in {now - began:.0f} s from {self.address}"
+                        )
                     async with asyncio.timeout(MESSAGE_DEADLINE_S):
                         message = await anext(messages, None)
                     if message is None:
@@ -148,7 +157,9 @@ class WeightsClient:
                     if isinstance(part, Plan):
                         if has_plan:  # an endless series of plans would pass for progress
                             raise WeightsError(f"{key}: a second plan came")
-                        has_plan = True
+                        has_plan, num_wanted = True, part.size_bytes - offset_bytes
+                    else:
+                        num_data += len(part)
                     if part or isinstance(part, Plan):  # an empty part is a sign of life
                         yield part
         finally:

@@ -13,6 +13,7 @@ manifest, its checksum: engines may read it from then on. A version is held when
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -31,6 +32,9 @@ from onbeat.weights.wire import DTYPE_BYTES, Manifest, PayloadKey, Plan
 logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 8  # for one payload, before it is given up
+# A first source is left if it would take longer than this for a payload, the next one if it would take twice as long,
+# and so on: one slow source costs little time, and a slow link here is not blamed on all sources.
+SLOWEST_PULL_S = 3600.0
 
 
 class WrongBytes(WeightsError):
@@ -270,8 +274,10 @@ class PayloadPull:
     async def _stream(self, source: str) -> AsyncGenerator[Plan | memoryview, None]:
         client = self._attempt.connections.client(source)
         offset = 0 if self._payload is None else self._payload.available
+        has_others = source not in self._failed
+        slowest_s = SLOWEST_PULL_S * 2 ** len(self._failed) if has_others else math.inf
         try:
-            async with contextlib.aclosing(client.pull(self._key, offset)) as messages:
+            async with contextlib.aclosing(client.pull(self._key, offset, slowest_s)) as messages:
                 async for message in messages:
                     if not isinstance(message, Plan):
                         self._pull.stats.received_bytes += len(message)

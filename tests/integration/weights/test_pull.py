@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from onbeat.errors import WeightsError
 from onbeat.weights import client as client_module
+from onbeat.weights import pull as pull_module
 from onbeat.weights import server as server_module
 from onbeat.weights.client import WeightsClient
 from onbeat.weights.pull import Attempt
@@ -480,6 +481,35 @@ async def test_stalled_source_is_left_in_time_although_it_is_alive(fault, plane,
     assert 0.3 < time.monotonic() - started < 2
     assert re.match(f"{relay.puller.connections.peer.address}: .*only [0-9]+ bytes in", pull.stats.faults[0])
     assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_source_that_is_far_too_slow_is_left_in_time(plane, monkeypatch):
+    """It sends enough for the rule of progress, and the payload would take hours."""
+    monkeypatch.setattr(client_module, "PROGRESS_S", 0.3)
+    monkeypatch.setattr(client_module, "PROGRESS_BYTES", 1)
+    await plane.trainer.publish(0, weights(0))
+    relay, rollout = await plane.join("relay", zone="near"), await plane.join("r0", zone="near")
+    await relay.pull(0)
+    relay.server.faults = [trickling]
+    started = time.monotonic()
+    pull = await rollout.pull(0)
+    assert 0.3 < time.monotonic() - started < 3
+    assert re.search("only [0-9]+ of [0-9]+ bytes in", pull.stats.faults[0])
+    assert pull.stats.sources == [plane.trainer.address]
+
+
+async def test_slow_source_is_kept_when_there_is_no_other(plane, small_messages, monkeypatch):
+    monkeypatch.setattr(client_module, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(client_module, "PROGRESS_BYTES", 1)
+    monkeypatch.setattr(pull_module, "SLOWEST_PULL_S", 0.1)
+    tensors = weights(0)
+    await plane.trainer.publish(0, tensors)
+    rollout = await plane.join("r0")
+    plane.trainer.server.faults = [held_back] * 2
+    pull = await rollout.pull(0)
+    assert len(pull.stats.faults) == 1
+    assert pull.stats.sources == [plane.trainer.address]
+    assert pull.stats.received_bytes == size_of(tensors)
 
 
 async def test_pull_continues_at_another_source_when_the_first_dies(plane, small_messages, monkeypatch):

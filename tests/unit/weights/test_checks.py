@@ -93,7 +93,7 @@ class At:
         sent = self.network.now[key] = self.network.sources[key].pop(0)
         return sent.address
 
-    async def pull(self, key, offset_bytes=0):
+    async def pull(self, key, offset_bytes=0, slowest_s=0.0):
         sent = self.network.now[key]
         assert sent.address == self.address
         yield self.network.plans.get(key) or full_plan(self.network.itineraries[0].manifest, key.shard)
