@@ -186,7 +186,8 @@ class ClaimLoop:
 
     def _launch(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
-            if claim.entry_id in self.flights:  # our own lease ran out and we were the first to notice
+            if (flight := self.flights.get(claim.entry_id)) is not None:  # our own lease ran out
+                flight.is_lost = False  # it is ours again; when a cancelled flight has ended, it is handed back
                 continue
             flight = Flight(claim)
             flight.task = asyncio.create_task(self._run(flight), name=f"group {claim.task.group_id}")

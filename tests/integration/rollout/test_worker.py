@@ -13,7 +13,7 @@ import pytest
 from onbeat.hardware.processor import Hardware
 from onbeat.streams.codec import Message, Reward
 from onbeat.streams.inspection import iteration_hashes
-from onbeat.streams.keys import JobKeys
+from onbeat.streams.keys import ROLLOUT_GROUP, JobKeys
 from onbeat.types import EvaluationState, JobState, WorkerRecord
 from services.broker.conductor import Conductor
 from services.broker.datasets.process import DatasetProcess
@@ -544,6 +544,43 @@ async def test_group_that_another_worker_has_taken_is_dropped(rig):
     entry = (await rig.ledger.redis.xrange(f"onbeat:{{{rig.job_id}}}:prompts"))[0][0]
     await rig.ledger.redis.xclaim(f"onbeat:{{{rig.job_id}}}:prompts", "rollouts", "thief", 0, [entry], idle=0)
     await rig.until(lambda: engine.num_in_flight() == 0)  # cancelled
+
+
+class SlowToCancel(FakeEngine):
+    """Requests that are cancelled end when they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cancelled, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, *arguments, **options):
+        try:
+            return await super().generate(*arguments, **options)
+        except asyncio.CancelledError:
+            self.is_cancelled.set()
+            await self.may_end.wait()
+            raise
+
+
+async def test_prompt_that_returns_while_cancelled_is_generated_soon(rig):
+    engine, prompts = SlowToCancel(), JobKeys(rig.job_id).prompts
+    engine.may_finish.clear()
+    rig.start_worker(engine, lease_s=9.0)
+    await rig.open(0, rig.task(0, 0))
+    await rig.until(lambda: engine.num_in_flight() == G)
+    entry = (await rig.ledger.redis.xrange(prompts))[0][0].decode()
+    await rig.ledger.redis.xclaim(prompts, ROLLOUT_GROUP, "thief", 0, [entry], idle=0)
+    await engine.is_cancelled.wait()
+    await rig.ledger.rollout.release(rig.job_id, "thief", [entry])
+
+    async def is_back() -> bool:
+        (pending,) = await rig.ledger.redis.xpending_range(prompts, ROLLOUT_GROUP, "-", "+", 1)
+        return pending["consumer"] == b"w0"
+
+    await rig.until(is_back)
+    engine.may_finish.set()
+    engine.may_end.set()
+    await rig.drained(0, timeout_s=4.0)
 
 
 async def test_two_workers_share_an_iteration(rig, monkeypatch):
