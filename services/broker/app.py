@@ -28,7 +28,7 @@ from services.broker.api.context import Context
 from services.broker.auth import KeyRing, RateLimit
 from services.broker.chats import ChatDesk, ChatLimits
 from services.broker.conductor import Conductor
-from services.broker.datasets.process import DatasetProcess
+from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.metrics import Meters
 from services.broker.middleware import BodyLimit, BodyRule, Envelope, Gate, ReadOnly
 from services.broker.retention import Retention
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 PATTERN_S = 2.0  # for compiling the regular expression of a reward
 ADMISSION_IDLE_S = 10.0  # then the processes of admission end until the next job comes
+NUM_ADMISSIONS = 2  # jobs whose data is opened at a time: each may take the memory of a data process
 
 
 def create_app(
@@ -61,8 +62,10 @@ def create_app(
     meters = Meters()
     background = BackgroundWork(settings, ledger, meters, on_conductor_end)
     # The conductor has another process, so that an odd job at the door cannot hold up the jobs inside.
-    data_dir, memory_mb = settings.data_dir, settings.dataset_memory_mb
-    admission_data = DatasetProcess(data_dir, settings.admission_timeout_s, memory_mb, ADMISSION_IDLE_S)
+    data_dir, memory_mb, timeout_s = settings.data_dir, settings.dataset_memory_mb, settings.admission_timeout_s
+    admission_data = DatasetPool(
+        [DatasetProcess(data_dir, timeout_s, memory_mb, ADMISSION_IDLE_S) for _ in range(NUM_ADMISSIONS)]
+    )
     admission_patterns = DatasetProcess(data_dir, PATTERN_S, memory_mb, ADMISSION_IDLE_S)
     streams = JobStreams(ledger, is_stopping, max_watchers=max(1, settings.max_connections // 2))
 

@@ -56,7 +56,9 @@ class Settings(RedisSettings, BaseSettings):
         30.0, gt=0, description="time limit for the headers of a request, and once more for its body"
     )
     dataset_timeout_s: float = Field(120.0, gt=0, description="time limit for preparing the prompts of one iteration")
-    dataset_memory_mb: int = Field(8192, ge=512, description="address space of the process that prepares prompts")
+    dataset_memory_mb: int = Field(
+        8192, ge=512, description="address space of each of up to three processes that prepare prompts"
+    )
     admission_timeout_s: float = Field(
         30.0, gt=0, description="time limit for opening a job's data before the job is accepted"
     )

@@ -10,7 +10,7 @@ from onbeat.rewards import RewardConfig
 from onbeat.streams.codec import Environment, Message, PromptTask, Reward
 from onbeat.streams.ledger import Ledger
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
-from services.broker.datasets.process import DatasetProcess
+from services.broker.datasets.process import DatasetPool, DatasetProcess
 
 
 async def produce_tasks(config: JobConfig, iteration: int, process: DatasetProcess) -> list[PromptTask]:
@@ -57,7 +57,9 @@ async def read_held_out(config: JobConfig, process: DatasetProcess) -> list[Prom
     ]
 
 
-async def read_set(held_out: HeldOutSet, job_seed: int, process: DatasetProcess, num_prompts: int) -> list[PromptItem]:
+async def read_set(
+    held_out: HeldOutSet, job_seed: int, process: DatasetProcess | DatasetPool, num_prompts: int
+) -> list[PromptItem]:
     """Read the first prompts of a held-out set. Raises DatasetError."""
     try:
         return await process.read(DatasetSpec.of_evaluation(held_out, job_seed), 0, num_prompts)

@@ -17,7 +17,7 @@ from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.types import PoolStatus
 from services.broker.__main__ import DRAIN_S
-from services.broker.app import create_app
+from services.broker.app import NUM_ADMISSIONS, create_app
 from services.broker.auth import required_role
 from services.broker.settings import Settings as BrokerSettings
 from services.rollout.settings import Settings as RolloutSettings
@@ -96,7 +96,7 @@ def test_the_settings_are_what_the_pod_is(
         assert run.ports == {"http": settings.port}
         assert (settings.host, settings.allow_anonymous) == ("0.0.0.0", False)
         assert str(settings.data_dir) in run.scratch.keys() | run.claims.keys()
-        assert 2 * settings.dataset_memory_mb * 2**20 + 2**29 <= run.memory_bytes
+        assert (1 + NUM_ADMISSIONS) * settings.dataset_memory_mb * 2**20 + 2**29 <= run.memory_bytes
         return
     assert run.ports == {"weights": settings.weights_port, "metrics": settings.metrics_port}
     assert (settings.weights_host, settings.metrics_host) == ("0.0.0.0", "0.0.0.0")

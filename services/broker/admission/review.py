@@ -21,7 +21,7 @@ from services.broker.admission.models import review_model
 from services.broker.admission.rewards import review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
-from services.broker.datasets.process import DatasetProcess
+from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import read_set
 
 REWARD_GROUP = "onbeat.rewards"
@@ -66,7 +66,7 @@ class JobRefused(OnbeatError):
 class Admission:
     """A review of jobs. `patterns`: one more process, with a short deadline, as an odd pattern must hold up no data."""
 
-    def __init__(self, data: DatasetProcess, patterns: DatasetProcess, has_model_folders: bool) -> None:
+    def __init__(self, data: DatasetPool, patterns: DatasetProcess, has_model_folders: bool) -> None:
         self._process, self._patterns, self._has_model_folders = data, patterns, has_model_folders
         self._trials = asyncio.Semaphore(MAX_TRIALS)
 

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ def count_prompts(items: Iterator[PromptItem], model_path: str, identity: object
     lengths = array("i", count_in_process(items, model_path))
     with contextlib.suppress(OSError):  # the data folder may be read-only
         kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(".new")
+        draft = kept.with_suffix(f".{os.getpid()}")  # other processes may count the same prompts
         draft.write_bytes(lengths.tobytes())
         draft.replace(kept)
     return lengths

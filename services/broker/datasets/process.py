@@ -1,14 +1,17 @@
 """The broker's side of the data process: it starts the process when first needed, and again after it has died."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from onbeat.config import HubData
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 
 logger = logging.getLogger(__name__)
@@ -123,3 +126,30 @@ class DatasetProcess:
         if "MemoryError" in why:
             return f"needs more than {self._memory_mb} MB; choose something smaller"
         return f"cannot be read: {why}; correct the options or the file"
+
+
+class DatasetPool:
+    """A few data processes, so that one slow file does not hold up all others. Splits of a hub are opened one at a
+    time: two downloads would remove each other's files."""
+
+    def __init__(self, processes: Sequence[DatasetProcess]) -> None:
+        self._processes, self._hub = processes, asyncio.Lock()
+        self._free: asyncio.LifoQueue[DatasetProcess] = asyncio.LifoQueue()  # the one that was just used comes first
+        for process in processes:
+            self._free.put_nowait(process)
+
+    async def read_noted(self, spec: DatasetSpec, first: int, count: int) -> tuple[list[PromptItem], str]:
+        """Read as `DatasetProcess.read_noted`, once a process is free."""
+        async with self._hub if isinstance(spec.data, HubData) else contextlib.nullcontext():
+            process = await self._free.get()
+            try:
+                return await process.read_noted(spec, first, count)
+            finally:
+                self._free.put_nowait(process)
+
+    async def read(self, spec: DatasetSpec, first: int, count: int) -> list[PromptItem]:
+        return (await self.read_noted(spec, first, count))[0]
+
+    async def close(self) -> None:
+        for process in self._processes:
+            await process.close()

@@ -174,6 +174,16 @@ async def test_many_requests_do_not_start_many_processes(
     assert most == MAX_TRIALS
 
 
+async def test_slow_data_of_one_job_holds_up_no_other_job(broker: httpx.AsyncClient, tmp_path: Path) -> None:
+    (tmp_path / "slow.jsonl").write_text(json.dumps({"prompt": "?", "answer": "a" * 60}) + "\n")
+    endless = job_body(data={"path": "slow.jsonl", "answer_pattern": "(a|aa)+b"})
+    slow = asyncio.create_task(broker.post("/v1/jobs:validate", json=endless))
+    await asyncio.sleep(0.5)
+    assert await refusals(broker) == []
+    assert not slow.done()
+    slow.cancel()
+
+
 async def test_answer_that_is_no_mathematics_is_refused() -> None:
     reward = RewardConfig(name="math")
     for answer, is_right in (("1/2", True), ("", False)):

@@ -1,5 +1,6 @@
 """Prompts as pure functions of (job, iteration), and every way in which data can be wrong."""
 
+import asyncio
 import importlib.util
 import json
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
 from services.broker.datasets import DatasetError, DatasetSpec, open_dataset
 from services.broker.datasets.files import epoch_order
+from services.broker.datasets.process import DatasetPool
 from services.broker.tasks import build_evaluation_tasks, build_tasks, task_seed
 
 ROWS = [{"prompt": f"say {i}", "answer": i, "level": i % 3} for i in range(10)]
@@ -422,3 +424,26 @@ def test_hub_that_is_not_reachable_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DatasetError, match="org/sums cannot be fetched: "):
         open_hub(tmp_path)
+
+
+# ---- several processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"), [(HubData(type="hf", path="a/b"), 1), (FileData(type="jsonl", path="a"), 2)]
+)
+async def test_files_are_opened_side_by_side_hub_splits_one_by_one(data: Any, expected: int) -> None:
+    num_now, most = 0, 0
+
+    class Process:
+        async def read_noted(self, *_: object) -> tuple[list[Any], str]:
+            nonlocal num_now, most
+            num_now += 1
+            most = max(most, num_now)
+            await asyncio.sleep(0.01)
+            num_now -= 1
+            return [], ""
+
+    pool, spec = DatasetPool([Process(), Process()]), DatasetSpec(data=data, seed=0, num_items=1)
+    await asyncio.gather(*(pool.read(spec, 0, 1) for _ in range(4)))
+    assert most == expected
