@@ -161,7 +161,7 @@ class IterationRecord(Record):
     staleness_max: int | None = None  # policy version trained minus the oldest version of any token
     mismatch_mean: float | None = None  # |trainer_logprobs - rollout_logprobs| per token
     mismatch_max: float | None = None
-    tpspd: float | None = None  # (prompt + response tokens) / wall_s / (training + inference devices)
+    tpspd: float | None = None  # (prompt + response tokens) / wall_s / (training devices + rollouts that submitted)
     metrics: dict[str, float] = Field(default={}, repr=False)  # everything else, `area/name`
 
 
