@@ -182,6 +182,7 @@ class Worker:
             state="idle",
             last_seen_at=time.time(),
             lease_s=settings.lease_s,
+            num_devices=settings.tensor_parallel_size,
             hardware=str(self._hardware),
             bfloat16=self._hardware.bfloat16,
             host=read_host(),

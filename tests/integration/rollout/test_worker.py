@@ -154,7 +154,7 @@ async def test_a_rollout_that_starts_drops_those_that_died_long_ago(rig):
 async def test_heartbeat_reports_job_state_and_version(rig):
     engine = FakeEngine()
     engine.may_finish.clear()
-    rig.start_worker(engine)
+    rig.start_worker(engine, tensor_parallel_size=2)
 
     async def record():
         return next(iter(await rig.ledger.workers.records(rig.pool)), None)
@@ -164,6 +164,7 @@ async def test_heartbeat_reports_job_state_and_version(rig):
     await asyncio.sleep(0.3)
     worker = await record()
     assert (worker.job_id, worker.state, worker.policy_version) == (rig.job_id, "generating", 0)
+    assert worker.num_devices == 2
     engine.may_finish.set()
     await rig.drained(0)
     await asyncio.sleep(0.3)
