@@ -142,7 +142,8 @@ def describe_stop(job: JobRecord, data_dir: Path) -> str:
         text = f"job {job.id} is {job.state} after {job.next_iteration} of {job.num_iterations} iterations: the same "
         return text + f"command continues it, `onbeat jobs cancel {job.id}` ends it"
     written = (data_dir / "jobs" / job.id / "checkpoints").glob("iteration-*/state.json")
-    checkpoints = {int(path.parent.name.removeprefix("iteration-")): path.parent for path in written}
+    numbers = {path.parent.name.removeprefix("iteration-"): path.parent for path in written}
+    checkpoints = {int(number): folder for number, folder in numbers.items() if number.isdecimal()}  # no user's copies
     num_written = max(checkpoints, default=0)
     done = max(job.next_iteration, num_written)  # it may have committed one more before it stopped
     text = f"job {job.id} is {job.state} after {done} of {job.num_iterations} iterations: "
