@@ -5,13 +5,16 @@ CPU FlexAttention is not compiled and has no backward pass.
 """
 
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_check.part import Findings, Place, run_part
 from services.trainer.attention import PackedLayout, Tree, build_layout, dense_mask
-from services.trainer.attention.flex import plan_flex
+from services.trainer.attention.flex import BLOCK, compiled, forget_compiled, plan_flex
 
 FORKED = Tree((160, 70, 40, 300, 20), (-1, 0, 0, 2, 2), torch.arange(-1, 589))  # segments of an episode
 LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts share: in tokens
@@ -26,6 +29,7 @@ LAYOUTS = {  # groups of (prompt, responses), and the prefix that their prompts 
     "episodes that fork": ([(152, [3, FORKED, 40]), (131, [FORKED, FORKED, 7])], 130),
     "long prompt": ([(512, [128] * 8)], 0),
 }
+MOST_VERSIONS = 4  # a row of one block, the first other length, all others; PyTorch allows 8, with and without gradient
 TINY_LAYOUTS = ("smallest", "long", "behind a long prefix", "alike", "episodes that fork")
 HEADS = {  # dtype: query heads, key/value heads, head size; (12, 2) and (28, 4) are of Qwen2.5 1.5B and 7B
     torch.bfloat16: [(12, 2, 128), (28, 4, 128), (6, 2, 16)],
@@ -39,13 +43,32 @@ TIMES_DENSE, FLOOR = (
 
 
 def measure(place: Place, findings: Findings) -> None:
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would quietly go on without the compiled kernel
+    num_versions = count_versions(range(1, 11))
+    findings.check("rows of ten lengths share their kernels", num_versions <= MOST_VERSIONS, num_versions=num_versions)
     layouts = TINY_LAYOUTS if place.is_tiny else tuple(LAYOUTS)
     for dtype, choices in (TINY_HEADS if place.is_tiny else HEADS).items():
         for heads in choices:
-            torch._dynamo.reset()  # as in a trainer, which has one model
+            forget_compiled()  # as a trainer does for each job's model
             for name in layouts:
                 check(name, heads, dtype, place, findings)
+
+
+def count_versions(lengths: Iterable[int]) -> int:
+    """Return how often PyTorch would compile the attention for rows of these lengths, in blocks. Nothing is compiled:
+    the functions that it has traced are called as they are."""
+    forget_compiled()
+    versions = []
+
+    def capture(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        versions.append(graph)
+        return graph.forward
+
+    attend = compiled(flex_attention, capture)
+    for length in (BLOCK * blocks for blocks in lengths):
+        mask = create_block_mask(lambda b, h, query, key: key <= query, None, None, length, length, "cpu", BLOCK)
+        query, key, value = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
+        attend(query, key, value, block_mask=mask, enable_gqa=True)
+    return len(versions)
 
 
 def check(name: str, heads: tuple[int, int, int], dtype: torch.dtype, place: Place, findings: Findings) -> None:
