@@ -1,11 +1,11 @@
 """Private temporary folders that are removed when their owner is gone, however it ended.
 
-    TMPDIR/onbeat-k3v9x2_a/     locked (flock) by the owner and all that inherit `lock_fd`; free: they are all dead
-      .private                  only folders that have it are ever removed here
+    TMPDIR/onbeat-k3v9x2_a/     locked (flock) by the owner and by the processes that inherit `lock_fd`
+      .private                  marks the folder as one that may be removed
 
 The owner removes its folder. A killed owner cannot, so the process that makes the next folder of the same prefix
-removes those whose lock is free: the kernel frees it, whatever ended its holders. systemd-tmpfiles spares locked
-folders, too.
+removes those whose lock is free: the kernel frees a lock when all of its holders are dead, however they ended.
+systemd-tmpfiles spares locked folders, too.
 """
 
 import fcntl

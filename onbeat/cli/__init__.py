@@ -70,16 +70,16 @@ def root(
     ] = False,
 ) -> None:
     if ca_file is not None:
-        os.environ["ONBEAT_CA_FILE"] = str(ca_file)  # where `connect` looks
+        os.environ["ONBEAT_CA_FILE"] = str(ca_file)  # `connect` reads it
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage or a wrong job, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong usage or an invalid job, 130 interrupted."""
     from onbeat.errors import ApiError, OnbeatError
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a model may say what this terminal cannot show
+            stream.reconfigure(errors="replace")  # a response may have characters that this terminal cannot show
     try:
         app()
     except ApiError as error:
@@ -88,7 +88,7 @@ def main() -> None:
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]), 1)
     except ValueError as error:
         fail(describe_value_error(error), 2)
-    except OSError as error:  # a file that cannot be read, a disk that is full
+    except OSError as error:  # such as an unreadable file or a full disk
         fail(str(error), 1)
 
 

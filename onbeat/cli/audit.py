@@ -1,4 +1,4 @@
-"""`onbeat audit JOB`: was every iteration on one policy version, every group used exactly once, and nothing changed?"""
+"""`onbeat audit JOB`: was each iteration on one policy version, each group used once, and no record changed?"""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -10,19 +10,25 @@ from onbeat.cli.options import ApiKey, DataDir, JobId, Url, ask
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
 
-ANSWER_S = 330.0  # a broker gives up earlier
+ANSWER_S = 330.0  # longer than the broker's own time limit, ONBEAT_CHAT_ANSWER_S (300)
 
 
 def chat(
     job_id: JobId,
-    message: Annotated[str | None, typer.Argument(metavar="[MESSAGE]", help="Ask this and end.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 takes the likeliest token.")] = 1.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Default: as in the job's training.")] = None,
+    message: Annotated[
+        str | None, typer.Argument(metavar="[MESSAGE]", help="Send this message, print the answer and exit.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 takes the likeliest token.")
+    ] = 1.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: as in training.")
+    ] = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Talk to the policy of a running job. Without a message: line by line, until Ctrl-D."""
+    """Talk to the policy of a running job. Without MESSAGE, read one message per line until Ctrl-D."""
     options: dict[str, Any] = {"model": job_id, "temperature": temperature}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
@@ -37,9 +43,9 @@ def chat(
 
 
 def converse(say: Callable[[list[dict[str, str]]], str]) -> None:
-    """Read messages from standard input, and keep the conversation. A refused message is no part of it.
+    """Read messages from standard input, and keep the conversation. A refused message is left out of it.
 
-    No event loop runs meanwhile: a thread of one that waits for a line would outlast Ctrl-C.
+    No event loop runs while this waits for a line: a thread of the loop that reads input would outlive Ctrl-C.
     """
     from onbeat.errors import OnbeatError
 

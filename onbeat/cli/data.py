@@ -1,4 +1,4 @@
-"""`onbeat data`: the data files that a broker has."""
+"""`onbeat data`: the data files of a broker."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ app = typer.Typer(help="Upload, list and delete the data files of a broker.", no
 @app.command()
 def push(
     file: Annotated[Path, typer.Argument(help="A JSONL or Parquet file.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="Name to upload as. Default: its own, with its digest.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name at the broker. Default: its own, with its digest.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Upload a file, unless the broker has it, and print its path, the data.path of a job."""
+    """Upload a file, unless the broker already has it, and print the path to set as data.path of a job."""
     typer.echo(ask(url, api_key, data_dir, lambda client: client.datasets.push(file, name)).path)
 
 
@@ -41,7 +41,9 @@ def file_row(file: "DatasetRecord") -> Sequence[str]:
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `onbeat data list` shows it.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of a file, as `onbeat data list` shows it.", show_default=False)
+    ],
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDir = None,

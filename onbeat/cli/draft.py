@@ -1,4 +1,4 @@
-"""`onbeat init` and `onbeat validate`: a job file, before it is a job."""
+"""`onbeat init` and `onbeat validate`: write a job file, and check it before it is submitted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ learning_rate = 2e-5
 [schedule]
 num_iterations = 25
 
-# Score other prompts now and then; nothing of them is trained.
+# Score other prompts now and then, without training on them.
 # [evaluation]
 # every_iterations = 10
 # num_prompts = 32
@@ -65,7 +65,7 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
 def validate(
     job: Job, overrides: Overrides = None, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
 ) -> None:
-    """Check a job without creating it: here, and by the broker if there is one.
+    """Check a job without creating it, here and, if a broker can be reached, at the broker.
 
     A broker also checks the model, the reward and the rows of the data. Files beside the job file are uploaded to it.
     """
@@ -77,7 +77,7 @@ def validate(
     try:
         JobConfig.from_file(job, overrides)
     except ValueError as error:
-        wrong = error  # a broker also says what else is
+        wrong = error  # a broker may report further errors
     files = take_local_files(fields, job.parent)
 
     async def ask_broker(client: "AsyncClient") -> tuple[str, Sequence[str]]:
@@ -96,4 +96,4 @@ def validate(
         return
     for note in notes:
         typer.echo(f"note: {note}")
-    typer.echo(f"{job}: the broker at {broker} would take it")
+    typer.echo(f"{job}: the broker at {broker} would accept it")

@@ -51,7 +51,7 @@ def report(
 
     check_report_path(output)
     page = ask(url, api_key, data_dir, lambda client: build_page(client, job_id))
-    draft = output.with_name(f".{output.name}.new")  # a reader never sees half of it
+    draft = output.with_name(f".{output.name}.new")  # no reader ever sees a half-written file
     draft.write_text(page, encoding="utf-8")
     draft.replace(output)
     typer.echo(f"{output} is written")

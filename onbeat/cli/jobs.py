@@ -1,4 +1,4 @@
-"""`onbeat jobs`: everything that a broker is asked."""
+"""`onbeat jobs`: the commands that create, list, follow and control the jobs of a broker."""
 
 import json
 import time
@@ -165,7 +165,8 @@ def pause(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 def resume(
     job_id: JobId,
     num_iterations: Annotated[
-        int | None, typer.Option("--iterations", min=1, help="New total, for a job that SUCCEEDED; more than it had.")
+        int | None,
+        typer.Option("--iterations", min=1, help="New total, for a job that SUCCEEDED; must be larger than before."),
     ] = None,
     url: Url = None,
     api_key: ApiKey = None,

@@ -1,4 +1,4 @@
-"""`onbeat keys`: the API keys that a broker lets in. They work on the keys file alone; no broker is asked."""
+"""`onbeat keys`: the API keys that a broker lets in. Its commands edit the keys file; they call no broker."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +27,7 @@ def new(
     ],
     name: Annotated[str, typer.Option(help="Name of its owner, such as ci.")],
     expires_days: Annotated[
-        int | None, typer.Option(min=1, max=36500, help="Days until it expires. Default: it does not.")
+        int | None, typer.Option(min=1, max=36500, help="Days until the key expires. Default: it never does.")
     ] = None,
 ) -> None:
     """Make a key and print it once: the file keeps only its hash. Brokers accept it within a second or two."""

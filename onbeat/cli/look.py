@@ -13,7 +13,7 @@ from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, ask
 if TYPE_CHECKING:
     from onbeat.types import IterationRecord
 
-Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest ones to show.")]
+Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entries to show.")]
 
 
 @app.command()
@@ -52,7 +52,9 @@ def metrics(
     job_id: JobId,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="A curve, such as iteration/reward_mean. Default: all, one per line."),
+        typer.Argument(
+            metavar="NAME", help="Name of a curve, such as iteration/reward_mean. Default: all, one per line."
+        ),
     ] = None,
     as_json: AsJson = False,
     url: Url = None,
@@ -102,7 +104,7 @@ def logs(
     num_lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
     data_dir: DataDir = None,
 ) -> None:
-    """Print the ends of the logs of the services on this machine, also of those that have ended."""
+    """Print the last log lines of the services on this machine, including services that have ended."""
     from onbeat.local.state import resolve_data_dir
 
     folder = resolve_data_dir(data_dir) / "logs"

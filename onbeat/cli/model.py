@@ -19,6 +19,6 @@ def prepare(
     name: Annotated[str, typer.Argument(help="A bundled model, such as smollm2-135m-instruct.", show_default=False)],
 ) -> None:
     """Convert a bundled model ahead of the first job that uses it, and print its folder."""
-    # It runs in its own process: this one never imports torch.
+    # The conversion runs in its own process, because this one never imports torch.
     command = [sys.executable, "-P", "-m", "services.trainer.model.prepare_model", name]
     raise typer.Exit(subprocess.call(command))

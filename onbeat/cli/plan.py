@@ -24,9 +24,9 @@ app = typer.Typer(help="Estimate what a job will need before it runs.", no_args_
 DEADLINE_S = 300.0
 GB = 1e9
 TYPICAL_PROMPT_TOKENS = 128
-OTHERS_BYTES = 330_000_000  # broker, Redis and the command: measured
+OTHERS_BYTES = 330_000_000  # measured for broker, Redis and the command together
 
-CHILDREN: list["subprocess.Popen[str]"] = []  # that are planning
+CHILDREN: list["subprocess.Popen[str]"] = []  # the running child processes of `ask`
 
 Plan = dict[str, dict[str, int]]  # bytes, by process and part
 
@@ -78,7 +78,7 @@ def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_g
     trainer = ask("services.trainer.memory_plan", request)
     names = {"host": "trainer", "device": "trainer's GPU"}
     plan: Plan = {names[place]: parts for place, parts in trainer["parts"].items()}
-    if is_on_gpu:  # a GPU of its own, of which vLLM takes the share that it is given
+    if is_on_gpu:  # the engine has its own GPU, and vLLM takes a fixed share of it
         return plan
     rollout = {
         "model": trainer["model"],
@@ -93,7 +93,10 @@ def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_g
 
 
 def ask(module: str, request: dict[str, Any]) -> Any:
-    """Return what a service's module prints in its own process: this one never imports torch. Raises ValueError."""
+    """Run a service's module in its own process, because this one never imports torch. Return the JSON that it prints.
+
+    Raises ValueError if the module fails or takes too long.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "request.json"
         path.write_text(json.dumps(request))
@@ -104,7 +107,7 @@ def ask(module: str, request: dict[str, Any]) -> Any:
                 printed, complaints = child.communicate(timeout=DEADLINE_S)
             except subprocess.TimeoutExpired as error:
                 child.kill()
-                text = f"planning took longer than {DEADLINE_S:.0f} s; try again while less runs here"
+                text = f"planning took longer than {DEADLINE_S:.0f} s; try again when this machine is less busy"
                 raise ValueError(text) from error
             finally:
                 CHILDREN.remove(child)
@@ -123,7 +126,7 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
         largest_first = sorted(parts.items(), key=lambda item: -item[1])
         lines += [f"           {size / GB:7.2f} GB  {part}" for part, size in largest_first]
     if is_on_gpu:
-        return [*lines, "and for the engine the share of its GPU that ONBEAT_GPU_MEMORY_UTILIZATION says (0.85)"]
+        return [*lines, "besides, the engine takes a share of its GPU: ONBEAT_GPU_MEMORY_UTILIZATION (default 0.85)"]
     total = OTHERS_BYTES + sum(
         sum(parts.values()) * (num_ranks if process == "trainer" else 1) for process, parts in plan.items()
     )
@@ -140,7 +143,7 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
 def job_memory_warning(
     job: "JobRecord", url: str | None, data_dir: Path | None, say: Callable[[str], None]
 ) -> AbstractContextManager[None]:
-    """Warn as `memory_warning` does, of a job of the data folder's stack that has no iteration yet."""
+    """Warn like `memory_warning` if the job belongs to the data folder's stack and has no committed iteration yet."""
     from pydantic import ValidationError
 
     from onbeat.config import JobConfig
@@ -153,16 +156,16 @@ def job_memory_warning(
         return nullcontext()
     try:
         return memory_warning(JobConfig.model_validate(job.config), StackOptions(folder), say)
-    except ValidationError:  # its objective may be installed at the broker only
+    except ValidationError:  # the objective may be installed only where the broker runs
         return nullcontext()
 
 
 @contextmanager
 def memory_warning(config: "JobConfig", options: "StackOptions", say: Callable[[str], None]) -> Iterator[None]:
-    """Compare what the job will take with what is free here, beside the block, and say one sentence if it is more.
+    """Print one warning if the job may need more memory than is free here. A thread plans it while the block runs.
 
-    What a running stack of the data folder holds is free for the job. A job that cannot be planned, an engine without
-    a plan, and accelerators are passed over in silence.
+    Memory that a running stack of the data folder holds counts as free. There is no warning for a job that cannot be
+    planned, a bundled model that is not converted yet, another engine than vLLM, or a machine with accelerators.
     """
     from onbeat.hardware.accelerators import available_devices
     from onbeat.local.state import held_bytes, running_stack
@@ -190,14 +193,14 @@ def memory_warning(config: "JobConfig", options: "StackOptions", say: Callable[[
         yield
     finally:
         is_over.set()
-        while thread.is_alive():  # it may start one more process
+        while thread.is_alive():  # it may start another child
             for child in list(CHILDREN):
                 child.kill()
             thread.join(0.05)
 
 
 def is_converted(model_path: str) -> bool:
-    """Return False for a bundled model that no trainer has converted yet: planning would do it a second time."""
+    """Return False for a bundled model that no trainer has converted yet, because planning would convert it, too."""
     if not model_path.startswith("bundled:"):
         return True
     cache = Path(os.environ.get("ONBEAT_CACHE_DIR") or Path.home() / ".cache" / "onbeat")
@@ -205,7 +208,7 @@ def is_converted(model_path: str) -> bool:
 
 
 def shortage_text(plan: Plan, num_rollouts: int, available_bytes: int) -> str:
-    """Return a sentence for a job that takes more than is free; '' if it fits.
+    """Return a warning for a job that needs more memory than is free; '' if it fits.
 
     >>> shortage_text({"trainer": {"weights": 4_000_000_000}}, 1, 2_000_000_000).partition(":")[0]
     'memory'

@@ -15,7 +15,7 @@ def replay(
     iteration: Annotated[int, typer.Option(min=0, help="Number of a committed iteration.")],
     device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda or npu.")] = "auto",
     cores: Annotated[
-        str, typer.Option(metavar="LIST", help="CPU cores to use. Equal bits need as many as the trainer had.")
+        str, typer.Option(metavar="LIST", help="CPU cores to use. For equal bits, as many as the trainer had.")
     ] = "",
     data_dir: DataDir = None,
 ) -> None:
@@ -32,6 +32,6 @@ def replay(
         typer.echo(f"no stack runs in {folder}: start it with `onbeat up`, or set ONBEAT_REDIS_URL", err=True)
         raise typer.Exit(2)
     environment |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_DEVICE": device, "ONBEAT_CPU_CORES": cores}
-    # It runs in its own process: this one never imports torch.
+    # The replay runs in its own process, because this one never imports torch.
     command = [sys.executable, "-P", "-m", "services.trainer.replay", job_id, str(iteration)]
     raise typer.Exit(subprocess.call(command, env=environment))

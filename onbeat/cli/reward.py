@@ -28,17 +28,19 @@ app = typer.Typer(help="Try rewards before a job uses them.", no_args_is_help=Tr
 
 @app.callback()
 def group() -> None:
-    """Rewards, before a job uses them."""
+    """Try rewards before a job uses them."""
 
 
 @app.command("try")
 def try_reward(
     job: Job,
     overrides: Overrides = None,
-    num_rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Rows to use, from the first one on.")] = 5,
+    num_rows: Annotated[
+        int, typer.Option("--rows", min=1, max=1000, help="Number of rows to use, from the first.")
+    ] = 5,
     job_id: Annotated[
         str | None,
-        typer.Option("--job", metavar="JOB", help="Show what this job recorded instead: its newest samples."),
+        typer.Option("--job", metavar="JOB", help="Show the newest recorded samples of this job instead."),
     ] = None,
     url: Url = None,
     api_key: ApiKey = None,
@@ -46,8 +48,8 @@ def try_reward(
 ) -> None:
     """Print prompts as the model gets them, responses, and the reward of each with its parts.
 
-    The responses are the data's own answer, and none at all: the first should score high, the second low. The exit code
-    is 1 if the reward fails on any of them.
+    Each prompt is scored with two responses: the answer in its row, which should score high, and an empty one, which
+    should score low. The exit code is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
 
@@ -70,7 +72,7 @@ def try_reward(
     contexts = [(items[index]["context"], text) for index, _, text in responses]
     scores = [(reward.part, score(reward, contexts)) for reward in config.rewards]
     for number, (index, name, text) in enumerate(responses):
-        if name == responses_to(items[index])[0][0]:  # the first one of the row
+        if name == responses_to(items[index])[0][0]:  # the first response of the row
             show_prompt(f"row {index}", prompts[index])
         for part, found in scores:
             label = name if part is None else f"{name}, {part}"
@@ -80,7 +82,7 @@ def try_reward(
 
 
 def responses_to(item: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return responses to score, by what they are."""
+    """Return the responses to score, as (name, text): the answer of the row, if it has one, and an empty response."""
     answer = item["context"].get("answer")
     return [("own answer", str(answer))] * (answer is not None) + [("empty", "")]
 
@@ -106,7 +108,7 @@ def read_rows(config: "JobConfig", folder: Path, data_dir: Path | None, count: i
 
 
 def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
-    """Return the prompts as the model gets them, and why that is not known ('' if it is)."""
+    """Return the prompts as the model gets them, and '' or the reason why its template was not applied."""
     requests = [{"messages": item["messages"], "text": item["text"]} for item in items]
     try:
         answers = ask_service(PROMPTS, [config.model.path, "--text"], requests)
@@ -117,7 +119,7 @@ def render_prompts(config: "JobConfig", items: Sequence[dict[str, Any]]) -> tupl
 
 
 def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]]) -> dict[int, dict[str, Any]]:
-    """Score responses to contexts in the process, and with the limits, of a rollout. Return its answers by number."""
+    """Score each response in a scoring process like a rollout's, with the same limits. Return the answers by number."""
     what = {"reward": reward.name, "options": reward.options}
     requests = [
         {"request": number, "context": context, "responses": [response]} | what
@@ -128,7 +130,10 @@ def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]
 
 
 def ask_service(module: str, arguments: Sequence[str], requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of a program that speaks JSON lines: this process imports nothing heavy. Raises ValueError."""
+    """Run a program that speaks JSON lines, because this process imports nothing heavy, and return its answers.
+
+    Raises ValueError if the program fails or takes too long.
+    """
     text = "".join(json.dumps(request) + "\n" for request in requests)
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:

@@ -20,7 +20,7 @@ def run(
     is_fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh", help="Start over: cancel the unfinished job of this file, and those that would go first."
+            "--fresh", help="Start over: cancel the unfinished job of this file, and the jobs queued before it."
         ),
     ] = False,
     rollout_cores: RolloutCores = None,
@@ -95,5 +95,5 @@ def make_options(
         rollout_cores=parse_cores(rollout_cores) if rollout_cores else None,
         trainer_cores=parse_cores(trainer_cores) if trainer_cores else None,
     )
-    plan_cores(available_cores(), num_rollouts, options.rollout_cores, options.trainer_cores)  # wrong lists end here
+    plan_cores(available_cores(), num_rollouts, options.rollout_cores, options.trainer_cores)  # refuses wrong lists
     return options

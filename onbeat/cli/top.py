@@ -1,4 +1,4 @@
-"""`onbeat top`: what runs where, again and again."""
+"""`onbeat top`: the jobs and rollouts of a broker, refreshed."""
 
 import json
 import time

@@ -35,7 +35,7 @@ class RowData(Section):
     shuffle: bool = Field(True, description="use a new seeded order in every epoch")
     max_prompt_tokens: PositiveInt | None = Field(
         None,
-        description="longest prompt that is trained, in tokens as the model gets it; checked when the job is submitted",
+        description="longest prompt to train on, in tokens, chat template included; checked when the job is submitted",
     )
     on_too_long: Literal["drop", "refuse"] = Field(
         "drop", description="what happens to longer prompts: leave them out, or refuse the job"

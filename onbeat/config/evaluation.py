@@ -19,7 +19,7 @@ class EvaluationSet(Section):
     )
     data: DataConfig
     num_prompts: PositiveInt | None = Field(
-        None, le=10_000, description="prompts, from the beginning of its data; default: `evaluation.num_prompts`"
+        None, le=10_000, description="number of prompts, from the first row on; default: `evaluation.num_prompts`"
     )
     reward: OneOrSeveralRewards | None = Field(None, description="one or several rewards; default: those of the job")
     solved_at: Float | None = Field(
@@ -28,7 +28,7 @@ class EvaluationSet(Section):
 
 
 class EvaluationConfig(Section):
-    """One or several held-out sets. The same rollouts generate them with the current version; they are not trained."""
+    """One or several held-out sets. The job's rollouts answer them with the current version; they are not trained."""
 
     data: DataConfig | None = Field(None, description="data of the only set")
     sets: list[EvaluationSet] = Field(
@@ -38,10 +38,10 @@ class EvaluationConfig(Section):
         10, description="iterations between evaluations; the first one comes before the first iteration"
     )
     num_prompts: PositiveInt = Field(
-        32, le=10_000, description="prompts, from the beginning of the data; the same ones every time"
+        32, le=10_000, description="number of prompts, from the first row on; the same ones every time"
     )
     num_samples_per_prompt: PositiveInt = Field(
-        1, le=1_024, description="responses to each prompt; more than one also give pass_at_k"
+        1, le=1_024, description="responses to each prompt; with more than one, pass_at_k is reported, too"
     )
     temperature: Float = Field(1.0, ge=0.01, le=10, description="sampling temperature")
 
@@ -61,8 +61,8 @@ class EvaluationConfig(Section):
 class HeldOutSet:
     """A held-out set, with the defaults of the job filled in."""
 
-    name: str  # '' of the only one
-    field: str  # of the job, that it is in
+    name: str  # '' if it is the only set
+    field: str  # the field of the job that describes it
     data: DataConfig
     num_prompts: int
     rewards: list[RewardConfig]

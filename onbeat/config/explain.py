@@ -16,11 +16,11 @@ PREFIXED = re.compile(r"Value error, ([a-z_]+(?:\.[a-z_]+)*): (.+)", re.DOTALL)
 PLAIN_KEY = re.compile(r"\w{1,80}")
 TAG_NAMES = ("type", "mode")  # keys that name the section of a union
 MAX_SHOWN = 80  # characters of a wrong value
-MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and room
+MAX_EXPLAINED = 20  # errors; a body can have thousands, and each explanation takes time and memory
 
 
 def describe_wrong_job(error: ValidationError, job: Any, name: object) -> str:
-    """Return one line for each wrong field of a job file, below one with its name."""
+    """Return a line with the name of the job file, and below it one line for each wrong field."""
     errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
     lines = [f"  {'job' if field == 'body' else field}: {message}" for field, message in explain_errors(errors, job)]
     return "\n".join([f"{name} is no valid job:", *lines])
@@ -90,7 +90,8 @@ def tags_at(path: list[str]) -> set[str]:
 def explain_value(error: Any, path: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         if any(path[-1] in section.model_fields for section in sections_at(path[:-1])):
-            return f"belongs to another {tag_name(path[:-1])} of {path[-2]}; leave it out, or change that"
+            tag, section = tag_name(path[:-1]), path[-2]
+            return f"belongs to another {tag} of {section}; leave it out, or change {section}.{tag}"
         own = named_by(path[:-1], error["loc"])
         close = difflib.get_close_matches(path[-1], own, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(own))}"
@@ -117,17 +118,17 @@ def show(value: Any) -> str:
 
 
 def named_by(path: list[str], location: Sequence[Any]) -> dict[str, FieldInfo]:
-    """Return the fields at a path; of a union those of the section whose tag is in the location of the error."""
+    """Return the fields at a path. In a union they are those of the section whose tag is in the error's location."""
     name, sections = tag_name(path), sections_at(path)
     chosen = [each for each in sections if name and {*get_args(each.model_fields[name].annotation)} & {*location}]
     return {field: info for section in chosen or sections for field, info in section.model_fields.items()}
 
 
 def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:
-    """Return the section of the job at a path; several where a tagged union stands."""
+    """Return the section of the job at a path, or several sections if the path leads to a tagged union."""
     sections: list[type[BaseModel]] = [JobConfig]
     for step in path:
-        if step.isdigit():  # one of a list: the same sections
+        if step.isdigit():  # the index of an item of a list
             continue
         fields = (section.model_fields.get(step) for section in sections)
         sections = [model for field in fields if field for model in models_of(field.annotation)]

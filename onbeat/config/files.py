@@ -18,7 +18,7 @@ def read_job_file(path: Path, overrides: list[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: a job file is TOML or JSON, not YAML; see examples/ for jobs to start from")
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        text = path.read_text("utf-8-sig")  # some editors put a mark before the first character
+        text = path.read_text("utf-8-sig")  # some editors write a byte order mark first
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text in UTF-8; save it as UTF-8") from error
     try:

@@ -19,7 +19,7 @@ from onbeat.objectives.grpo import GrpoObjective
 from onbeat.rewards import OneOrSeveralRewards, RewardConfig, rewards_in
 from onbeat.section import Float, Int, Section
 
-MAX_DEPTH = 32  # lists and mappings within each other; the libraries that read and write JSON end at about 250
+MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
 
 
 class JobConfig(Section):
@@ -30,14 +30,14 @@ class JobConfig(Section):
         min_length=1,
         max_length=100,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="name for people; need not be unique",
+        description="name shown to users; need not be unique",
     )
     pool: str = Field(
         "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="pool whose trainers and rollouts serve the job"
     )
     seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
     solved_at: Float = Field(
-        1.0, description="reward from which a response counts as solved, in pass_at_k and in shares of groups"
+        1.0, description="reward from which a response counts as solved, for pass_at_k and for shares of groups"
     )
     model: ModelConfig
     lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
@@ -46,7 +46,7 @@ class JobConfig(Section):
         None, description="one or several rewards that score responses; needed unless there is an environment"
     )
     environment: EnvironmentConfig | None = Field(
-        None, description="environment of episodes of several turns; default: a single response to each prompt"
+        None, description="environment that runs episodes of several turns; default: responses of one turn"
     )
     rollout: RolloutConfig
     objective: AnyObjective = Field(default_factory=GrpoObjective)
@@ -67,7 +67,7 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def check_depth(cls, job: Any) -> Any:
-        """Refuse what could be stored, but not shown again."""
+        """Refuse a job that is nested so deep that it could be stored, but not read again."""
         for name, section in job.items() if isinstance(job, dict) else ():
             if is_nested_deeper(section, MAX_DEPTH):
                 field = name if str(name).isidentifier() and len(name) <= 80 else "job"
@@ -92,14 +92,14 @@ class JobConfig(Section):
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
     def extended(self, num_iterations: int) -> "JobConfig":
-        """Return the job with more iterations, once it has done those that it has."""
+        """Return the finished job with a new total of iterations; the previous total joins `earlier_ends`."""
         ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
         more = {"num_iterations": num_iterations, "earlier_ends": ends}
         return self.model_copy(update={"schedule": self.schedule.model_copy(update=more)})
 
     @property
     def rewards(self) -> list[RewardConfig]:
-        """The rewards whose weighted sum a response gets, of a single one without a part; none with an environment."""
+        """The rewards, whose weighted sum a response gets. A single one has no `part`. Empty with an environment."""
         return rewards_in(self.reward) if self.reward is not None else []
 
     @property
@@ -191,8 +191,8 @@ class JobConfig(Section):
     def check_fork(self) -> "JobConfig":
         if self.first_iteration >= self.schedule.num_iterations:
             raise ValueError(
-                f"schedule.num_iterations: {self.schedule.num_iterations} are done in the checkpoint after "
-                f"{self.first_iteration} iterations that the job starts from; raise it"
+                f"schedule.num_iterations: is {self.schedule.num_iterations}, but the checkpoint that the job starts "
+                f"from already has {self.first_iteration} iterations; raise it"
             )
         return self
 
@@ -201,8 +201,8 @@ class JobConfig(Section):
         num_updates, num_prompts = self.training.num_updates_per_iteration, self.rollout.num_prompts_per_iteration
         if num_updates > num_prompts:
             raise ValueError(
-                f"training.num_updates_per_iteration: {num_updates} updates of {num_prompts} prompts leave some "
-                f"without any; use at most {num_prompts}"
+                f"training.num_updates_per_iteration: {num_updates} updates share {num_prompts} prompts, so that some "
+                f"would have none; use at most {num_prompts}"
             )
         return self
 

@@ -14,7 +14,7 @@ class EnvironmentConfig(Section):
     name: str = Field(description="name of an installed entry point of the group `onbeat.environments`")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     max_turns: PositiveInt = Field(
-        16, le=MAX_TURNS, description="calls of the policy in an episode; further calls fail"
+        16, le=MAX_TURNS, description="largest number of calls of the policy in an episode; further calls fail"
     )
     timeout_s: Float = Field(
         120.0, gt=0, le=86_400, description="hard time limit of an episode, from its start to its reward"
@@ -25,8 +25,8 @@ class EnvironmentConfig(Section):
     max_attempts: PositiveInt = Field(
         3,
         le=100,
-        description="attempts at an episode in one rollout; the second one repeats the policy's answers, further ones "
-        "draw others",
+        description="attempts at an episode in one rollout; the second attempt reuses the seeds, so the policy "
+        "answers as before; later attempts sample anew",
     )
 
 
@@ -43,13 +43,14 @@ class RolloutConfig(Section):
     max_group_attempts: PositiveInt = Field(
         3,
         le=100,
-        description="attempts at a group before it counts as failed; errors of its own and deaths of workers count",
+        description="attempts at a group before it counts as failed; an attempt counts if it ended with an error that "
+        "the group may have caused, or if its rollout died",
     )
     on_group_failure: Literal["skip", "fail"] = Field(
-        "skip", description="what a failed group does: it is recorded and skipped, or it fails the job"
+        "skip", description="consequence of a failed group. skip: it is recorded and not trained; fail: the job fails"
     )
     dispatch: Literal["longest_first", "in_order"] = Field(
         "longest_first",
         description="order of prompts within an iteration: longest responses of the previous epoch first, or the "
-        "order of the data. The trained set is the same",
+        "order of the data. The same groups are trained either way",
     )

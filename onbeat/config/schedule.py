@@ -13,11 +13,11 @@ class Schedule(Section):
     num_iterations: PositiveInt = Field(le=MAX_NUM_ITERATIONS, description="iterations of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
-        description="numbers of iterations before each `onbeat jobs resume` with `--iterations`, which writes them; "
-        "the learning rate decays to each of them",
+        description="previous totals of iterations, recorded by `onbeat jobs resume --iterations`; a decaying learning "
+        "rate reaches 0 at each of them",
     )
     iteration_deadline_s: Float = Field(
-        1800.0, gt=0, le=7 * 86_400, description="time without progress after which an iteration fails the job"
+        1800.0, gt=0, le=7 * 86_400, description="time without progress in an iteration after which the job fails"
     )
     start_deadline_s: Float = Field(
         86400.0,
@@ -28,14 +28,14 @@ class Schedule(Section):
     max_lost_trainers: PositiveInt = Field(
         10,
         le=1_000,
-        description="trainers lost in a row, with no committed iteration in between, that fail the job; a trainer "
-        "that was asked to stop does not count",
+        description="number of trainers lost in a row, with no committed iteration in between, after which the job "
+        "fails; a trainer that was asked to stop does not count",
     )
     stop_without_signal: PositiveInt | None = Field(
         None,
         le=1_000_000,
-        description="iterations in a row whose groups all have equal rewards, solved or not, after which the job fails "
-        "with a checkpoint; default: none, it goes on",
+        description="number of iterations in a row in which all groups have equal rewards, solved or not, after which "
+        "the job writes a checkpoint and fails; default: no limit",
     )
 
 
@@ -56,18 +56,18 @@ class BoundedSchedule(Schedule):
 
     mode: Literal["bounded"]
     max_staleness: PositiveInt = Field(
-        1, le=64, description="most iterations between the policy that generated and the policy that is trained"
+        1, le=64, description="largest number of iterations between the policy that generated and the trained one"
     )
     publish_above_kl: PositiveFloat | None = Field(
         None,
-        description="estimated divergence (k3, nats per token) from the published version above which a new one is "
-        "published; also when the bound requires it. Default: every version is published",
+        description="estimated divergence (k3, nats per token) from the published version above which a new version is "
+        "published; one is also published when max_staleness requires it. Default: every version is published",
     )
 
     @model_validator(mode="after")
     def check_publishing(self) -> "BoundedSchedule":
         if self.publish_above_kl is not None and self.max_staleness < 2:
-            raise ValueError("schedule.publish_above_kl: has no room with max_staleness = 1; set that to 2 or more")
+            raise ValueError("schedule.publish_above_kl: has no effect with max_staleness = 1; set that to 2 or more")
         return self
 
 

@@ -9,7 +9,7 @@ from onbeat.section import Int, PositiveInt, Section
 
 class CheckpointConfig(Section):
     every_iterations: PositiveInt = Field(
-        50, description="iterations between checkpoints; the end of the job also writes one"
+        50, description="iterations between checkpoints; one is also written at the end of the job"
     )
     keep: Int = Field(2, ge=2, description="number of newest checkpoints that are kept")
 
@@ -26,8 +26,8 @@ class RetentionConfig(Section):
 
     rollout_iterations: PositiveInt | None = Field(
         None,
-        description="newest iterations (of those in a checkpoint) whose groups are kept for samples, replay and audit; "
-        "default: 50, or checkpoint.every_iterations if that is more",
+        description="number of iterations whose groups are kept for samples, replay and audit: the newest ones that a "
+        "checkpoint contains. Later ones are kept, too. Default: 50, or checkpoint.every_iterations if that is more",
     )
 
 

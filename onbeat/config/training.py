@@ -21,14 +21,14 @@ class OptimizerConfig(Section):
 
 
 class GacConfig(Section):
-    """Gradient alignment control (arXiv 2603.01501). The thresholds are our own choice."""
+    """Gradient alignment control (arXiv 2603.01501). The default thresholds are Onbeat's own choice."""
 
     mode: Literal["off", "metric", "control"] | None = Field(
         None,
         description="metric: only report the cosine of consecutive gradients; control: also project or skip; "
         "default: control in `bounded`, metric elsewhere",
     )
-    c_low: Float = Field(0.3, ge=0, lt=1, description="cosine to which a gradient with a larger one is projected")
+    c_low: Float = Field(0.3, ge=0, lt=1, description="a gradient with a larger cosine is projected to this cosine")
     c_high: Float = Field(0.95, gt=0, le=1, description="cosine above which the step is skipped")
     is_full_removal: bool = Field(False, description="project to cosine 0 instead of c_low")
     history: Literal["raw", "projected"] = Field("raw", description="gradient with which the next one is compared")
@@ -44,12 +44,12 @@ class TrainingConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = Field(
         4096,
         le=2**31 - 1,
-        description="packed tokens of one forward and backward pass; a larger group is split, and its prompt repeated",
+        description="tokens packed into one forward and backward pass; a larger group is split, its prompt repeated",
     )
     num_updates_per_iteration: PositiveInt = Field(
         1, description="optimizer steps in an iteration, each on its own share of the prompts, in their order"
     )
     has_gradient_checkpointing: bool = Field(
         False,
-        description="compute activations again in the backward pass, with less memory and about a third more time",
+        description="recompute activations in the backward pass: less memory, about a third more time",
     )

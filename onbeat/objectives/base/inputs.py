@@ -1,6 +1,6 @@
 """The inputs of an objective from a micro-batch, and its results.
 
-The broker imports objectives and has no PyTorch: so torch is imported inside of functions, here and beside.
+The broker imports objectives but has no PyTorch, so all modules of objectives import torch inside functions only.
 """
 
 from dataclasses import dataclass

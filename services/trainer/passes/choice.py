@@ -55,7 +55,7 @@ def rope_problem(config: Any, longest_tokens: float) -> str:
         if limit is not None and longest_tokens > limit:
             return (
                 f"has other rotary embeddings ({rope['rope_type']}) in passes of more than {limit} tokens, so that "
-                f"results would depend on what shares a pass; set it to {limit} or less"
+                f"results would depend on what shares a pass; set model.max_context_tokens to {limit} or less"
             )
     return ""
 

@@ -50,7 +50,9 @@ async def test_refused_fork_names_the_reason_and_the_remedy(
         f"a fork trains the model of job {parent}, bundled:smollm2-135m-instruct, with the same [lora]": fork_body(
             parent, lora={"rank": 4}
         ),
-        "2 are done in the checkpoint after 2 iterations": fork_body(parent, schedule={"num_iterations": 2}),
+        "the checkpoint that the job starts from already has 2 iterations": fork_body(
+            parent, schedule={"num_iterations": 2}
+        ),
     }
     for reason, body in refusals.items():
         answer = await broker.post("/v1/jobs", json=body)

@@ -212,7 +212,7 @@ GOOD: dict[str, Any] = {
         ("schedule", {"mode": "fast"}, "schedule", "has no mode 'fast'; set schedule.mode to one of: "),
         ("schedule", {"num_iterations": 0}, "schedule.num_iterations", "got 0"),
         ("schedule", {"max_staleness": 2}, "schedule.max_staleness", "belongs to another mode of schedule"),
-        ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (most iterations"),
+        ("schedule", {"mode": "bounded", "max_staleness": 0}, "schedule.max_staleness", "got 0 (largest number"),
         ("evaluation", {"data": {"type": "csv"}}, "evaluation.data", "no type 'csv'; set evaluation.data.type to "),
         (
             "evaluation",

@@ -242,9 +242,9 @@ def test_mark_of_byte_order_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_check_of_a_section_names_its_field_once() -> None:
-    with pytest.raises(ValueError, match="has no room") as caught:
+    with pytest.raises(ValueError, match="has no effect") as caught:
         JobConfig.from_file(QUICKSTART, ["schedule.mode=bounded", "schedule.publish_above_kl=0.1"])
-    expected = "  schedule.publish_above_kl: has no room with max_staleness = 1; set that to 2 or more"
+    expected = "  schedule.publish_above_kl: has no effect with max_staleness = 1; set that to 2 or more"
     assert str(caught.value).splitlines() == [f"{QUICKSTART} is no valid job:", expected]
 
 

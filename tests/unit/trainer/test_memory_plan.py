@@ -162,4 +162,4 @@ def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeyp
     monkeypatch.setattr("onbeat.cli.plan.DEADLINE_S", 0.1)
     shown = plan_of(tmp_path / "model", tmp_path)
     assert isinstance(shown.exception, ValueError)
-    assert "try again while less runs here" in str(shown.exception)
+    assert "try again when this machine is less busy" in str(shown.exception)

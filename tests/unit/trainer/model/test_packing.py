@@ -119,7 +119,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 def test_rotary_tables_must_not_depend_on_the_length(config_class, options):
     config = tiny_config(config_class, **options)
     assert choose(config, 64)[0].is_packed
-    with pytest.raises(ValueError, match=r"model\.max_context_tokens: .* set it to 64 or less"):
+    with pytest.raises(ValueError, match=r"model\.max_context_tokens: .* set model.max_context_tokens to 64 or less"):
         choose(config, 65)
 
 
