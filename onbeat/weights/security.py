@@ -96,7 +96,7 @@ class WireSettings(BaseModel):
     model_config = ConfigDict(hide_input_in_errors=True)  # an error about the whole model would show the key
 
     weights_api_key: SecretStr = Field(
-        SecretStr(""), description="shared by trainers and rollouts: without it no weights are served; empty: no key"
+        SecretStr(""), description="key of trainers and rollouts; requests without it are refused; empty: no key"
     )
     weights_api_key_file: OptionalFile = Field(
         None, description="holds the key instead of weights_api_key; read once, at the start"

@@ -54,7 +54,10 @@ class KeyRing:
         self._keys = {key.id: key for key in read_keys(path)}
 
     def find(self, sent: str) -> ApiKey | None:
-        """Return the entry of a key that is known, not revoked and not expired. Any wrong key takes as long."""
+        """Return the entry of a key that is known, not revoked and not expired.
+
+        A key with an unknown id takes as long to refuse as one with a known id, so timing does not reveal ids.
+        """
         self._refresh()
         entry = self._keys.get(id_of(sent))
         is_right = hmac.compare_digest(digest_of(sent), entry.sha256 if entry else NO_DIGEST)

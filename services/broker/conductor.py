@@ -1,11 +1,11 @@
 """The control loop, which opens the next iteration of every job as soon as its policy version is published.
 
-Level-triggered: every step looks at the ledger alone and does what it finds undone, and every move is a
-compare-and-set. So any number of brokers may run, and one that died half way leaves nothing to repair.
+The loop is level-triggered: every step reads the ledger and takes the actions that are due, and every change of a job's
+state is a compare-and-set. So any number of brokers may run, and one that died half way leaves nothing to repair.
 
     scan (slow) --> one watcher per started job --> step --> wait for the job's next event (or a second) --> step ...
 
-Only those pending jobs that are next have a watcher, so that the cost of a broker is that of the started ones.
+Of the pending jobs, only the next few have a watcher. So the load of a broker does not grow with the queue.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 SCAN_S = 0.25
 NUM_NEXT = 4  # pending jobs that are watched: those that are next, so that their prompts are ready when a trainer comes
-MAX_CRASHES = 3  # crashes of one job's watcher within CRASH_WINDOW_S, by our defect, before the job fails
+MAX_CRASHES = 3  # crashes of one job's watcher (our defects) within CRASH_WINDOW_S after which the job fails
 CRASH_WINDOW_S = 600.0
 MAX_BACKOFF_S = 5.0
 
 
 class Conductor:
-    """The watchers of all active jobs. `run` only ends by cancellation, or by raising when Redis stays away for longer
-    than `timeout_s`."""
+    """The watchers of all active jobs. `run` ends only when it is cancelled, or when scans have failed for longer than
+    `timeout_s`: then it raises the last error."""
 
     def __init__(self, ledger: Ledger, process: DatasetProcess, timeout_s: float) -> None:
         self._ledger, self._process, self._timeout_s = ledger, process, timeout_s
@@ -47,7 +47,7 @@ class Conductor:
                 try:
                     await self._scan()
                     failing_since, backoff_s = None, SCAN_S
-                except Exception as error:  # the supervisor: bounded by timeout_s, then the broker ends
+                except Exception as error:  # a supervisor: after timeout_s of failures, the broker ends
                     now = time.monotonic()
                     failing_since = failing_since or now
                     logger.error("the control loop failed, trying again: %s: %s", type(error).__name__, error)
@@ -59,7 +59,7 @@ class Conductor:
             await self._stop_watchers()
 
     async def _scan(self) -> None:
-        """Start watchers of new jobs, look after those that ended."""
+        """Start watchers for new jobs, and handle the watchers that have ended."""
         for job_id, watcher in list(self._watchers.items()):
             if watcher.done():
                 del self._watchers[job_id]
@@ -74,7 +74,7 @@ class Conductor:
         if error is None:  # the job is final
             self._crashed_at.pop(job_id, None)
             await self._ledger.jobs.file(job_id)
-        elif isinstance(error, JobNotFound):  # it was deleted by a process that died before it was off the lists
+        elif isinstance(error, JobNotFound):  # the process that deleted it died before it was off the lists
             await self._ledger.jobs.file(job_id)
         elif isinstance(error, RedisError):
             raise error
@@ -82,7 +82,7 @@ class Conductor:
             await self._bury_after_crashes(job_id, error)
 
     async def _bury_after_crashes(self, job_id: str, error: BaseException) -> None:
-        """Fail a job that keeps crashing its watcher: our defect must not spin for ever, nor stop the other jobs."""
+        """Fail a job whose watcher keeps crashing: a defect of ours must neither loop for ever nor stop other jobs."""
         self._crashed_at[job_id] = [*self._recent_crashes(job_id), time.monotonic()]
         logger.error("watching job %s failed", job_id, exc_info=error)
         if len(self._crashed_at[job_id]) >= MAX_CRASHES:

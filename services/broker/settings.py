@@ -45,15 +45,15 @@ class Settings(RedisSettings, BaseSettings):
         True,
         description="true: the broker sees the trainers' model folders and refuses a missing one; false: not checked",
     )
-    is_read_only: bool = Field(False, description="true: jobs can be looked at, and nothing moves them; `onbeat view`")
+    is_read_only: bool = Field(False, description="true: jobs can be read, but not changed, as in `onbeat view`")
     max_body_bytes: int = Field(1024 * 1024, ge=1024, description="largest body of a request; a larger one is refused")
-    max_dataset_bytes: int = Field(10 * 10**9, ge=1024, description="a larger data file is not taken")
+    max_dataset_bytes: int = Field(10 * 10**9, ge=1024, description="largest data file that can be uploaded")
     upload_timeout_s: float = Field(3600.0, gt=0, description="time limit for the whole upload of a data file")
     max_pending_jobs: int = Field(
         1000, ge=1, description="pending jobs that one API key may have, or all callers without keys together"
     )
     request_timeout_s: float = Field(
-        30.0, gt=0, description="time limit for the headers of a request, and once more for its body"
+        30.0, gt=0, description="time limit for receiving the headers of a request, and the same again for its body"
     )
     dataset_timeout_s: float = Field(120.0, gt=0, description="time limit for preparing the prompts of one iteration")
     dataset_memory_mb: int = Field(
@@ -80,7 +80,7 @@ class Settings(RedisSettings, BaseSettings):
         16, ge=1, description="chats of a job that may wait for a rollout; further ones are answered 429"
     )
     chat_take_s: float = Field(
-        10.0, gt=0, le=50, description="time limit for a rollout to take a chat, which is then answered 503"
+        10.0, gt=0, le=50, description="time limit for a rollout to take a chat; then it is answered 503"
     )
     chat_answer_s: float = Field(300.0, gt=0, description="time limit for the whole answer of a chat")
     chat_max_tokens: int = Field(4096, ge=1, description="largest max_tokens that a chat may ask for")

@@ -1,5 +1,5 @@
-"""The watcher of one active job opens its iterations, and ends it when it is stuck or abandoned. It holds nothing that
-must survive."""
+"""The watcher of one active job: it opens the job's iterations, and ends the job when it is stuck or abandoned. It
+holds no state that must survive."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ from services.broker.tasks import longest_first, produce_tasks
 logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0  # longest time between two looks at a job
-PENDING_WAIT_S = 5.0  # and at one that no trainer has started
+PENDING_WAIT_S = 5.0  # longest time between two looks at a job that no trainer has started
 MAX_REASONS = 8  # findings that are stored with a failure
 
 Fields = dict[str, str]
@@ -46,7 +46,7 @@ class JobWatcher:
         self._progress_at, self._progress_seen = "", 0.0  # the latter by time.monotonic()
 
     async def run(self) -> None:
-        """Run until the job is final. Raises JobNotFound, and redis' errors when Redis stays away."""
+        """Run until the job is final. Raises JobNotFound, and Redis errors when Redis stays unreachable."""
         cursor = "0"
         try:
             while not await self.step():
@@ -59,13 +59,13 @@ class JobWatcher:
             await self._evaluator.close()
 
     async def step(self) -> bool:
-        """Do what is undone. Return whether the job is final."""
+        """Take the actions that are due. Return whether the job is final."""
         fields = await self._ledger.jobs.fields(self._job_id)
         state = JobState(fields["state"])
         if state.is_final:
             return True
         self._wait_s = PENDING_WAIT_S if state is JobState.PENDING else WAIT_S
-        if self._config is None or fields["config"] != self._config_text:  # it may have got more iterations
+        if self._config is None or fields["config"] != self._config_text:  # a resume may have added iterations
             self._config, self._config_text = JobConfig.of_job(fields), fields["config"]
         if state is JobState.PENDING:
             self._prepare(self._config, int(fields["num_opened"]))
@@ -92,8 +92,8 @@ class JobWatcher:
     # ---- opening -------------------------------------------------------------------------------------------------
 
     async def _open_if_due(self, config: JobConfig, fields: Fields) -> None:
-        """Open the next iteration as soon as its version may generate it, but wait for a newer one while rollouts have
-        prompts to claim."""
+        """Open the next iteration as soon as the published version may generate it. While rollouts still have prompts
+        to claim, wait for a newer version."""
         iteration, version = int(fields["num_opened"]), int(fields.get("policy_version", "-1"))
         if iteration >= config.schedule.num_iterations:
             return
@@ -116,7 +116,7 @@ class JobWatcher:
         self._prepare(config, iteration + 1)
 
     def _prepare(self, config: JobConfig, iteration: int) -> None:
-        """Produce the prompts of an iteration ahead of time; those of earlier ones are forgotten."""
+        """Start to produce the prompts of an iteration ahead of time, and drop the prompts of earlier iterations."""
         for old in [number for number in self._prepared if number < iteration - 1]:
             self._prepared.pop(old).cancel()
         if iteration not in self._prepared and iteration < config.schedule.num_iterations:
@@ -124,7 +124,7 @@ class JobWatcher:
             self._prepared[iteration] = asyncio.create_task(work, name=f"prompts {self._job_id} {iteration}")
 
     async def _take_tasks(self, config: JobConfig, iteration: int) -> list[PromptTask]:
-        """Return the prompts of an iteration. Raises DatasetError when that fails twice: ahead of time, and now."""
+        """Return the prompts of an iteration. Raises DatasetError if they fail both ahead of time and now."""
         try:
             return await self._prepared[iteration]
         except DatasetError as error:
@@ -134,15 +134,15 @@ class JobWatcher:
     # ---- ending --------------------------------------------------------------------------------------------------
 
     async def _fail_if_stuck(self, config: JobConfig) -> None:
-        fields = await self._ledger.jobs.fields(self._job_id)  # anew: we or another broker may just have moved it
+        fields = await self._ledger.jobs.fields(self._job_id)  # again: the job may just have changed
         deadline_s = config.schedule.iteration_deadline_s
         silent_s = self._watch_progress(fields)
-        if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have been what held us up
+        if silent_s > deadline_s and not await self._evaluator.give_up(silent_s):  # it may have blocked the job
             start = f"iteration {fields['next_iteration']} made no progress for {silent_s:.0f} s"
             await self._fail(f"{start} (schedule.iteration_deadline_s)")
 
     def _watch_progress(self, fields: Fields) -> float:
-        """Return the seconds for which this watcher has seen no progress. A time in which all services were down, or
+        """Return the seconds for which this watcher has seen no progress. Time in which all services were down, or
         their machine slept, does not count."""
         now = time.monotonic()
         if fields["progress_at"] != self._progress_at:
@@ -150,7 +150,7 @@ class JobWatcher:
         return now - self._progress_seen
 
     async def _fail_if_trainers_are_lost(self, config: JobConfig, fields: Fields) -> None:
-        """Fail a job that kills its trainers, one after another: it is not handed to the next one for ever."""
+        """Fail a job that has lost too many trainers in a row, instead of handing it to the next one for ever."""
         if fields["epoch"] == self._seen_epoch:
             return
         self._seen_epoch = fields["epoch"]
@@ -164,7 +164,7 @@ class JobWatcher:
         await fail_with_findings(self._ledger, self._job_id, reason)
 
     async def _cancel_if_abandoned(self, fields: Fields) -> None:
-        """End a cancelled job whose trainer, which otherwise does so, is gone or does not react."""
+        """End a cancelled job if its trainer, which normally ends it, is gone or does not react."""
         now = await self._ledger.now()
         has_trainer = float(fields.get("lease_until", "0")) > now
         if not has_trainer or now - float(fields["progress_at"]) > CANCEL_GRACE_S:
@@ -175,7 +175,7 @@ class JobWatcher:
 
 
 async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float) -> None:
-    """Fail a pending job whose pool lacks trainers for too long. While some are alive, it waits its turn."""
+    """Fail a pending job whose pool has had no trainer for too long. While one is alive, the job waits its turn."""
     now = await ledger.now()
     if now - queued_at(fields) < deadline_s:
         return
@@ -186,8 +186,8 @@ async def fail_if_nobody_comes(ledger: Ledger, fields: Fields, deadline_s: float
 
 
 async def fail_with_findings(ledger: Ledger, job_id: str, reason: str, seen: JobState | None = None) -> None:
-    """Fail the job with `reason; what the doctor finds`, if it still is in the state `seen`. The deadline that has just
-    passed is no finding."""
+    """Fail the job, if it is still in the state `seen` (None: in any). Its error is the reason and the doctor's
+    findings, except for those that announce this failure."""
     about_work = await explain_work(ledger, await ledger.jobs.fields(job_id))
     findings = [finding for finding in about_work if finding.next != JOB_FAILS]
     sentences = [finding.sentence for finding in findings[:MAX_REASONS]]

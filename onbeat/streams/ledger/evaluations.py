@@ -22,9 +22,9 @@ class Evaluations(LedgerPart):
     """The evaluations of all jobs of one Redis."""
 
     async def open(self, job_id: str, evaluation: int, version: int, following: int, tasks: list[PromptTask]) -> str:
-        """Dispatch the prompts, pinned to `version`, which must be the published one; `following` is due next.
+        """Open an evaluation: dispatch its prompts, pinned to `version`, which must be the published policy version.
 
-        Return '' or the reason why it was not opened.
+        `following` is the iteration of the evaluation after this one. Return '', or the reason why it was not opened.
         """
         job = JobKeys(job_id)
         pairs = [item for task in tasks for item in (task.group_id, pin_task(task, version).SerializeToString())]

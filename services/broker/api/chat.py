@@ -34,7 +34,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "onbeat"
-    name: str = Field(description="of the job")
+    name: str = Field(description="name of the job")
 
 
 class ModelList(BaseModel):
@@ -61,7 +61,7 @@ class OpenAIRoute(APIRoute):
 
 
 def to_reply(error: Exception) -> Reply:
-    """Return the answer that an error is."""
+    """Convert an error of a chat to the reply that the client gets."""
     if isinstance(error, RequestValidationError):
         error = explain_fields(error)
     elif isinstance(error, RedisError):
@@ -76,7 +76,7 @@ def to_reply(error: Exception) -> Reply:
 
 
 def explain_fields(error: RequestValidationError) -> ChatFailed:
-    """Return an error that names the first fields that are wrong, and what may be done."""
+    """Return an error that names the first wrong fields and the remedy."""
     found = error.errors()
     if any(details["type"] == "json_invalid" for details in found):
         reason = str(found[0].get("ctx", {}).get("error", "syntax error"))
@@ -114,14 +114,17 @@ chat = APIRouter(route_class=OpenAIRoute)
 OK: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answers; with `stream`, chunks of them as server-sent events",
-        "headers": {VERSION_HEADER: {"description": "of all answers", "schema": {"type": "integer"}}},
+        "headers": {VERSION_HEADER: {"description": "policy version of the answers", "schema": {"type": "integer"}}},
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
 
 
-# The gate's refusal stands for all of them, because FastAPI else adds a 422 that this route never gives.
-BEFORE: dict[int | str, dict[str, Any]] = {"4XX": documented(400)[400] | {"description": "Refused before it was read"}}
+# 4XX stands for refusals before the route runs, such as a missing key. Without it, FastAPI would document a 422, which
+# this route never answers.
+BEFORE: dict[int | str, dict[str, Any]] = {
+    "4XX": documented(400)[400] | {"description": "Request refused before its body was read"}
+}
 
 
 # ---- routes ------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ export class Lanes extends Component {
     const found = this.itemUnder(event);
     if (!found) return;
     this.choose(found);
-    if (event.pointerType === "mouse") this.props.onOpen(found.item); // on glass the first touch only tells
+    if (event.pointerType === "mouse") this.props.onOpen(found.item); // a touch only selects; the details have a link
   }
 
   onWheel(event) {

@@ -20,7 +20,7 @@ from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, Pro
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
 
-REMEDY = "`onbeat data push` uploads it, and `onbeat jobs create` what lies beside the job file"
+REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
 MAX_SHOWN = 80  # characters of a wrong path
 ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat templates
 NUM_CHECKED_ROWS = 10_000  # rows that are checked when the file is opened
@@ -32,7 +32,7 @@ class FileDataset:
     def __init__(self, data: FileData | HubData, seed: int, path: Path, reader: "JsonlReader | ParquetReader") -> None:
         self._data, self._path, self._reader = data, path, reader
         self._identity = file_identity(path)
-        self._rows: Sequence[int] = range(reader.num_rows)  # that are drawn from
+        self._rows: Sequence[int] = range(reader.num_rows)  # rows that prompts are drawn from
         self.note = ""
         self._epoch_order = functools.lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, len(self._rows)))
 

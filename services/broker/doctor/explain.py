@@ -18,7 +18,7 @@ from services.broker.doctor.learning import explain_learning
 from services.broker.doctor.situation import Fields, Situation, Unit, held_by_worker, read_situation
 
 RECENT_S = 600.0  # a dead rollout that holds nothing is mentioned for this long
-ARRIVAL_S = 60.0  # for trainers that start together with a broker: pending jobs wait for them, however old they are
+ARRIVAL_S = 60.0  # pending jobs, however old, wait this long for trainers that start together with a broker
 CANCEL_GRACE_S = 120.0  # a trainer that holds its lease has this long to stop after a cancel
 SLOW_OPENING_S = 60.0  # for preparing prompts
 JOB_FAILS = "the job fails"  # the `next` of findings about a deadline of the whole job

@@ -1,7 +1,7 @@
 """Findings about learning, from a job's recorded metrics: does it learn, and which key should change if it does not.
 
-The doctor, the dashboard and the summary of `onbeat run` have them from here. All are about the last iterations; about
-the first few nothing is said, as anything may be odd there.
+The doctor, the dashboard and the summary of `onbeat run` show them. They describe the last iterations of a job. A job
+with fewer than MIN_ITERATIONS iterations has none, as anything may look odd at the start.
 """
 
 import math
@@ -20,10 +20,10 @@ from onbeat.types import EvaluationRecord, EvaluationState, Finding, IterationRe
 NUM_RECENT = 8  # iterations and evaluations that are looked at
 MIN_ITERATIONS = 5
 MIN_EVALUATIONS = 4
-MOSTLY = 0.75  # share of groups of equal rewards that is worth a word
-TRUNCATED = 0.5  # share of responses
-COLLAPSED, NO_ENTROPY = 0.05, 0.05  # share of the first entropy, and nats per token
-MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; ordinary ones are 1e-6, and 0.01 to 0.13
+MOSTLY = 0.75  # share of groups with equal rewards from which there is a finding
+TRUNCATED = 0.5  # share of truncated responses above which there is a finding
+COLLAPSED, NO_ENTROPY = 0.05, 0.05  # an entropy below both is too low: share of the first one; nats per token
+MISMATCH = {"float32": 0.03, "bfloat16": 0.3}  # nats per token; usual values are 1e-6, and 0.01 to 0.13
 SIGMAS = 2.0  # standard errors that a difference must exceed to count
 NUM_SAMPLES = "rollout.num_samples_per_prompt"
 STEADY = 1e-6  # a part that varies less, relative to its size, does not vary
@@ -47,8 +47,8 @@ class Course:
 
     @property
     def has_risen(self) -> bool:
-        """True if the reward is higher than it was at first; of a young job, whose last iterations are also its first,
-        if it is higher in their second half."""
+        """True if the reward of the last iterations is higher than that of the first ones. In a young job they overlap,
+        so a rise from the first half of the last iterations to the second half is enough."""
         rewards = rewards_of(self.recent)
         if self.num_committed < 2 * NUM_RECENT and rises(rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]):
             return True
@@ -76,7 +76,7 @@ class Course:
 
 
 async def explain_learning(ledger: Ledger, fields: Fields) -> list[Finding]:
-    """Explain how a job learns, problems first; nothing of a job that is too young or of another version of Onbeat."""
+    """Explain how a job learns, problems first. A job that is too young, or of another version of Onbeat, has none."""
     try:
         config = JobConfig.of_job(fields)
     except ValidationError:
@@ -178,8 +178,8 @@ def look_at_held_out(c: Course) -> Finding | None:
     if not rises(rewards_of(c.around_best), rewards_of(c.recent)):
         return None
     was, now = (f"{each.reward_mean:.3f} after {each.evaluation}" for each in (best, newest[-1]))
-    sentence = f"the held-out reward of {c.job_id} fell from {was} iterations to {now}, while that of training rose: "
-    sentence += "it learns its prompts by heart, or what the reward overlooks. Let it end at that best point "
+    sentence = f"the held-out reward of {c.job_id} fell from {was} iterations to {now}, while its training reward "
+    sentence += "rose: it memorizes its prompts, or exploits a weakness of the reward. End it at that best point "
     sentence += f"(schedule.num_iterations = {best.evaluation}), raise objective.kl.coef, or take more prompts (data)"
     return c.find(sentence, "schedule.num_iterations", is_problem=True)
 
@@ -262,8 +262,8 @@ def best_of(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
 
 
 def is_below(one: EvaluationRecord, best: EvaluationRecord, num_prompts: int) -> bool:
-    """Return whether a held-out reward is lower than the best by more than chance explains. Prompts count, not their
-    responses, which are alike."""
+    """Return whether a held-out reward is lower than the best one by more than chance explains. The standard error is
+    that of independent prompts, not of independent responses: responses to one prompt are alike."""
     if one.reward_mean is None or best.reward_mean is None:
         return False
     spread = math.hypot(one.reward_std or 0.0, best.reward_std or 0.0) / math.sqrt(num_prompts)
