@@ -1,14 +1,15 @@
 """The gate in front of the engine: a group generates only while the engine serves the version it is pinned to.
 
     group pinned to the served version   -> enters at once
-    group pinned to another version      -> holds the entrance: wait until nothing is in flight, load while it is pulled
+    group pinned to another version      -> holds the entrance, waits until nothing is in flight, and loads its version
+                                            while that is still being pulled
     any group behind it                  -> waits in line; one that wants the same version finds it loaded
 
 The line is first in, first out, so a new version cannot be starved by groups of the old one, nor an older one by groups
 of the new: a dead worker's group may ask for a version that all others have left.
 
-Visitors (chats) take whatever version is served when their turn in the line comes, and hold up no group: no load waits
-for them longer than a short grace, from the moment when it is due but for the groups inside. Then they are cancelled.
+Visitors (chats) get the version that is served when their turn in the line comes. They do not delay groups for long:
+when a load could begin but for the groups and visitors inside, visitors have `grace_s` left. Then they are cancelled.
 """
 
 import asyncio
@@ -29,16 +30,16 @@ from services.rollout.puller import VersionGone, WeightsPuller
 
 logger = logging.getLogger(__name__)
 
-MAX_LOADS = 2  # tries of one version
+MAX_LOADS = 2  # attempts at loading a version
 CLOSE_DEADLINE_S = 10.0
 LEAVE_DEADLINE_S = 10.0  # a cancelled visitor has this long to leave
 
-# It is called after each load with the pull and the seconds that the load took.
+# This is called after each load, with the pull and the seconds that the load took.
 LoadedCallback = Callable[[Pull, float], Awaitable[None]]
 
 
 class PolicyMoved(Exception):
-    """A visitor had to leave for another version."""
+    """A visitor was cancelled because another version was due."""
 
     def __init__(self, served: int | None, wanted: int | None) -> None:
         super().__init__(f"the policy moved on from version {served} to {wanted}")
@@ -47,23 +48,23 @@ class PolicyMoved(Exception):
 @dataclass(frozen=True)
 class GateLimits:
     load_s: float  # deadline of a load, once all of its weights are here
-    grace_s: float = 0.0  # of visitors, once a load is due
+    grace_s: float = 0.0  # time that visitors have left once a load is due
 
 
 class VersionGate:
     def __init__(
         self, engine: Engine, puller: WeightsPuller, on_loaded: LoadedCallback, held: Manifest, limits: GateLimits
     ) -> None:
-        """Take an engine that was started on `held`."""
+        """Take an engine that was started with the weights of `held`."""
         self._engine, self._puller, self._on_loaded = engine, puller, on_loaded
         self._held, self._limits = held, limits
         self._entrance = asyncio.Lock()  # first in, first out
-        self._num_groups = 0  # inside
-        self._visits: set[asyncio.Timeout] = set()  # of visitors inside; each ends when its time is up
-        self._has_left = asyncio.Event()  # a group or visitor, since `_until` looked
-        self._wanted: int | None = None  # the version of the last load
+        self._num_groups = 0  # groups inside
+        self._visits: set[asyncio.Timeout] = set()  # the timeouts of the visitors inside
+        self._has_left = asyncio.Event()  # set when a group or visitor leaves
+        self._wanted: int | None = None  # the version of the newest load
         self._load: asyncio.Task[None] | None = None
-        self._failure: tuple[int, float, WeightsError] | None = None  # version, when, why
+        self._failure: tuple[int, float, WeightsError] | None = None  # the last failed load: version, time, error
 
     @property
     def is_updating(self) -> bool:
@@ -72,8 +73,8 @@ class VersionGate:
 
     @asynccontextmanager
     async def pinned(self, version: int) -> AsyncIterator[None]:
-        """Make the engine serve `version` inside this context. Raises WeightsError if it cannot be had (VersionGone:
-        not for a long time), or EngineBroken."""
+        """Make the engine serve `version` inside this context. Raises WeightsError if the version cannot be pulled
+        (VersionGone if the trainer has published a newer one), or EngineBroken."""
         await self._enter(version, time.monotonic())
         try:
             yield
@@ -101,7 +102,7 @@ class VersionGate:
         try:
             async with asyncio.timeout(None) as stay:
                 async with self._entrance:
-                    if self._load is not None:  # the group that wanted it may have left
+                    if self._load is not None:  # a load goes on when the group that began it has left
                         await asyncio.wait({self._load})
                     version = self._engine.version()
                     if version is None:
@@ -118,7 +119,7 @@ class VersionGate:
             raise PolicyMoved(version, self._wanted) from None
 
     async def _empty(self) -> None:
-        """Wait for groups; send visitors away after their grace. Raises EngineBroken when they do not leave."""
+        """Wait until nothing is inside; cancel visitors after their grace. Raises EngineBroken if they do not leave."""
         loop = asyncio.get_running_loop()
         leave_at = loop.time() + self._limits.grace_s
         await self._until(lambda: not self._num_groups)
@@ -126,7 +127,7 @@ class VersionGate:
         try:
             async with asyncio.timeout_at(max(leave_at, loop.time()) + LEAVE_DEADLINE_S):
                 await self._until(lambda: not self._visits)
-        except asyncio.CancelledError:  # the group has gone, and the visitors may stay
+        except asyncio.CancelledError:  # the waiting group was cancelled, so visitors may stay
             self._let_leave(None)
             raise
         except TimeoutError:
@@ -134,13 +135,13 @@ class VersionGate:
             raise EngineBroken(message) from None
 
     def _let_leave(self, at: float | None) -> None:
-        """End the visits at this time of the loop's clock; None: not at all. A visit that has ended stays ended."""
+        """Cancel the visits at this time of the loop's clock (None: never), except those that are cancelled already."""
         for visit in self._visits:
             if not visit.expired():
                 visit.reschedule(at)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until the condition holds. Only the one who holds the entrance may call this."""
+        """Wait until the condition holds. Only the holder of the entrance may call this."""
         while not is_so():
             self._has_left.clear()
             await self._has_left.wait()
@@ -153,7 +154,7 @@ class VersionGate:
                 raise error
 
     async def _reach(self, version: int) -> None:
-        if self._load is not None:  # its first waiter may have been cancelled: a load is never abandoned half way
+        if self._load is not None:  # a load is never abandoned, even if the group that began it was cancelled
             await asyncio.wait({self._load})
             self._raise_if_broken(self._load)
         if self._engine.version() == version:
@@ -171,13 +172,13 @@ class VersionGate:
             raise gone from error
 
     def _raise_if_broken(self, load: asyncio.Task[None]) -> None:
-        """Raise EngineBroken if the load ended with it: the group that waited for it may have left before."""
+        """Raise EngineBroken if the load ended with it, as the group that began the load may have left before."""
         if not load.cancelled() and isinstance(error := load.exception(), EngineBroken):
             raise error
 
     async def _replace(self, pull: Pull) -> None:
-        """Load the pulled version. Raises WeightsError, and the engine serves nothing, when the version does not
-        arrive; or EngineBroken."""
+        """Load the pulled version. Raises WeightsError when the version does not arrive (the engine then serves
+        nothing), or EngineBroken."""
         host, manifest = self._puller.host, await pull.known()
         assert host is not None, "there is a copy where there is a manifest"
         for _ in range(MAX_LOADS):
@@ -193,9 +194,9 @@ class VersionGate:
         raise EngineBroken(f"policy version {pull.version} could not be loaded: {error}") from error
 
     async def _load_once(self, pull: Pull, path: Path, manifest: Manifest) -> BaseException | None:
-        """Try once and return what went wrong, or None: then the whole version is here, as arrivals end with the pull.
+        """Try to load once. Return the error, or None: then all weights are here, as arrivals end with the pull.
 
-        While it is pulled, the pull's own deadlines hold. Raises EngineBroken when the engine takes too long after it.
+        The pull has its own deadlines. Raises EngineBroken when the engine takes too long after the pull has ended.
         """
         names = names_to_load(None if self._engine.version() is None else self._held, manifest)
         load = asyncio.create_task(self._engine.load(pull.version, path, pull.arrivals(names)))
@@ -205,7 +206,7 @@ class VersionGate:
                 await asyncio.wait({load, over}, return_when=asyncio.FIRST_COMPLETED)
                 what = f"the load of policy version {pull.version} into the engine"
                 await wait_for_engine(load, self._limits.load_s, what, "ONBEAT_ENGINE_LOAD_S")
-            finally:  # this may have been cancelled
+            finally:  # also when this task is cancelled
                 over.cancel()
                 await give_up(load)
             if (error := load.exception()) is None:

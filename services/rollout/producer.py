@@ -30,19 +30,19 @@ from services.rollout.rewards.outcome import RewardRefused, RewardRequest, Score
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.rewards.weighing import weigh
 
-LONGEST_S = 3600.0  # the deadline of a task that names none: no wait is endless
+LONGEST_S = 3600.0  # the deadline of a task that names none, as every wait has one
 
 
 class DeadlineExceeded(Exception):
-    """A group was not ready in time; another attempt may be."""
+    """A group was not ready in time. Another attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """The largest numbers of tries."""
+    """The largest numbers of attempts."""
 
-    reward: int  # scoring a response, where its reward names no number
-    group: int
+    reward: int  # to score a response, if its reward names no number
+    group: int  # to produce a group
 
 
 class GroupProducer:
@@ -56,7 +56,7 @@ class GroupProducer:
         max_attempts: Attempts,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        """Take the parts of a job; `episodes`: of one with an environment."""
+        """Take the parts of a job's session. `episodes` is None for a job without an environment."""
         self._engine = engine
         self._gate = gate
         self._encoder = encoder
@@ -65,15 +65,15 @@ class GroupProducer:
         self._max_attempts = max_attempts
         self._episodes = episodes
         self._last_errors: dict[str, str] = {}  # group id -> why it was given back
-        self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> tries of its episodes that failed, by kind
+        self._failed_episodes: dict[str, Counter[str]] = {}  # group id -> failed attempts at episodes, by kind
         self.busy = BusyMeter()
         self.token_rate = TokenRate()
 
     async def produce(self, flight: Flight) -> RolloutGroup:
         """Return a group with responses, or with the reason why there are none.
 
-        Raises what another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable,
-        EnvironmentFailed, and what engines raise.
+        Raises errors that another attempt may cure: DeadlineExceeded, WeightsError, VersionMismatch, RewardUnavailable,
+        EnvironmentFailed, and the errors of engines.
         """
         task = flight.claim.task
         deadline_s = task.deadline_s or LONGEST_S
@@ -114,7 +114,7 @@ class GroupProducer:
         return self._episodes.num_groups() if self._episodes is not None else None
 
     def remember_error(self, task: PromptTask, reason: str) -> None:
-        """Keep the reason, which the failure names if this group runs out of attempts here."""
+        """Keep the reason of an error. The group's failure names it if the group runs out of attempts here."""
         self._last_errors[task.group_id] = reason
 
     def _check_attempts(self, flight: Flight) -> None:
@@ -131,7 +131,7 @@ class GroupProducer:
         task = flight.claim.task
         requests = self._reward_requests(task)
         for request in requests:
-            self._rewards.source(request.name, request.options)  # before anything is generated in vain
+            self._rewards.source(request.name, request.options)  # a missing service fails before anything is generated
         prompt_token_ids = self._encoder.encode(task)
         group.prompt_token_ids.extend(prompt_token_ids)
         with final_when_gone(task):
@@ -237,7 +237,8 @@ class GroupProducer:
 
 @contextmanager
 def final_when_gone(task: PromptTask) -> Iterator[None]:
-    """Fail an evaluation's group when its version is gone for good; training waits for a trainer that replays."""
+    """Fail an evaluation's group when its version is gone for good. A training group is handed back instead, as a
+    trainer that replays publishes the version again."""
     try:
         yield
     except VersionGone as error:
@@ -263,8 +264,8 @@ def to_response(generated: GeneratedResponse, score: Score, token_lengths: list[
 
 
 def refuse_broken(group: RolloutGroup) -> None:
-    """Raise GroupFailed for an empty response, a logprob that is not finite or a gap in the versions: the group would
-    be refused at the door."""
+    """Raise GroupFailed for an empty response, a logprob that is not finite or a gap in the versions: the ledger
+    would refuse the group."""
     try:
         check_group(group)
         check_logprobs(group)

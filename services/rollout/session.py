@@ -1,4 +1,4 @@
-"""A job's session on this rollout: attach -> serve -> drain -> detach. Nothing of it is left afterwards."""
+"""A job's session on this rollout: attach -> serve -> drain -> detach. Afterwards nothing of the session is left."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ class RolloutSession:
         self._ends.drain.set()
 
     def leave(self) -> None:
-        """Drain and leave: another job needs this rollout more."""
+        """Drain and leave, because another job needs this rollout more."""
         self._ends.drain.set()
 
     @property
@@ -79,7 +79,7 @@ class RolloutSession:
 
     @property
     def doing(self) -> str:
-        """The step of the start, in words; once that is over, an environment that takes long, or ''."""
+        """The current step of the start, in words; after the start, an environment that takes long, or ''."""
         if self.state == "starting":
             return self._attachment.doing
         flights = self._parts.loop.flights.values() if self._parts is not None else ()
@@ -118,7 +118,7 @@ class RolloutSession:
             await asyncio.sleep(FOLLOW_S)
 
     async def _follow_weights(self, puller: WeightsPuller) -> None:
-        """Follow the weights also while the engine starts: once it has read its first version, the newest is pulled."""
+        """Follow the weights as soon as the model is fetched, even while the engine still starts."""
         await self._attachment.has_model.wait()
         await puller.announcements.follow()
 
@@ -137,7 +137,7 @@ class RolloutSession:
         )
 
     async def _unless_ending(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of the work, or None if the end came first: the work is cancelled then."""
+        """Return the result of the work, or cancel the work and return None if the drain begins first."""
         working, ending = asyncio.create_task(work), asyncio.create_task(self._ends.drain.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ class RolloutSession:
 
 
 async def load_when_idle(parts: Parts, puller: WeightsPuller) -> None:
-    """Load a new version when it is announced, if no group is in flight, not when the first prompt asks for it."""
+    """Load each new version when it is announced, if no group is in flight, so that the first prompt need not wait."""
     while True:
         version = await puller.announcements.wait()
         if version is not None and not parts.loop.flights:

@@ -3,7 +3,7 @@
     micro-batch of groups -> verify -> leave out those without signal -> rows
     row                   -> pack -> forward (policy, old, reference) -> loss sum -> backward
 
-Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part in idle ones.
+Sharded ranks pass rows together, because each pass is a collective: a rank with fewer rows takes part with idle ones.
 """
 
 from dataclasses import astuple
@@ -21,12 +21,12 @@ from services.trainer.world import World
 
 
 class GradientSum:
-    """The gradient of an update so far, in the gradients of the policy's parameters."""
+    """The gradient of an update so far, which the policy's optimizer holds (`gradients()`)."""
 
     def __init__(
         self, opened: OpenIteration, policy: Policy, world: World, stats: IterationStats, scale: float = 1.0
     ) -> None:
-        """Drop the gradient of the update before. `scale`: the objective's, of the whole iteration."""
+        """Drop the gradient of the previous update. `scale` is the factor that the objective gets for the iteration."""
         self.rows: list[list[Part]] = []
         self._opened, self._policy, self._world = opened, policy, world
         self._stats, self._scale = stats, scale
@@ -37,7 +37,7 @@ class GradientSum:
         stats.start_update()
 
     def add(self, groups: list[RolloutGroup]) -> None:
-        """Add the gradient of a micro-batch. Raises JobFailed for a group that may not be trained."""
+        """Add the gradient of a micro-batch. Raises JobFailed for a group that must not be trained."""
         trained = []
         vocab_size = self._policy.model.config.get_text_config().vocab_size
         for group in groups:
@@ -53,31 +53,31 @@ class GradientSum:
         self._add_rows(rows(trained, self._config))
 
     def complete(self) -> None:
-        """Pass one row, of zero gradient, if no group of any rank had signal: it shows the mismatch."""
+        """Pass one row with zero gradient if no group of any rank had signal, so that the mismatch is measured."""
         if self._lockstep(len(self.rows)) == 0:
             with self._stats.busy("train/micro_batches_s"):
                 self._add_rows(rows([self._witness] if self._witness else [], self._config)[:1])
 
     def sum_counts(self) -> None:
-        """Sum the counts over all replicas, which waits for the last one: the beginning of the barrier."""
+        """Sum the counts over all replicas. This waits for the last replica, so it is the beginning of the barrier."""
         self._stats.tally = Tally(*map(int, self._world.sum_scalars(astuple(self._stats.tally))))
 
     def reduce(self) -> None:
-        """Sum over all replicas: the first half of the barrier. A sharded model has summed its gradients on the way."""
+        """Sum over all replicas: the first half of the barrier. Sharded models have summed in their backward passes."""
         if not self._policy.is_sharded:
             self._world.sum_tensors(list(self._policy.optimizer.gradients().values()))
 
     def groups_to_blame(self) -> str:
-        """Return the groups of this replica whose own gradient is not finite, each tried again by itself."""
+        """Return the groups of this replica whose own gradient is not finite. Each one is passed again alone."""
         if self._policy.is_sharded:
-            return "that only one replica can tell apart; run it alone, or with ONBEAT_PARALLELISM=ddp"
+            return "not known of a sharded model; run one replica alone, or set ONBEAT_PARALLELISM=ddp"
         guilty = []
         for part in [part for row in self.rows for part in row]:
             stats = IterationStats(self._opened.current_version)
             GradientSum(self._opened, self._policy, self._world, stats)._add_row([part])
             if not all(gradient.isfinite().all() for gradient in self._policy.optimizer.gradients().values()):
                 guilty.append(part.group.group_id)
-        return ", ".join(guilty) or "of another replica, or in their sum alone"
+        return ", ".join(guilty) or "none of this replica, so one of another replica, or only their sum"
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class GradientSum:
             self._pass_idle_row()
 
     def _lockstep(self, count: int) -> int:
-        """Return the largest count of the ranks that pass rows together; a whole replica goes alone."""
+        """Return the largest count of all ranks if they pass rows together (sharded), else this rank's own count."""
         return self._world.largest(count) if self._policy.is_sharded else count
 
     def _add_row(self, row: list[Part]) -> None:
@@ -102,7 +102,7 @@ class GradientSum:
         loss_sum.backward()
 
     def _pass_idle_row(self) -> None:
-        """Take part in the collectives of the ranks that have one more row; adds nothing."""
+        """Take part in the collectives of ranks that have one more row, without adding to the gradient."""
         batch = idle_batch(self._device)
         self._probed_logprobs(batch)
         logprobs, _ = self._policy.logprobs(batch, 1.0, self._opened.old_version)
@@ -119,7 +119,8 @@ class GradientSum:
         return loss
 
     def _probed_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Return the trainer's logprobs [N] at the weights that generated, where only the comparison needs them."""
+        """Return the trainer's logprobs [N] with the weights that generated, if only the comparison with engines needs
+        them, else None."""
         version = self._opened.behaviour_version
         if self._opened.has_behaviour_logprobs or not self._opened.is_probed:
             return None

@@ -11,7 +11,7 @@ from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.attention import PackedLayout, build_layout
 from services.trainer.episode import lay_out, num_response_places
 
-MIN_PREFIX = 16  # tokens; every kernel makes a call or two more for a prefix
+MIN_PREFIX = 16  # tokens; a shorter prefix is not worth the one or two more calls that every kernel makes for it
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Part:
 class MicroBatch(Responses):
     """The parts of groups in one row: T places, N response tokens, R responses."""
 
-    token_ids: torch.Tensor  # [T] int64, the inputs; of episodes also what they observed
+    token_ids: torch.Tensor  # [T] int64, the inputs, with the tokens that episodes observed
     layout: PackedLayout
     target_ids: torch.Tensor  # [N] int64, the response tokens: those that the policy sampled
     group_ids: list[str]
 
 
 def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_shared: bool = True) -> MicroBatch:
-    """Pack groups into one MicroBatch; groups and responses keep their order. A prefix of all prompts comes once."""
+    """Pack groups into one MicroBatch; groups and responses keep their order. Their common prefix is packed once."""
     parts = [group if isinstance(group, Part) else Part.whole(group) for group in groups]
     prefix = common_prefix([list(part.group.prompt_token_ids) for part in parts]) if is_prefix_shared else []
     inputs = [*prefix]
@@ -69,16 +69,16 @@ def pack(groups: Sequence[RolloutGroup | Part], device: torch.device, is_prefix_
 
 
 def common_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """Return the prefix that several prompts share, without any prompt's last token (that one predicts responses).
+    """Return the prefix that several prompts share, or [] if it is shorter than MIN_PREFIX.
 
-    Empty if it is short.
+    It never has the last token of a prompt, because that token predicts the responses.
 
     >>> common_prefix([[*range(20), 7], [*range(20), 8, 9]]) == list(range(20))
     True
     """
     if len(prompts) < 2:
         return []
-    lowest, highest = min(prompts), max(prompts)  # in the order of lists: a prefix of both is one of all in between
+    lowest, highest = min(prompts), max(prompts)  # lexicographically: what both begin with, all begin with
     longest = min(map(len, prompts)) - 1
     length = next((place for place in range(longest) if lowest[place] != highest[place]), longest)
     return lowest[:length] if length >= MIN_PREFIX else []

@@ -14,11 +14,11 @@ from onbeat.types import JobState
 from services.trainer.batch import cost
 from services.trainer.job.interface import TrainingJob
 
-# After this much silence, accepted groups are read from the ledger: a delivery may have been lost with its reply.
+# After this time without a delivery, accepted groups are read from the ledger: a delivery may be lost with its reply.
 LOOK_AGAIN_S = 3.0
-BROKER_FIRST_S = 10.0  # a live broker fails a stuck iteration first: it knows more about it
-ALL_AT_ONCE = 64  # groups per delivery to the only replica
-# Responses that end in one step of the engine arrive one after another. In one pass they share the reading of all
+BROKER_FIRST_S = 10.0  # after the deadline, so that a live broker fails the job first: it knows more about the reason
+ALL_AT_ONCE = 64  # groups per delivery if there is only one replica
+# Groups that end in the same step of the engine arrive one after another. In one pass they share the reading of all
 # weights and the writing of all gradients, which costs more than this wait.
 GATHER_S = 0.05
 
@@ -38,7 +38,7 @@ class GroupFeed:
         self._add(job.groups.accepted(next_iteration))
 
     def micro_batches(self, iteration: int, wanted: Collection[str]) -> Iterator[list[RolloutGroup]]:
-        """Yield lists of groups; with those of other replicas, exactly the `wanted` groups (ids) of the iteration."""
+        """Yield lists of groups. All replicas together get exactly the `wanted` groups (ids) of the iteration."""
         self._forget_before(iteration)
         for group_ids in self._job.groups.recorded_micro_batches(iteration):
             if group_ids[0] in wanted:
@@ -51,7 +51,7 @@ class GroupFeed:
             ready = self._receive_ready(left)
             if not ready or (self._config.schedule.mode == "sync" and not self._is_complete(iteration, ready, left)):
                 self._wait(iteration, len(left) - len(ready))
-                if self._num_replicas > 1:  # the others take groups, too
+                if self._num_replicas > 1:  # other replicas take groups, too
                     left -= self._job.groups.taken(iteration)
                 continue
             group_ids = [group.group_id for group in self._take_budget(ready)]
@@ -93,8 +93,8 @@ class GroupFeed:
         return gone
 
     def _receive_ready(self, left: set[str]) -> list[RolloutGroup]:
-        """Return the groups of `left` that have arrived, up to about a micro-batch. A single replica waits a moment for
-        groups close behind; several replicas take one group at a time.
+        """Return the groups of `left` that have arrived, enough for about one micro-batch. A single replica waits a
+        moment for groups close behind; several replicas take one group at a time.
         """
         budget = self._config.training.max_tokens_per_micro_batch
         self._receive(timeout_s=0.001)
@@ -106,7 +106,7 @@ class GroupFeed:
                 return ready
 
     def _is_complete(self, iteration: int, ready: list[RolloutGroup], left: set[str]) -> bool:
-        """Return whether no group of the iteration is generated any more, and this replica has what it can get."""
+        """Return whether all groups of the iteration are accepted and, for a single replica, all have arrived here."""
         is_ready = len(ready) == len(left) or self._num_replicas > 1
         return is_ready and self._job.groups.is_drained(iteration)
 
@@ -124,7 +124,7 @@ class GroupFeed:
         return self._add(self._job.groups.take(ALL_AT_ONCE if self._num_replicas == 1 else 1, timeout_s))
 
     def _wait(self, iteration: int, num_left: int) -> None:
-        """Wait a moment at most for another group. Raises JobFailed after the iteration's deadline."""
+        """Wait at most a moment for another group. Raises JobFailed after the iteration's deadline."""
         deadline_s = self._config.schedule.iteration_deadline_s
         self._job.doing = f"waiting for groups of iteration {iteration}: {num_left} missing"
         is_new = self._receive(timeout_s=0.5 if self._num_replicas == 1 else 0.02)

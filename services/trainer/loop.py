@@ -11,7 +11,8 @@
 
 In `periodic` and `sync` the version is t itself, and the gradient at the barrier is that of the synchronous iteration
 up to floating-point order: no step falls inside an update, the groups are fixed at its opening, and the normaliser
-is applied once at the end. In `bounded` the version may be older, by max_staleness at most, and is the old policy.
+is applied once at the end. In `bounded` the groups may come from a version up to max_staleness older, which is then the
+old policy of the importance ratio (objective.old_policy = "behaviour").
 """
 
 import json
@@ -62,15 +63,15 @@ class TrainLoop:
                 self.run_iteration(state.next_iteration, state.policy_version)
             self._publisher.finish()
             self._job.wait_for_evaluation()
-            while self._job.check() is JobState.PAUSED:  # in its last iteration: the user is to have the last word
+            while self._job.check() is JobState.PAUSED:  # in its last iteration: its user decides when it ends
                 time.sleep(0.5)
         except Stopped:
-            if self._is_between_iterations() and self._world.size == 1:  # other ranks may be anywhere
+            if self._is_between_iterations() and self._world.size == 1:  # other ranks may be in the middle of a pass
                 self._publisher.leave()
             raise
 
     def _is_between_iterations(self) -> bool:
-        """Return whether the weights are those of the last committed iteration, moved by no update of the next."""
+        """Return whether the weights are those of the last committed iteration, unchanged by updates of the next."""
         return self._opened.num_updates_done == 0 or self._publisher.state.next_iteration > self._opened.index
 
     def run_iteration(self, iteration: int, current_version: int) -> None:
@@ -90,8 +91,8 @@ class TrainLoop:
         self._check_signal(stats)
 
     def _check_signal(self, stats: IterationStats) -> None:
-        """Raise JobFailed, once a checkpoint is written, after too many iterations in a row without signal. A job that
-        is resumed may do as many again."""
+        """Write a checkpoint and raise JobFailed after too many iterations in a row without signal. A resumed job may
+        have as many again."""
         schedule, state = self._config.schedule, self._publisher.state
         limit, is_last = schedule.stop_without_signal, state.next_iteration == schedule.num_iterations
         if limit is None or is_last or state.num_without_signal == 0 or state.num_without_signal % limit:
@@ -100,12 +101,12 @@ class TrainLoop:
         mean = stats.sums["reward"] / stats.sums["num_responses"]
         raise JobFailed(
             f"stopped after {state.next_iteration} iterations, the last {limit} without signal: in each group all "
-            f"responses had equal rewards, {mean:g} on average in the last one (schedule.stop_without_signal). Read "
-            f"samples, and correct reward or data in a new job; `onbeat jobs resume` lets this one do {limit} more"
+            f"responses had equal rewards, {mean:g} on average in the last iteration (schedule.stop_without_signal). "
+            f"Read samples, and correct reward or data in a new job; `onbeat jobs resume` gives this job {limit} more"
         )
 
     def update(self, micro_batches: Iterable[list[RolloutGroup]], stats: IterationStats, scale: float) -> int:
-        """Take one optimizer step on its share of the iteration; return the number of responses in it."""
+        """Take one optimizer step on a share of the iteration; return its number of responses on all replicas."""
         opened = self._opened
         gradient = GradientSum(opened, self._policy, self._world, stats, scale)
         for groups in micro_batches:
@@ -127,7 +128,7 @@ class TrainLoop:
     def step(self, gradient: GradientSum, stats: IterationStats) -> None:
         """Do exactly one rescale, one clip and one optimizer step: the second half of the barrier."""
         tally = stats.tally
-        if tally.num_responses == 0:  # all of its groups failed: nothing to learn from, and no step
+        if tally.num_responses == 0:  # all groups of the update failed
             return
         num_tokens, longest = tally.num_tokens - tally.num_rejected_tokens, self._config.longest_response
         divisor = self._config.objective.denominator(num_tokens, tally.num_responses, tally.num_pairs, longest)
@@ -144,11 +145,12 @@ class TrainLoop:
             stats.values["train/learning_rate"] = optimizer.step(*callbacks, place=self._opened.place_of_step)
 
     def _clip(self, gradient: GradientSum) -> float:
-        """Clip the gradient. Raises JobFailed, naming groups, when it is not finite: it never reaches the weights."""
+        """Clip the gradient. Raises JobFailed, naming groups, if it is not finite, before it reaches the weights."""
         try:
             return self._policy.optimizer.clip()
         except JobFailed as error:
-            raise JobFailed(f"{error}; not finite by themselves: groups {gradient.groups_to_blame()}") from error
+            guilty = gradient.groups_to_blame()
+            raise JobFailed(f"{error}; groups whose own gradient is not finite: {guilty}") from error
 
     def _iteration_scale(self, groups: list[RolloutGroup]) -> float:
         """Return the objective's scale, from all groups of the iteration on all replicas; 1 when every group failed."""
@@ -158,13 +160,13 @@ class TrainLoop:
         return self._config.objective.iteration_scale(everywhere) if everywhere else 1.0
 
     def _probe_engines(self, stats: IterationStats) -> None:
-        """Raise JobFailed, before the optimizer steps, if their mismatch has grown since iteration 0."""
+        """Raise JobFailed, before the optimizer step, if the engines' mismatch has grown since the first iteration."""
         if not self._opened.is_probed:
             return
         sums = [stats.sums.get(name, 0.0) for name in ("token/mismatch", "train/trained_tokens")]
         gap, num_tokens = self._world.sum_scalars(sums)
         state = self._publisher.state
-        if num_tokens == 0:  # all of its groups failed
+        if num_tokens == 0:  # all groups of the update failed
             return
         if self._opened.index == self._config.first_iteration:
             self._publisher.state = replace(state, first_mismatch=gap / num_tokens)

@@ -42,10 +42,10 @@ class Publisher:
         self._saver = CheckpointSaver(job, policy, checkpoints, files, world, state.next_iteration)
         self._shard = policy.published_shard(world)  # the tensors that this rank holds of a version
         self._newest: Snapshot | None = None  # the newest version, which checkpoints export
-        self._published: Snapshot | None = None  # the rollouts' snapshot, if served here; the base of the next delta
-        self._writer: SnapshotWriter | None = None  # of the version that the optimizer is making
-        self._written: set[str] = set()  # names put so far, by any rank
-        self._last_checkpoint: list[Span] = []  # written after a commit, recorded with the next one
+        self._published: Snapshot | None = None  # the one that rollouts have, if served here; base of the next delta
+        self._writer: SnapshotWriter | None = None  # the writer of the version that the optimizer makes
+        self._written: set[str] = set()  # names of parameters that the last step has finished
+        self._last_checkpoint: list[Span] = []  # the span of a checkpoint is recorded with the next commit
 
     @property
     def _is_serving(self) -> bool:
@@ -72,9 +72,12 @@ class Publisher:
         self._saver.wait_for_reader()
 
     def begin(self) -> tuple[Named | None, Named | None]:
-        """Start the next version's snapshot before the iteration's last step. Returns callbacks for names of parameters
-        that have changed and of those that are about to, so that copying and encoding overlap with the step; None where
-        that needs no work, e.g. if the published weights are not the parameters themselves (LoRA)."""
+        """Start the next version's snapshot before the iteration's last step: copying and encoding overlap with it.
+
+        Returns two callbacks for the optimizer. The first takes names of parameters that have changed, the second
+        names of parameters that are about to change. None means that no call is needed: with
+        LoRA, for example, the published weights are not the parameters.
+        """
         if self._config.lora is not None:
             return None, None
         writer = self._writer = self._create_writer(self.state.policy_version + 1)
@@ -101,7 +104,7 @@ class Publisher:
         self._job.doing = f"making policy version {version} of the weights"
         with stats.busy("train/snapshot_s"):
             snapshot = self._snapshot()
-            give_back_freed()  # of passes and gradients, before rollouts on this machine take memory for the version
+            give_back_freed()  # rollouts on this machine are about to take memory for the version
         stats.merge(self._world.all_gather_bytes(stats.to_bytes()))
         num_without_signal = 0 if stats.has_signal else self.state.num_without_signal + 1
         parts = more_parts(self.state.reward_parts, stats.responses.parts)
@@ -128,26 +131,26 @@ class Publisher:
         self._last_checkpoint = [Span("checkpoint", started, time.monotonic())] if has_written else []
 
     def finish(self) -> None:
-        """Wait until everything is on disk. Raises JobFailed when it cannot be written after repeated tries."""
+        """Wait until everything is on disk. Raises JobFailed if writing fails in repeated attempts."""
         assert self._newest is not None, "finish before start"
         self._saver.finish(self.state, self._newest)
 
     def leave(self) -> None:
-        """Write a checkpoint because the job stops early, or this process."""
+        """Write a checkpoint before the job stops early or this process ends."""
         assert self._newest is not None, "leave before start"
         self._saver.leave(self.state, self._newest)
 
     def _is_worth_publishing(self, stats: IterationStats) -> bool:
-        """Decide by divergence (arXiv 2507.10990). The staleness bound comes first: no iteration may wait for ever."""
+        """Decide by divergence (arXiv 2507.10990), but always publish when the staleness bound requires it."""
         schedule = self._config.schedule
         if not isinstance(schedule, BoundedSchedule) or schedule.publish_above_kl is None:
             return True
         is_due = self.state.policy_version - self.state.published_version >= schedule.max_staleness
-        is_last = self.state.next_iteration == schedule.num_iterations  # it is evaluated, and users want it
+        is_last = self.state.next_iteration == schedule.num_iterations  # this version is evaluated, and users want it
         return is_due or is_last or stats.divergence > schedule.publish_above_kl
 
     def _snapshot(self) -> Snapshot:
-        """Take a snapshot of the current weights (of a sharded model, each rank's part); hold it for later ratios.
+        """Take a snapshot of the current weights (this rank's part of a sharded model); keep it if ratios will need it.
 
         Raises JobFailed when replicas do not hold the same bits.
         """
@@ -183,7 +186,7 @@ class Publisher:
         everywhere = [json.loads(message) for message in shards.all_gather_bytes(own)]
         if delta_bytes is not None:
             delta_bytes = sum(shard["delta_bytes"] for shard in everywhere)
-        if self._is_in_place:  # the version before is still served if no step was taken
+        if self._is_in_place:  # without a step, the previous version is still served
             self._job.withdraw()
         self._job.hold(snapshot, delta_bytes)
         shards.all_gather_bytes(b"held")

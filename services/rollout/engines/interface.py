@@ -50,7 +50,7 @@ class GeneratedResponse:
     finish_reason: FinishReason
     version_spans: list[VersionSpan]  # cover 0:T without gaps
     text: str
-    num_cached_tokens: int = 0  # of the prompt, that were in the engine's cache; 0 also where it does not tell
+    num_cached_tokens: int = 0  # prompt tokens found in the engine's cache; 0 also if the engine does not report them
 
 
 class VersionMismatch(Exception):

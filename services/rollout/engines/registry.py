@@ -15,7 +15,7 @@ from services.rollout.engines.interface import Engine
 logger = logging.getLogger(__name__)
 
 GROUP = "onbeat.engines"
-CANCEL_DEADLINE_S = 10.0  # a start or load that is given up has this long to notice
+CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
 STOP_DEADLINE_S = 150.0  # longer than vLLM's own wait for a start that cannot be interrupted
 
 
@@ -24,7 +24,7 @@ class EngineBroken(Exception):
 
 
 class EngineDied(EngineBroken):
-    """The engine died while it generated, perhaps because of what it was asked for: that counts as an attempt."""
+    """The engine died while it generated a group. The group may be the cause, so this counts as an attempt at it."""
 
 
 def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
@@ -46,7 +46,7 @@ def check_engine(name: str, device: str, tensor_parallel_size: int = 1) -> str:
 
 
 def find_device(device: str) -> str:
-    """Resolve auto, cpu, cuda, npu -> cpu, cuda, npu. Raises ValueError where it cannot be used, ImportError where
+    """Resolve auto, cpu, cuda, npu -> cpu, cuda, npu. Raises ValueError if the device cannot be used, ImportError if
     torch cannot be imported."""
     if device in ("auto", "cpu") and not knows_accelerators():
         return "cpu"  # torch is not imported: that takes more than a second

@@ -1,6 +1,7 @@
 """The bodies of requests to the session server, checked, and messages in the form that chat templates take.
 
-What is unknown is refused by name: a request that asks for another sampling than the job's must not seem to get it.
+An unknown field is refused by name: a client that asks for other sampling than the job's must not believe that it gets
+it.
 """
 
 from collections.abc import Mapping
@@ -79,13 +80,13 @@ class GenerateBody(Open):
     sampling_params: SamplingParams = SamplingParams()
 
 
-# They change nothing here, whatever their value.
+# These fields have no effect here, whatever their value.
 WITHOUT_EFFECT = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
     *("cache_salt", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
     "return_token_ids",
 }
-# They are taken with these values, which are what happens anyway.
+# These fields are accepted only with these values, which ask for what the server does in any case.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -123,8 +124,8 @@ def parse_body(kind: type[B], content: bytes) -> B:
 
 
 def check_options(options: Mapping[str, Any] | None, temperature: float, eos_token_id: int | None) -> None:
-    """Check what a body holds besides the fields that are used. Raises ChatFailed for a sampling of its own, for what
-    the server cannot do, and for what it does not know."""
+    """Check the fields of a body that the server does not use. Raises ChatFailed for a field that asks for other
+    sampling than the job's, that the server does not support, or that it does not know."""
     allowed = {**NEUTRAL, "temperature": (temperature,), "stop_token_ids": ([], [eos_token_id])}
     for name, value in (options or {}).items():
         if value is None or name in WITHOUT_EFFECT or value in allowed.get(name, ()):

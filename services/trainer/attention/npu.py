@@ -1,7 +1,7 @@
 """Shared-prompt attention by Ascend's fused kernel, in one call for the whole row.
 
-Written against the documentation of `torch_npu.npu_fusion_attention` (torch_npu 2.13); it has not run on the hardware
-yet. (Before a job packs rows on a device, `packing.py` compares the device's attention with a dense mask there.)
+It is written against the documentation of `torch_npu.npu_fusion_attention` (torch_npu 2.13) and has not run on the
+hardware yet. (Before a job packs rows, `passes/choice.py` compares the device's attention with a dense mask there.)
 
 The row is taken as sequences of unequal length (layout TND). Queries stay where they are; keys are gathered:
 
