@@ -18,7 +18,7 @@ from onbeat.errors import OnbeatError
 from onbeat.rewards import RewardConfig
 from services.broker.admission.hub import review_hub_model
 from services.broker.admission.models import review_model
-from services.broker.admission.rewards import review_on_data
+from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetPool, DatasetProcess
@@ -30,7 +30,6 @@ SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
 MAX_SHOWN = 80  # characters of a wrong value
-REWARDS_THAT_COMPARE = ("exact", "math")  # with the prompt's answer
 
 MAX_TRIALS = 2  # of rewards at a time: each is a process
 MAX_RESPONSES_PER_ITERATION = 1_000_000
@@ -82,8 +81,13 @@ class Admission:
         while numbers or options are impossible."""
         unusable = review_numbers(config) + review_free_values(config)
         errors = unusable + review_environment(config)
+        to_try: list[tuple[RewardUse, int]] = []  # with the number of groups of its pattern
         for use in reward_uses(config):
-            errors += review_reward(use) + await self._review_pattern(use)
+            of_pattern, num_groups = await self._review_pattern(use)
+            of_reward = review_reward(use, num_groups)
+            errors += of_reward + of_pattern
+            if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
+                to_try.append((use, num_groups))
         errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
         if self._has_model_folders:
             errors += [FieldError(field=f, message=m) for f, m in await review_hub_model(config.model.path)]
@@ -91,12 +95,11 @@ class Admission:
         if not unusable:
             of_data, first = await self._review_data(config, notes)
             errors += of_data
-            for use in reward_uses(config):
-                if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not review_reward(use):
-                    async with self._trials:
-                        complaints, of_reward = await review_on_data(use.field, use.reward, first)
-                    errors += [FieldError(field=f, message=m) for f, m in complaints]
-                    notes += of_reward
+            for use, num_groups in to_try:
+                async with self._trials:
+                    complaints, of_trial = await review_on_data(use.field, use.reward, first, num_groups)
+                errors += [FieldError(field=f, message=m) for f, m in complaints]
+                notes += of_trial
         return errors, notes
 
     async def _review_data(self, config: JobConfig, notes: list[str]) -> tuple[list[FieldError], PromptItem | None]:
@@ -114,17 +117,18 @@ class Admission:
                 errors.append(FieldError(field=error.field, message=error.message))
         return errors, first
 
-    async def _review_pattern(self, use: RewardUse) -> list[FieldError]:
+    async def _review_pattern(self, use: RewardUse) -> tuple[list[FieldError], int]:
+        """Return what is wrong with the reward's pattern, and its number of groups; 0 without one."""
         option, options = PATTERN_OPTIONS.get(use.reward.name), use.reward.options
         if option is None or (option not in options and option != "pattern"):
-            return []
-        pattern, problem = options.get(option), "is not a string"
+            return [], 0
+        pattern, problem, num_groups = options.get(option), "is not a string", 0
         if isinstance(pattern, str):
-            problem = await self._patterns.check_pattern(pattern)
+            problem, num_groups = await self._patterns.check_pattern(pattern)
         if not problem:
-            return []
+            return [], num_groups
         message = f"reward {use.reward.name} needs a regular expression here; {show(pattern)} {problem}"
-        return [FieldError(field=f"{use.field}.options.{option}", message=message)]
+        return [FieldError(field=f"{use.field}.options.{option}", message=message)], 0
 
 
 def review_numbers(config: JobConfig) -> list[FieldError]:
@@ -203,7 +207,8 @@ def review_environment(config: JobConfig) -> list[FieldError]:
     return [FieldError(field="environment.name", message=message)]
 
 
-def review_reward(use: RewardUse) -> list[FieldError]:
+def review_reward(use: RewardUse, num_groups: int = 0) -> list[FieldError]:
+    """Check the reward without its data's content. `num_groups`: of its pattern."""
     name, installed = use.reward.name, entry_points(group=REWARD_GROUP).names
     if name == HTTP_REWARD:
         return review_service(use)
@@ -214,7 +219,7 @@ def review_reward(use: RewardUse) -> list[FieldError]:
         if name == "reasoning_gym" and isinstance(data, RowData):
             message = f"scores only data of type reasoning_gym, {field} has rows; use exact, regex or math with rows"
             return [FieldError(field=f"{use.field}.name", message=message)]
-        if name in REWARDS_THAT_COMPARE and isinstance(data, RowData) and data.answer_field is None:
+        if compares_with_answer(use.reward, num_groups) and isinstance(data, RowData) and data.answer_field is None:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
             return [FieldError(field=f"{field}.answer_field", message=message)]
     return review_options(use)

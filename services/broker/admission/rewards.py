@@ -17,22 +17,31 @@ from services.broker.datasets import PromptItem
 CHILD = "services.rollout.rewards.child"
 TRIAL_S = 20.0  # for starting Python, importing the reward and scoring one response
 MAX_SHOWN = 80  # characters of an answer
-REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # the whole answer
+REWARDS_THAT_COMPARE = ("exact", "math", "regex")  # with the prompt's whole answer; regex: what a group captured
 MARK = "#### "  # of the answer at the end of a solution, as in GSM8K
 OWN_REWARDS = ("exact", "math", "regex", "reasoning_gym")
 
 Answer = dict[str, Any]
 
 
+def compares_with_answer(reward: RewardConfig, num_groups: int) -> bool:
+    """Return whether the reward needs the prompt's answer. `num_groups`: of its pattern; regex without one needs none.
+
+    >>> compares_with_answer(RewardConfig(name="regex"), 0), compares_with_answer(RewardConfig(name="regex"), 1)
+    (False, True)
+    """
+    return reward.name in REWARDS_THAT_COMPARE and (reward.name != "regex" or num_groups > 0)
+
+
 async def review_on_data(
-    field: str, reward: RewardConfig, item: PromptItem | None
+    field: str, reward: RewardConfig, item: PromptItem | None, num_groups: int = 0
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Return complaints (field, message) and notes about the reward in that field of the job.
 
-    `item`: the first prompt; None: it has no data.
+    `item`: the first prompt; None: it has no data. `num_groups`: of the reward's pattern.
     """
     answer = item.context.get("answer") if item is not None else None
-    if reward.name in REWARDS_THAT_COMPARE and isinstance(answer, str) and MARK in answer:
+    if compares_with_answer(reward, num_groups) and isinstance(answer, str) and MARK in answer:
         shown = repr(answer[-MAX_SHOWN:])
         message = f"the answer of the first prompt ends with {shown}, which reward {reward.name} compares as a whole; "
         return [("data.answer_pattern", message + "set it to '#### (.+)'")], []

@@ -45,7 +45,7 @@ def main() -> None:
         request = REQUEST.validate_json(line)
         signal.setitimer(signal.ITIMER_REAL, request.timeout_s)
         if isinstance(request, PatternRequest):
-            answer = json.dumps({"problem": problem_of(request.pattern)})
+            answer = json.dumps(check_pattern(request.pattern))
         else:
             answer = json.dumps(answer_request(request, data_dir, open_datasets))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -69,13 +69,12 @@ def answer_request(request: ReadRequest, data_dir: Path, open_datasets: dict[str
     return {"items": [item.model_dump() for item in items], "note": dataset.note}
 
 
-def problem_of(pattern: str) -> str:
-    """Return why the pattern is not a regular expression, or ''."""
+def check_pattern(pattern: str) -> dict[str, Any]:
+    """Return why the pattern is not a regular expression ('' if it is one), and how many groups it has."""
     try:
-        re.compile(pattern)
+        return {"problem": "", "num_groups": re.compile(pattern).groups}
     except (re.error, RecursionError, OverflowError) as error:
-        return f"is no regular expression: {error}"
-    return ""
+        return {"problem": f"is no regular expression: {error}", "num_groups": 0}
 
 
 def find_dataset(spec: DatasetSpec, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> PromptDataset:

@@ -46,12 +46,13 @@ class DatasetProcess:
             raise DatasetError(answer["error"]["field"], answer["error"]["message"])
         return [PromptItem.model_validate(item) for item in answer["items"]], answer["note"]
 
-    async def check_pattern(self, pattern: str) -> str:
-        """Return why a regular expression cannot be used, or ''. Compiling one can take minutes."""
+    async def check_pattern(self, pattern: str) -> tuple[str, int]:
+        """Return why a regular expression cannot be used ('' if it can), and its groups. Compiling can take minutes."""
         try:
-            return str((await self._ask({"pattern": pattern}))["problem"])
+            answer = await self._ask({"pattern": pattern})
         except DatasetError as error:
-            return error.message
+            return error.message, 0
+        return answer["problem"], answer["num_groups"]
 
     async def close(self) -> None:
         child, self._child = self._child, None

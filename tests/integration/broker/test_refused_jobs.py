@@ -143,7 +143,7 @@ async def test_own_reward_that_fails_on_the_answer_is_a_warning(broker: httpx.As
 
 
 @pytest.mark.parametrize(
-    "reward", [{"name": "math"}, {"name": "exact"}, {"name": "regex", "options": {"pattern": "x"}}]
+    "reward", [{"name": "math"}, {"name": "exact"}, {"name": "regex", "options": {"pattern": "(x)"}}]
 )
 async def test_answer_inside_its_field_is_refused_with_the_pattern(
     broker: httpx.AsyncClient, tmp_path: Path, reward: dict[str, Any]
@@ -153,6 +153,18 @@ async def test_answer_inside_its_field_is_refused_with_the_pattern(
     assert error["field"] == "data.answer_pattern"
     assert "set it to '#### (.+)'" in error["message"]
     assert await refusals(broker, reward=reward, data={"answer_pattern": "#### (.+)"}) == []
+
+
+@pytest.mark.parametrize(("pattern", "needs_answer"), [(r"\(?x", False), ("(?:x|y)", False), ("(x|y)", True)])
+async def test_regex_needs_answers_only_if_its_pattern_has_a_group(
+    broker: httpx.AsyncClient, tmp_path: Path, pattern: str, needs_answer: bool
+) -> None:
+    reward = {"name": "regex", "options": {"pattern": pattern}}
+    fields = {error["field"] for error in await refusals(broker, reward=reward, data={"answer_field": None})}
+    assert fields == ({"data.answer_field"} if needs_answer else set())
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "How many?", "answer": SOLUTION}) + "\n")
+    fields = {error["field"] for error in await refusals(broker, reward=reward)}
+    assert fields == ({"data.answer_pattern"} if needs_answer else set())
 
 
 async def test_many_requests_do_not_start_many_processes(
