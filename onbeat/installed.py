@@ -3,6 +3,8 @@
 from importlib.metadata import entry_points
 from typing import Any
 
+REWARDS, ENVIRONMENTS, ENGINES = "onbeat.rewards", "onbeat.environments", "onbeat.engines"  # the groups
+
 
 def load_installed(group: str, name: str) -> Any:
     """Import what is installed under a name. Raises ValueError, with the installed names, if it is unknown, or what the

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from onbeat.section import Float, Int, PositiveInt, Section
 
 MAX_REWARDS = 8
+HTTP_REWARD = "http"  # the name of the reward that is a service, which rollouts know by its own name
 TABLE, LIST = "[table]", "[list]"  # forms of a section, in the locations of Pydantic's errors
 
 

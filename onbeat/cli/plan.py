@@ -117,6 +117,7 @@ def ask(module: str, request: dict[str, Any]) -> Any:
 
 
 def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
+    from onbeat.hardware.accelerators import MEMORY, ROLLOUTS_MEMORY
     from onbeat.memory import read_memory
 
     lines = []
@@ -126,7 +127,7 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
         largest_first = sorted(parts.items(), key=lambda item: -item[1])
         lines += [f"           {size / GB:7.2f} GB  {part}" for part, size in largest_first]
     if is_on_gpu:
-        return [*lines, "besides, the engine takes a share of its GPU: ONBEAT_GPU_MEMORY_UTILIZATION (default 0.85)"]
+        return [*lines, f"besides, the engine takes a share of its GPU: {MEMORY} (default {ROLLOUTS_MEMORY})"]
     total = OTHERS_BYTES + sum(
         sum(parts.values()) * (num_ranks if process == "trainer" else 1) for process, parts in plan.items()
     )
@@ -201,10 +202,12 @@ def memory_warning(config: "JobConfig", options: "StackOptions", say: Callable[[
 
 def is_converted(model_path: str) -> bool:
     """Return False for a bundled model that no trainer has converted yet, because planning would convert it, too."""
+    from onbeat.bundled import CACHE_DIR, is_complete, model_folder
+
     if not model_path.startswith("bundled:"):
         return True
-    cache = Path(os.environ.get("ONBEAT_CACHE_DIR") or Path.home() / ".cache" / "onbeat")
-    return (cache / "models" / model_path.removeprefix("bundled:") / "config.json").is_file()
+    cache_dir = Path(os.environ.get("ONBEAT_CACHE_DIR") or CACHE_DIR)
+    return is_complete(model_folder(cache_dir, model_path.removeprefix("bundled:")))
 
 
 def shortage_text(plan: Plan, num_rollouts: int, available_bytes: int) -> str:

@@ -52,6 +52,7 @@ def try_reward(
     should score low. The exit code is 1 if the reward fails on any of them.
     """
     from onbeat.config import JobConfig
+    from onbeat.rewards import HTTP_REWARD
 
     if job_id is not None:
         samples = ask(url, api_key, data_dir, lambda client: client.jobs.samples(job_id, limit=num_rows))
@@ -62,7 +63,7 @@ def try_reward(
     config = JobConfig.from_file(job, overrides)
     if config.environment is not None:
         raise ValueError("the reward of this job comes from its environment, which plays whole episodes; use --job")
-    if any(reward.name == "http" for reward in config.rewards):
+    if any(reward.name == HTTP_REWARD for reward in config.rewards):
         raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
     items = read_rows(config, job.parent, data_dir, num_rows)
     prompts, problem = render_prompts(config, items)

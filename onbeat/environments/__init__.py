@@ -8,6 +8,4 @@ engine. All that it can reach of a job is its task and the session of its episod
 from onbeat.environments.session import EpisodeOver, Session, SessionError
 from onbeat.environments.types import Environment, Message, Outcome, Task
 
-__all__ = ["GROUP", "Environment", "EpisodeOver", "Message", "Outcome", "Session", "SessionError", "Task"]
-
-GROUP = "onbeat.environments"
+__all__ = ["Environment", "EpisodeOver", "Message", "Outcome", "Session", "SessionError", "Task"]

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from onbeat.environments.types import Message, Task
-from onbeat.installed import load_installed
+from onbeat.installed import REWARDS, load_installed
 
 Reward = float | Mapping[str, float]
 Score = Callable[[str, dict[str, Any], dict[str, Any], str], Awaitable[Reward]]
@@ -13,7 +13,7 @@ Score = Callable[[str, dict[str, Any], dict[str, Any], str], Awaitable[Reward]]
 
 async def score_here(name: str, options: dict[str, Any], context: dict[str, Any], response: str) -> Reward:
     """Call a reward in this process, which it holds up."""
-    reward: Reward = load_installed("onbeat.rewards", name)(response, context, **options)
+    reward: Reward = load_installed(REWARDS, name)(response, context, **options)
     return reward
 
 

@@ -5,16 +5,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from onbeat.environments import GROUP
 from onbeat.environments.messages import MessageEnvironment
 from onbeat.environments.tools import NO_REWARD, ToolsEnvironment, ToolsOptions
 from onbeat.environments.types import Environment
-from onbeat.installed import load_installed
+from onbeat.installed import ENVIRONMENTS, REWARDS, load_installed
 
 
 def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """Import and build an environment. Raises ValueError if it is unknown, and what it raises itself."""
-    return build_environment(load_installed(GROUP, name), options)
+    return build_environment(load_installed(ENVIRONMENTS, name), options)
 
 
 def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
@@ -34,7 +33,7 @@ def build_environment(target: Any, options: Mapping[str, Any]) -> Environment:
     if adapter.reward is None and not hasattr(target, "get_reward"):
         raise ValueError(NO_REWARD)
     if adapter.reward is not None:
-        load_installed("onbeat.rewards", adapter.reward)  # before episodes are played in vain
+        load_installed(REWARDS, adapter.reward)  # before episodes are played in vain
     return ToolsEnvironment(maker(target, own), adapter)
 
 

@@ -18,7 +18,7 @@ from onbeat.environments.final_reward import last_answer, reward_of_answer
 from onbeat.environments.session import Session
 from onbeat.environments.tools import as_outcome, converse
 from onbeat.environments.types import Message, Outcome, Task
-from onbeat.installed import load_installed
+from onbeat.installed import REWARDS, load_installed
 
 INVALID_PARAMS = -32602  # JSON-RPC: the policy called the tool wrongly
 ANSWER_S = 60.0
@@ -40,7 +40,7 @@ class McpEnvironment:
         if (reward is None) == (reward_tool is None):
             raise ValueError("an MCP environment needs either `reward`, an installed one, or `reward_tool`")
         if reward is not None:
-            load_installed("onbeat.rewards", reward)  # before episodes are played in vain
+            load_installed(REWARDS, reward)  # before episodes are played in vain
         self._server = check_server(server, variables or {})
         self._reward, self._reward_options, self._reward_tool = reward, dict(reward_options or {}), reward_tool
 

@@ -20,6 +20,7 @@ from onbeat.hardware.accelerators import available_devices, device_environments
 from onbeat.hardware.cores import available_cores, format_cores, plan_cores
 from onbeat.hardware.malloc import KEEP_FREED
 from onbeat.hardware.processor import read_processor
+from onbeat.installed import ENGINES
 from onbeat.local.redis_server import HOST, free_port, redis_service
 from onbeat.local.state import StackLock, StackState, create_data_dir
 from onbeat.local.supervisor import ServiceSpec, Supervisor
@@ -211,7 +212,7 @@ def describe_places(options: StackOptions) -> str:
 
 def check_engine_name(name: str) -> None:
     """Raise ValueError for an engine that is not installed: rollouts would only find it out after their start."""
-    installed = entry_points(group="onbeat.engines").names
+    installed = entry_points(group=ENGINES).names
     if installed and name not in installed:
         close = difflib.get_close_matches(name, installed, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(installed))}"

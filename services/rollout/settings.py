@@ -11,6 +11,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
 from onbeat.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
@@ -54,7 +55,7 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
     device: str = Field("auto", description="device of the engine: auto, cpu, cuda or npu")
     tensor_parallel_size: int = Field(1, ge=1, description="devices that hold the model together")
     gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=1, description="share of each CUDA or NPU device's memory for the engine"
+        ROLLOUTS_MEMORY, gt=0, le=1, description="share of each CUDA or NPU device's memory for the engine"
     )
     cpu_cores: str = Field("", description="cores of the engine on a CPU, such as 0 or 0-3; empty: the engine chooses")
     max_num_seqs: int = Field(64, ge=1, description="responses generated concurrently")

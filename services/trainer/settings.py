@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from onbeat.bundled import CACHE_DIR
 from onbeat.health import HealthSettings
 from onbeat.streams.connection import RedisSettings
 from onbeat.weights.security import WireSettings
@@ -22,7 +23,7 @@ class Settings(HealthSettings, WireSettings, RedisSettings, BaseSettings):
         description="a name that no other running trainer has",
     )
     data_dir: Path = Field(Path(".onbeat"), description="checkpoints go to data_dir/jobs/JOB/checkpoints")
-    cache_dir: Path = Field(Path.home() / ".cache" / "onbeat", description="folder for converted models")
+    cache_dir: Path = Field(CACHE_DIR, description="folder for converted models")
     device: str = Field("auto", description="device to train on: auto, cpu, cuda or npu")
     cpu_cores: str = Field(
         "", description="cores to train on when the device is the CPU, such as 1 or 0-3,6; empty: all"

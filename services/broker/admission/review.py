@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import show
-from onbeat.environments import GROUP as ENVIRONMENT_GROUP
 from onbeat.errors import OnbeatError
-from onbeat.rewards import RewardConfig
+from onbeat.installed import ENVIRONMENTS, REWARDS
+from onbeat.rewards import HTTP_REWARD, RewardConfig
 from services.broker.admission.hub import review_hub_model
 from services.broker.admission.models import review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
@@ -24,8 +24,6 @@ from services.broker.datasets.procedural import nearest
 from services.broker.datasets.process import DatasetPool, DatasetProcess
 from services.broker.tasks import read_set
 
-REWARD_GROUP = "onbeat.rewards"
-HTTP_REWARD = "http"  # a service, known to the rollouts by name
 SERVICE_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 PATTERN_OPTIONS = {"regex": "pattern", "reasoning_gym": "answer_pattern"}
 REWARD_OPTIONS = {"exact": ("ignore_case",), "regex": ("pattern",), "math": (), "reasoning_gym": ("answer_pattern",)}
@@ -200,7 +198,7 @@ def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, DataCon
 
 
 def review_environment(config: JobConfig) -> list[FieldError]:
-    installed = entry_points(group=ENVIRONMENT_GROUP).names
+    installed = entry_points(group=ENVIRONMENTS).names
     if config.environment is None or config.environment.name in installed:
         return []
     message = f"no environment {config.environment.name!r} is installed; {nearest(config.environment.name, installed)}"
@@ -209,7 +207,7 @@ def review_environment(config: JobConfig) -> list[FieldError]:
 
 def review_reward(use: RewardUse, num_groups: int = 0) -> list[FieldError]:
     """Check the reward without its data's content. `num_groups`: of its pattern."""
-    name, installed = use.reward.name, entry_points(group=REWARD_GROUP).names
+    name, installed = use.reward.name, entry_points(group=REWARDS).names
     if name == HTTP_REWARD:
         return review_service(use)
     if name not in installed:

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from onbeat.hardware.processor import Hardware, read_processor
+from onbeat.installed import ENGINES
 from services.rollout.engines.interface import Engine
 
 logger = logging.getLogger(__name__)
 
-GROUP = "onbeat.engines"
 CANCEL_DEADLINE_S = 10.0  # a cancelled start or load must end within this time
 STOP_DEADLINE_S = 150.0  # longer than vLLM's own wait for a start that cannot be interrupted
 
@@ -89,7 +89,7 @@ def create_engine(name: str, **options: Any) -> Engine:
 
 
 def load_engine(name: str) -> Callable[..., Engine]:
-    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    installed = {entry.name: entry for entry in entry_points(group=ENGINES)}
     if name not in installed:
         raise ValueError(
             f"no engine {name!r} is installed here; ONBEAT_ENGINE is one of: {', '.join(sorted(installed))}"

@@ -17,6 +17,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
 from services.rollout.engines.arrivals import (
     Arrivals,
     TensorShapes,
@@ -82,7 +83,7 @@ class VllmEngine:
         kv_cache_gib: float = 1.0,
         cpu_cores: str | None = None,
         tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.85,
+        gpu_memory_utilization: float = ROLLOUTS_MEMORY,
     ) -> None:
         self._device = find_device(device)
         self.check_device(self._device, tensor_parallel_size)

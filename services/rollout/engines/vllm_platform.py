@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
+from onbeat.hardware.accelerators import ROLLOUTS_MEMORY
 from onbeat.hardware.cores import available_cores, cpu_quota, divide, format_cores, parse_cores, physical_cores
 from onbeat.hardware.malloc import KEEP_FREED
 
@@ -73,7 +74,11 @@ def lock_of(device: str) -> str:
 
 
 def engine_arguments(
-    device: str, *, kv_cache_gib: float = 1.0, tensor_parallel_size: int = 1, gpu_memory_utilization: float = 0.85
+    device: str,
+    *,
+    kv_cache_gib: float = 1.0,
+    tensor_parallel_size: int = 1,
+    gpu_memory_utilization: float = ROLLOUTS_MEMORY,
 ) -> dict[str, Any]:
     """Return the engine arguments of vLLM that depend on the device.
 

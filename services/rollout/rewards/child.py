@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from onbeat.confine import die_with_parent
-from onbeat.installed import load_installed
+from onbeat.installed import REWARDS, load_installed
 from services.rollout.children.limits import restrict_this_process, take_protocol_streams
 from services.rollout.children.numbers import InvalidReward, check_numbers
 from services.rollout.rewards.limits import LOAD_S, MAX_MESSAGE, MAX_OPEN_FILES, CpuBudget, Limits
@@ -80,7 +80,7 @@ class ChildScorer:
 
 def load_reward(name: str) -> RewardFunction:
     """Import the reward. Raises ValueError, naming the installed ones, if it is unknown, or what the import raises."""
-    reward: RewardFunction = load_installed("onbeat.rewards", name)
+    reward: RewardFunction = load_installed(REWARDS, name)
     return reward
 
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 
+from onbeat.rewards import HTTP_REWARD
 from services.rollout import meters
 from services.rollout.rewards.outcome import (
     UNREACHABLE,
@@ -22,7 +23,6 @@ from services.rollout.settings import RewardServiceSettings
 
 logger = logging.getLogger(__name__)
 
-HTTP = "http"  # the reward that is a service
 FIRST_DELAY_S = 0.5  # longest delay after the first failure, doubled after each further one
 LONGEST_DELAY_S = 20.0
 LAST_MOMENT_S = 0.5  # a call fails this long before the group's deadline, before it would be cancelled
@@ -39,7 +39,7 @@ class Scorer:
 
     def source(self, name: str, options: dict[str, object]) -> RewardSource:
         """Return the source of a reward. Raises ServiceMissing: call this before anything is generated in vain."""
-        if name != HTTP:
+        if name != HTTP_REWARD:
             return self._pool
         service = options.get("service")
         if not isinstance(service, str) or service not in self._services:

