@@ -2,7 +2,6 @@
 
 import hmac
 import logging
-import os
 import re
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from onbeat.api_keys import ApiKey, Role, digest_of, id_of, read_keys
+from services.broker.file_identity import file_identity
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class KeyRing:
     def __init__(self, path: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._path, self._now = path, now
         self._looked_at = time.monotonic()
-        self._identity = identity_of(path)
+        self._identity = file_identity(path)
         self._keys = {key.id: key for key in read_keys(path)}
 
     def find(self, sent: str) -> ApiKey | None:
@@ -67,7 +67,7 @@ class KeyRing:
         if time.monotonic() - self._looked_at < RELOAD_S:
             return
         self._looked_at = time.monotonic()
-        identity = identity_of(self._path)
+        identity = file_identity(self._path)
         if identity == self._identity:
             return
         self._identity = identity  # complain once about each broken state
@@ -76,15 +76,6 @@ class KeyRing:
             logger.info("read %d API keys from %s", len(self._keys), self._path)
         except ValueError as error:
             logger.error("%s. The %d keys read before stay in force; repair the file", error, len(self._keys))
-
-
-def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that differs after every change, a swapped link included; None when there is no file."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 class RateLimit:

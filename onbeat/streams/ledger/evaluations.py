@@ -60,8 +60,7 @@ class Evaluations(LedgerPart):
 
     async def fields(self, job_id: str, evaluation: int) -> dict[str, str]:
         """Return the evaluation hash as text; empty when it was never opened."""
-        fields = await self.redis.hgetall(JobKeys(job_id).evaluation(evaluation))
-        return {name.decode(): value.decode() for name, value in fields.items()}
+        return await self._texts(JobKeys(job_id).evaluation(evaluation))
 
     async def open_ones(self, job_id: str) -> list[int]:
         """Return the evaluations that have not ended, ascending."""

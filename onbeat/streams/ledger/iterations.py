@@ -30,8 +30,7 @@ class Iterations(LedgerPart):
 
     async def fields(self, job_id: str, iteration: int) -> dict[str, str]:
         """Return the iteration hash as text; empty when it was never opened."""
-        fields = await self.redis.hgetall(JobKeys(job_id).iteration(iteration))
-        return {name.decode(): value.decode() for name, value in fields.items()}
+        return await self._texts(JobKeys(job_id).iteration(iteration))
 
     async def state(self, job_id: str, iteration: int) -> IterationState | None:
         state = await self.redis.hget(JobKeys(job_id).iteration(iteration), "state")
@@ -44,8 +43,7 @@ class Iterations(LedgerPart):
 
     async def groups(self, job_id: str, iteration: int) -> dict[str, str]:
         """Return group id -> `waiting:ENTRY` | `accepted:ENTRY`."""
-        states = await self.redis.hgetall(JobKeys(job_id).groups(iteration))
-        return {group_id.decode(): state.decode() for group_id, state in states.items()}
+        return await self._texts(JobKeys(job_id).groups(iteration))
 
     async def accepted_entries(self, job_id: str, iteration: int, known: Container[str] = ()) -> list[str]:
         """Return the entries of the accepted groups but the `known` ones (ids), in the order of the stream."""

@@ -45,6 +45,10 @@ class LedgerPart:
     async def _run(self, name: str, job: JobKeys, more_keys: Sequence[str], *args: Any) -> Any:
         return await self._scripts.run(name, job, more_keys, *args)
 
+    async def _texts(self, key: str) -> dict[str, str]:
+        """Return a hash as text; empty when there is none."""
+        return {name.decode(): value.decode() for name, value in (await self.redis.hgetall(key)).items()}
+
 
 def place_of(job: JobKeys, unit: PromptTask | RolloutGroup) -> tuple[str, str]:
     """Return the key of the group's ledger and its name there."""

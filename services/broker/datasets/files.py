@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import random
 import re
 from array import array
@@ -19,6 +18,7 @@ from onbeat.config import FileData, HubData, RowData
 from services.broker.datasets import ChatMessage, DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.hub import fetch_split
 from services.broker.datasets.lengths import choose_rows, count_prompts
+from services.broker.file_identity import file_identity
 
 REMEDY = "upload it with `onbeat data push`, or put it beside the job file, so that `onbeat jobs create` uploads it"
 MAX_SHOWN = 80  # characters of a wrong path
@@ -196,14 +196,6 @@ def epoch_order(seed: int, epoch: int, num_rows: int) -> "array[int]":
     digest = hashlib.sha256(f"epoch/{seed}/{epoch}".encode()).digest()
     random.Random(int.from_bytes(digest[:8], "big")).shuffle(order)
     return order
-
-
-def file_identity(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def refuse_other_formats(start: bytes) -> None:
