@@ -128,7 +128,7 @@ async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[Tr
     spans = [
         *hand_over_spans(updates_for(job.events, record, earlier), held),
         *(span for group in groups if group for span in group_tree(group, record, steps, trainer)),
-        *step_spans(trained, iteration, trainer),
+        *step_spans(trained, trainer),
     ]
     return [root_span(job, record, spans), *spans]
 
@@ -235,7 +235,7 @@ def step_attributes(step: TrainedGroup) -> Attributes:
     return attributes
 
 
-def step_spans(trained: Sequence[Span], iteration: int, trainer: str) -> Iterator[TraceSpan]:
+def step_spans(trained: Sequence[Span], trainer: str) -> Iterator[TraceSpan]:
     """Yield the trainer's spans for the iteration as a whole. Its snapshot and its announcement are one `publish`."""
 
     def span(path: str, kind: str, start: float, end: float) -> TraceSpan:
