@@ -5,7 +5,7 @@ An environment is installed under the entry-point group `onbeat.environments`, a
 engine. All that it can reach of a job is its task and the session of its episode.
 """
 
-from onbeat.environments.session import EpisodeOver, Session, SessionError
-from onbeat.environments.types import Environment, Message, Outcome, Task
+from onbeat.environments.session import EpisodeOver, Message, Session, SessionError
+from onbeat.environments.types import Environment, Outcome, Task
 
 __all__ = ["Environment", "EpisodeOver", "Message", "Outcome", "Session", "SessionError", "Task"]

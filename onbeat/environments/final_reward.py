@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from onbeat.environments.types import Message, Task
+from onbeat.environments.session import Message
+from onbeat.environments.types import Task
 from onbeat.installed import REWARDS, load_installed
 
 Reward = float | Mapping[str, float]

@@ -15,9 +15,9 @@ from typing import Any
 
 from onbeat import confine
 from onbeat.environments.final_reward import last_answer, reward_of_answer
-from onbeat.environments.session import Session
+from onbeat.environments.session import Message, Session
 from onbeat.environments.tools import as_outcome, converse
-from onbeat.environments.types import Message, Outcome, Task
+from onbeat.environments.types import Outcome, Task
 from onbeat.installed import REWARDS, load_installed
 
 INVALID_PARAMS = -32602  # JSON-RPC: the policy called the tool wrongly

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from onbeat.environments.calls import call, call_with_row, row_of
-from onbeat.environments.session import EpisodeOver, Session
-from onbeat.environments.types import Message, Outcome, Task
+from onbeat.environments.session import EpisodeOver, Message, Session
+from onbeat.environments.types import Outcome, Task
 
 
 class Game(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onbeat.environments.messages import MessageEnvironment
-from onbeat.environments.types import Message
+from onbeat.environments.session import Message
 
 CONNECT_S = 10.0
 ANSWER_S = 60.0

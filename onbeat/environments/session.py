@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 
-from onbeat.environments.types import Message
+# A chat message as in OpenAI's API: {"role": ..., "content": ...}, sometimes with `tool_calls` or `tool_call_id`.
+Message = dict[str, Any]
 
 ANSWER_DEADLINE_S = 3600.0  # the rollout ends the episode long before
 

@@ -4,8 +4,8 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 
+from onbeat.environments.session import Message
 from onbeat.environments.tool_schema import Tool
-from onbeat.environments.types import Message
 
 MAX_BRACKETS = 16  # that are tried as the end of a call
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 from onbeat.environments.calls import call_with_row, row_of
 from onbeat.environments.final_reward import last_answer, reward_of_answer
 from onbeat.environments.messages import without_id
-from onbeat.environments.session import EpisodeOver, Session
+from onbeat.environments.session import EpisodeOver, Message, Session
 from onbeat.environments.text_calls import announce, call_in_text
 from onbeat.environments.tool_schema import Tool, methods_as_tools
-from onbeat.environments.types import Message, Outcome, Task
+from onbeat.environments.types import Outcome, Task
 
 NO_TOOLS = {"reset", "get_reward"}
 NO_REWARD = "the class gives no reward: write get_reward, or name an installed one in options.reward"

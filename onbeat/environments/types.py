@@ -1,13 +1,9 @@
 """The input and the result of an environment."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from onbeat.environments.session import Session
-
-# A chat message as in OpenAI's API: {"role": ..., "content": ...}, sometimes with `tool_calls` or `tool_call_id`.
-Message = dict[str, Any]
+from onbeat.environments.session import Message, Session
 
 
 @dataclass(frozen=True)
@@ -33,5 +29,5 @@ class Outcome:
 class Environment(Protocol):
     """A program that plays one episode. Several episodes run at the same time on one instance."""
 
-    async def run(self, task: Task, policy: "Session") -> Outcome:
+    async def run(self, task: Task, policy: Session) -> Outcome:
         """Play an episode and return its outcome. What it raises is a failure of the episode, never a reward."""

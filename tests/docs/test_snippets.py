@@ -103,7 +103,8 @@ def test_json_is_json(block: Block) -> None:
 
 def test_every_documented_data_section_can_be_read(workplace: Workplace, in_page_folder: Callable[[str], Path]) -> None:
     """The files are those that the page's own Python makes."""
-    from services.broker.datasets import DatasetSpec, open_dataset
+    from services.broker.datasets import DatasetSpec
+    from services.broker.datasets.child import open_dataset
 
     folder = in_page_folder("docs/data.md")
     namespace: dict[str, Any] = {}

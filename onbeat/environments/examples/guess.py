@@ -3,7 +3,7 @@
 import random
 import re
 
-from onbeat.environments.types import Message
+from onbeat.environments.session import Message
 
 
 class GuessNumber:

@@ -4,12 +4,11 @@ Data is only touched in a child process (`process`): generators and parsers run 
 of them may stall or take down the broker.
 """
 
-from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from onbeat.config import DataConfig, HeldOutSet, JobConfig, ReasoningGymData, RowData
+from onbeat.config import DataConfig, HeldOutSet, JobConfig, RowData
 from onbeat.errors import OnbeatError
 
 
@@ -72,14 +71,3 @@ class PromptDataset(Protocol):
     def is_current(self) -> bool:
         """Return False when the underlying data has changed and the dataset must be opened again."""
         ...
-
-
-def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
-    """Open the dataset; imports only what the type of data needs. Raises DatasetError."""
-    if not isinstance(spec.data, ReasoningGymData):
-        from services.broker.datasets.files import FileDataset
-
-        return FileDataset.open(spec.data, spec, data_dir)
-    from services.broker.datasets.procedural import ReasoningGymDataset
-
-    return ReasoningGymDataset.open(spec.data, spec.seed, spec.num_items)

@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, TypeAdapter
 
-from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset, open_dataset
+from onbeat.config import ReasoningGymData
+from services.broker.datasets import DatasetError, DatasetSpec, PromptDataset
 
 MAX_OPEN = 8  # datasets kept open
 
@@ -75,6 +76,17 @@ def check_pattern(pattern: str) -> dict[str, Any]:
         return {"problem": "", "num_groups": re.compile(pattern).groups}
     except (re.error, RecursionError, OverflowError) as error:
         return {"problem": f"is no regular expression: {error}", "num_groups": 0}
+
+
+def open_dataset(spec: DatasetSpec, data_dir: Path) -> PromptDataset:
+    """Open the dataset; imports only what the type of data needs. Raises DatasetError."""
+    if not isinstance(spec.data, ReasoningGymData):
+        from services.broker.datasets.files import FileDataset
+
+        return FileDataset.open(spec.data, spec, data_dir)
+    from services.broker.datasets.procedural import ReasoningGymDataset
+
+    return ReasoningGymDataset.open(spec.data, spec.seed, spec.num_items)
 
 
 def find_dataset(spec: DatasetSpec, data_dir: Path, open_datasets: dict[str, PromptDataset]) -> PromptDataset:

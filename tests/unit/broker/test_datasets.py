@@ -13,7 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from onbeat.config import EvaluationConfig, FileData, HubData, JobConfig, ReasoningGymData
-from services.broker.datasets import DatasetError, DatasetSpec, open_dataset
+from services.broker.datasets import DatasetError, DatasetSpec
+from services.broker.datasets.child import open_dataset
 from services.broker.datasets.files import epoch_order
 from services.broker.datasets.process import DatasetPool
 from services.broker.tasks import build_evaluation_tasks, build_tasks, task_seed

@@ -10,7 +10,8 @@ import pytest
 from onbeat.config import JobConfig
 from onbeat.environments import Task
 from onbeat.environments.load import build_environment
-from services.broker.datasets import DatasetSpec, open_dataset
+from services.broker.datasets import DatasetSpec
+from services.broker.datasets.child import open_dataset
 from tests.scripted_session import ScriptedSession, says
 
 ROOT = Path(__file__).parents[3]
