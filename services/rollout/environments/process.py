@@ -6,33 +6,19 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from onbeat.environments import Outcome
 from onbeat.types import EpisodeFailureKind as Kind
+from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
 from services.rollout.children.limits import LOAD_S
 from services.rollout.children.process import ChildDied, ChildProcess
 from services.rollout.episodes.contract import EpisodeFailure, PlayRequest, PlayResult
 from services.rollout.rewards.outcome import Number
 
 GRACE_S = 10.0  # an event loop that ends no episode in this time after the limit is blocked
-SPOILING = (
-    "timeout",
-    "memory",
-    "load",
-)  # a process with such a failure may have threads that hang: it is not used again
-
-
-class Answer(BaseModel):
-    """A line from the process."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    request: int
-
-
-class Loaded(Answer):
-    step: Literal["loaded"]
+SPOILING = ("timeout", "memory", "load")  # after these a process may have threads that hang: it is not used again
+CODE = "the environment"  # in messages
 
 
 class Ended(Answer):
@@ -111,13 +97,13 @@ class EnvironmentProcess:
     async def _load(self) -> None:
         try:
             await self._child.send({"name": self.program.name, "options": json.loads(self.program.options_json)})
-            answer = self._read(await self._child.receive(LOAD_S))
+            answer = await self._receive(LOAD_S)
         except TimeoutError as error:
             raise ProcessFailed(EpisodeFailure(Kind.LOAD, f"it was not loaded within {LOAD_S:g} s")) from error
         if isinstance(answer, Failed):
             raise ProcessFailed(EpisodeFailure(Kind(answer.kind), answer.message))
         if not isinstance(answer, Loaded):
-            raise out_of_step()
+            raise OutOfStep(CODE)
         self._is_loaded = True
 
     async def _play(self, request: PlayRequest, results: dict[int, PlayResult]) -> None:
@@ -128,9 +114,9 @@ class EnvironmentProcess:
             loop_time = asyncio.get_running_loop().time
             deadline = loop_time() + request.timeout_s + GRACE_S
             while len(results) < len(request.access):
-                answer = self._read(await self._child.receive(deadline - loop_time()))
+                answer = await self._receive(deadline - loop_time())
                 if isinstance(answer, Loaded) or answer.episode in results or answer.episode >= len(request.access):
-                    raise out_of_step()
+                    raise OutOfStep(CODE)
                 results[answer.episode] = self._result(answer)
                 request.on_end(answer.episode)
         except TimeoutError as error:
@@ -140,14 +126,8 @@ class EnvironmentProcess:
             )
             raise ProcessFailed(EpisodeFailure(Kind.TIMEOUT, message)) from error
 
-    def _read(self, line: bytes) -> Loaded | Ended | Failed:
-        try:
-            answer = ANSWER.validate_json(line)
-        except ValueError as error:
-            raise out_of_step() from error
-        if answer.request != self._num_requests:
-            raise out_of_step()
-        return answer
+    async def _receive(self, timeout_s: float) -> Loaded | Ended | Failed:
+        return await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
 
     def _result(self, answer: Ended | Failed) -> PlayResult:
         if isinstance(answer, Ended):
@@ -162,9 +142,3 @@ class EnvironmentProcess:
 def as_message(request: PlayRequest, number: int) -> dict[str, Any]:
     task, access = dataclasses.asdict(request.task), [list(each) for each in request.access]
     return {"request": number, "task": task, "access": access, "timeout_s": request.timeout_s}
-
-
-def out_of_step() -> ChildDied:
-    """Return the error for an answer to no request: the environment found the protocol's stream, or forked and returned
-    twice."""
-    return ChildDied("the environment wrote into the protocol, or forked and returned twice")

@@ -4,23 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from services.rollout.children.answers import Answer, Loaded, OutOfStep, receive_answer
 from services.rollout.children.process import ChildDied, ChildProcess
 from services.rollout.rewards.limits import LOAD_S, Limits
 from services.rollout.rewards.outcome import Number, RewardRefused, RewardRequest, RewardUnavailable, Score
 
-
-class Answer(BaseModel):
-    """A line from the process. It is checked like untrusted input, because a reward may have written it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    request: int
-
-
-class Loaded(Answer):
-    step: Literal["loaded"]
+CODE = "the reward"  # in messages
 
 
 class Scored(Answer):
@@ -81,26 +72,21 @@ class RewardProcess:
         }
         with living(indexes[0], "the scoring process did not take the request"):
             await self._child.send(message)
-        if not isinstance(await self._receive(LOAD_S, indexes[0], f"importing {request.name}"), Loaded):
-            raise out_of_step(indexes[0])
+        with living(indexes[0], f"importing {request.name} took longer than {LOAD_S:g} s"):
+            if not isinstance(await self._receive(LOAD_S, indexes[0]), Loaded):
+                raise OutOfStep(CODE)
         for position, index in enumerate(indexes):
-            answer = await self._receive(self.limits.timeout_s, index, "scoring")
-            if isinstance(answer, Worn):
-                await self.kill()
-                return
-            if not isinstance(answer, Scored) or answer.position != position:
-                raise out_of_step(index)
+            with living(index, f"scoring took longer than {self.limits.timeout_s:g} s"):
+                answer = await self._receive(self.limits.timeout_s, index)
+                if isinstance(answer, Worn):
+                    await self.kill()
+                    return
+                if not isinstance(answer, Scored) or answer.position != position:
+                    raise OutOfStep(CODE)
             scores[index] = Score(answer.reward, answer.parts)
 
-    async def _receive(self, timeout_s: float, index: int, doing: str) -> Loaded | Scored | Failed | Worn:
-        with living(index, f"{doing} took longer than {timeout_s:g} s"):
-            line = await self._child.receive(timeout_s)
-        try:
-            answer = ANSWER.validate_json(line)
-        except ValueError as error:
-            raise out_of_step(index) from error
-        if answer.request != self._num_requests:
-            raise out_of_step(index)
+    async def _receive(self, timeout_s: float, index: int) -> Loaded | Scored | Worn:
+        answer = await receive_answer(self._child, ANSWER, self._num_requests, timeout_s, CODE)
         if not isinstance(answer, Failed):
             return answer
         failure = RewardUnavailable if answer.kind == "memory" else RewardRefused
@@ -119,9 +105,3 @@ def living(index: int, late: str) -> Iterator[None]:
         raise RewardUnavailable("timeout", late, index) from error
     except ChildDied as error:
         raise RewardUnavailable("crashed", str(error), index) from error
-
-
-def out_of_step(index: int) -> RewardUnavailable:
-    """Return the error for an answer to no request: the reward found the protocol's stream, or forked and returned
-    twice."""
-    return RewardUnavailable("crashed", "the reward wrote into the protocol, or forked and returned twice", index)
