@@ -19,6 +19,8 @@ NUM_RECENT, MIN_RECENT = 10, 3  # iterations that it is based on; the first one 
 WORTH = 0.1  # share of the time that one additional device must save
 FREE = 0.03  # share of the time that removing devices may cost
 
+Split = tuple[int, int]  # rollouts, and trainer devices
+
 
 @dataclass(frozen=True)
 class Work:
@@ -31,7 +33,9 @@ class Work:
     fixed_s: float
     is_sync: bool
 
-    def wall_s(self, num_rollouts: int, num_trainers: int) -> float:
+    def wall_s(self, split: Split) -> float:
+        """Return the time of an iteration with so many rollouts and trainer devices."""
+        num_rollouts, num_trainers = split
         sides = (self.generate_s / num_rollouts, self.train_s / num_trainers)
         return (sum(sides) if self.is_sync else max(sides)) + self.fixed_s
 
@@ -53,7 +57,7 @@ def measure_work(committed: Sequence[IterationRecord], num_trainers: int, mode: 
     generate_s = (last - num_trainers) * wall_s * (1 - median(each.rollout_idle_frac or 0.0 for each in recent))
     train_s = num_trainers * wall_s * (1 - median(each.trainer_idle_frac or 0.0 for each in recent))
     measured = Work(last - num_trainers, num_trainers, generate_s, train_s, 0.0, mode == "sync")
-    fixed_s = max(0.0, wall_s - measured.wall_s(last - num_trainers, num_trainers))
+    fixed_s = max(0.0, wall_s - measured.wall_s((last - num_trainers, num_trainers)))
     return Work(last - num_trainers, num_trainers, generate_s, train_s, fixed_s, mode == "sync")
 
 
@@ -72,27 +76,27 @@ def advise(work: Work) -> str:
     ]
     if not changes:
         return f"leave the split as it is: another device would save less than {WORTH:.0%} of the time"
-    return f"{', '.join(changes)}: about {work.wall_s(*best):.1f} s an iteration instead of {work.wall_s(*now):.1f}"
+    return f"{', '.join(changes)}: about {work.wall_s(best):.1f} s an iteration instead of {work.wall_s(now):.1f}"
 
 
-def grown(work: Work, split: tuple[int, int]) -> tuple[int, int]:
+def grown(work: Work, split: Split) -> Split:
     """Return the split with devices added while each saves WORTH; at most twice as many as now."""
     for _ in range(sum(split)):
         rollouts, trainers = split
-        better = min((rollouts + 1, trainers), (rollouts, trainers + 1), key=lambda each: work.wall_s(*each))
-        if work.wall_s(*better) > (1 - WORTH) * work.wall_s(*split):
+        better = min((rollouts + 1, trainers), (rollouts, trainers + 1), key=work.wall_s)
+        if work.wall_s(better) > (1 - WORTH) * work.wall_s(split):
             break
         split = better
     return split
 
 
-def shrunk(work: Work, split: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
+def shrunk(work: Work, split: Split, now: Split) -> Split:
     """Return the split without devices that save nearly nothing, on sides that have not grown."""
-    longest_s = (1 + FREE) * work.wall_s(*split)
+    longest_s = (1 + FREE) * work.wall_s(split)
     for side in (0, 1):
         while split[side] > 1 and split[side] <= now[side]:
             fewer = (split[0] - 1, split[1]) if side == 0 else (split[0], split[1] - 1)
-            if work.wall_s(*fewer) > longest_s:
+            if work.wall_s(fewer) > longest_s:
                 break
             split = fewer
     return split

@@ -64,7 +64,8 @@ class AsyncDatasets:
         if num_bytes > limit:
             raise ValueError(f"{data.source} has {num_bytes} bytes; the broker takes at most {limit} of a data file")
         sent = await self._client.request(
-            *("PUT", f"/v1/datasets/{data.name}"),
+            "PUT",
+            f"/v1/datasets/{data.name}",
             params={"sha256": data.sha256},
             content=chunks_of(data.source),
             headers={"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)},

@@ -121,17 +121,17 @@ class Attachment:
         self, cleanup: AsyncExitStack, gate: VersionGate, encoder: PromptEncoder
     ) -> EpisodeRunner | None:
         """Serve sessions to the job's environment, if it has one. Raises ImportError where a web server is missing."""
-        if self._config.environment is None:
+        if (environment := self._config.environment) is None:
             return None
         from services.rollout.environments import EnvironmentProcesses
         from services.rollout.episodes.server import SessionServer
 
-        limits = (self._settings.environment_processes, self._config.environment.memory_limit_mb)
-        environments, server = EnvironmentProcesses(*limits), SessionServer()
+        environments = EnvironmentProcesses(self._settings.environment_processes, environment.memory_limit_mb)
+        server = SessionServer()
         cleanup.push_async_callback(environments.close)
         await server.start()
         cleanup.push_async_callback(server.stop)
-        return EpisodeRunner(gate, encoder, environments, server, self._config.environment.max_attempts)
+        return EpisodeRunner(gate, encoder, environments, server, environment.max_attempts)
 
     def _serve_chats(self, engine: Engine, gate: VersionGate, encoder: PromptEncoder) -> ChatServer:
         num_slots = self._settings.chat_slots

@@ -66,7 +66,8 @@ class ChatServer:
                 if taken is None:
                     self._slots.release()
                 else:
-                    answering = tasks.create_task(self._answer(*taken))
+                    chat_id, request = taken
+                    answering = tasks.create_task(self._answer(chat_id, request))
                     answering.add_done_callback(lambda _: self._slots.release())
 
     async def _take(self) -> tuple[str, CompletionRequest] | None:

@@ -180,9 +180,9 @@ class ClaimLoop:
     def _num_claimable(self) -> int:
         if self._pause.is_on():
             return 0
-        loads, num_playable = loads_of(self._job.config), self._producer.num_playable()
-        flights, capacity = self.flights.values(), self._engine.capacity()
-        return num_claimable(flights, capacity, *loads, self.num_workers, num_playable)
+        training, evaluation = loads_of(self._job.config)
+        flights, capacity, num_playable = self.flights.values(), self._engine.capacity(), self._producer.num_playable()
+        return num_claimable(flights, capacity, training, evaluation, self.num_workers, num_playable)
 
     def _launch(self, claims: Sequence[Claim]) -> None:
         for claim in claims:

@@ -54,8 +54,14 @@ def run_job(settings: Settings, job: JobSession, world: World) -> None:
         logger.warning("job %s: %s", job.job_id, message)
         job.emit("trainer.not_packed", message)
     folder = settings.data_dir / "jobs" / job.job_id
-    limits = (settings.checkpoint_timeout_s, job.lease.progress)
-    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, world, job.epoch, *limits)
+    checkpoints = CheckpointStore(
+        folder / "checkpoints",
+        keep=config.checkpoint.keep,
+        world=world,
+        writer=job.epoch,
+        timeout_s=settings.checkpoint_timeout_s,
+        while_waiting=job.lease.progress,
+    )
     restored = restore(checkpoints, job.job_id, config, policy, world=world)
     if restored is not None and world.is_main:  # its writer may have died before reporting it
         job.checkpointed(0, restored.next_iteration, str(checkpoints.path(restored.next_iteration)))

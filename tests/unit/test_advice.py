@@ -28,8 +28,8 @@ def test_work_is_what_the_busy_shares_say() -> None:
     work = measure_work([record(i, 10.4, 0.66, 0.24, 2) for i in range(6)], num_trainers=1, mode="periodic")
     assert work is not None
     assert (work.generate_s, work.train_s, work.fixed_s) == pytest.approx((3.536, 7.904, 2.496))
-    assert work.wall_s(1, 1) == pytest.approx(10.4)
-    assert work.wall_s(1, 2) == pytest.approx(3.952 + 2.496)
+    assert work.wall_s((1, 1)) == pytest.approx(10.4)
+    assert work.wall_s((1, 2)) == pytest.approx(3.952 + 2.496)
     assert advise(work) == "add 1 trainer device: about 6.4 s an iteration instead of 10.4"
 
 
@@ -37,7 +37,7 @@ def test_in_sync_both_sides_take_their_turn() -> None:
     work = measure_work([record(i, 10.0, 0.6, 0.5, 2) for i in range(6)], num_trainers=1, mode="sync")
     assert work is not None
     assert (work.generate_s, work.train_s, work.fixed_s) == pytest.approx((4.0, 5.0, 1.0))
-    assert work.wall_s(2, 1) == pytest.approx(2.0 + 5.0 + 1.0)
+    assert work.wall_s((2, 1)) == pytest.approx(2.0 + 5.0 + 1.0)
 
 
 def test_devices_that_do_nothing_can_go() -> None:

@@ -14,7 +14,9 @@ class AuditLog(LedgerPart):
         found = await self.redis.xrange(JobKeys(job_id).audit, start, "+", count)
         return [
             audit.Entry(
-                entry.decode(), *(fields.get(name, b"").decode(errors="replace") for name in (b"line", b"link"))
+                id=entry.decode(),
+                line=fields.get(b"line", b"").decode(errors="replace"),
+                link=fields.get(b"link", b"").decode(errors="replace"),
             )
             for entry, fields in found
         ]

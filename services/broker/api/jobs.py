@@ -120,8 +120,9 @@ async def create_job(
         submitter = submitter_of(request)
         async with broker.quota.place(submitter):
             notes = await review(broker, config)
-            lengths = (config.schedule.num_iterations, config.max_staleness)
-            is_new = await broker.ledger.jobs.create(job_id, wanted, *lengths, submitter)
+            is_new = await broker.ledger.jobs.create(
+                job_id, wanted, config.schedule.num_iterations, config.max_staleness, submitter
+            )
         for note in notes if is_new else []:
             await broker.ledger.event_log.emit(job_id, "job.warning", note)
         record = None if is_new else await find_repeated(broker.ledger, job_id, wanted)

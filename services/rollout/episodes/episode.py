@@ -149,7 +149,8 @@ class Episode:
             raise ChatFailed(400, "invalid_messages", str(error), "messages") from error
         call = await self._call(prompt, wanted, new_json)
         text = call.generated.text
-        answer = to_answer(call, *(self._group.renderer.parse_calls(text) if tools else (text, [])))
+        content, tool_calls = self._group.renderer.parse_calls(text) if tools else (text, [])
+        answer = to_answer(call, content, tool_calls)
         offered = {tool.function.name for tool in body.tools or ()}
         called = (each["function"]["name"] for each in answer.message.get("tool_calls", ()))
         self._tools_called = [name for name in called if name in offered]

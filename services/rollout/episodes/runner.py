@@ -109,7 +109,7 @@ class GroupPlay:
             await asyncio.gather(*(episode.close() for episode in self._playing))
         if len(results) != len(indexes):
             raise RuntimeError(f"environment {self._request.name}: {len(results)} results of {len(indexes)} episodes")
-        failures = [self._settle(*pair) for pair in zip(self._playing, results, strict=True)]
+        failures = [self._settle(episode, result) for episode, result in zip(self._playing, results, strict=True)]
         return next((failure for failure in failures if failure is not None), None)
 
     def _begin(self) -> None:
