@@ -148,5 +148,5 @@ def test_job_is_read_where_its_objective_is_not_installed(foreign):
 
 
 def test_trainer_without_the_package_says_so(foreign):
-    with pytest.raises(ValueError, match=r"^no objective 'lenient' is installed here; .*every trainer$"):
+    with pytest.raises(ValueError, match=r"^no objective 'lenient' is installed here; .*each trainer runs$"):
         run_job(None, SimpleNamespace(config=JobConfig.of_job(foreign)), ALONE)
