@@ -67,7 +67,8 @@ async def explain_work(ledger: Ledger, fields: Fields) -> list[Finding]:
 def explain_end(fields: Fields, state: JobState, now: float) -> Finding:
     since_s = max(0.0, now - float(fields["finished_at"]))
     done = f"after {fields['next_iteration']} of {fields['num_iterations']} iterations"
-    sentence = f"{fields['id']} has been {state} for {since_s:.0f} s, {done}"
+    ended = "was cancelled" if state is JobState.CANCELLED else state.lower()
+    sentence = f"{fields['id']} {ended} {since_s:.0f} s ago, {done}"
     if "error" in fields:
         sentence += f": {fields['error']}"
     is_failed = state is JobState.FAILED

@@ -350,7 +350,7 @@ async def test_paused_cancelling_and_final_jobs_explain_themselves(ledger: Ledge
     await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
     (end,) = await explain_job(ledger, job_id)
     assert end.is_problem
-    assert sentence_of(end) == f"{job_id} has been FAILED for N s, after 0 of 3 iterations: the disk is full"
+    assert sentence_of(end) == f"{job_id} failed N s ago, after 0 of 3 iterations: the disk is full"
 
 
 # ---- the API and the command -------------------------------------------------------------------------------------
