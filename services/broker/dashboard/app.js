@@ -1,7 +1,7 @@
 // The frame: which page the address names, the focus and title after a move, the API key, the theme.
 
 import { ApiError, forgetKey, get, hasKey, setKey } from "./api.js";
-import { announce, Component, createRef, html, render } from "./parts.js";
+import { announce, Component, createRef, html, marked, render } from "./parts.js";
 
 // A module's show(main, params, signal) renders into an empty <main>; `signal` fires when the page is left.
 const ROUTES = [
@@ -100,7 +100,7 @@ function showFailure(error) {
   render(null, main);
   const failure = html`
     <h1>${isOurs ? "This page has a defect" : error.title}</h1>
-    <p class="notice bad" role="alert">${error.detail || error.message}</p>
+    <p class="notice bad" role="alert">${marked(error.detail || error.message)}</p>
     <p class="actions">
       <button type="button" class="button" onClick=${again}>Try again</button>
       <a class="button quiet" href="#/">All jobs</a>

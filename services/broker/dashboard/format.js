@@ -25,14 +25,15 @@ export function number(x, digits = 3) {
 /** 0.283 -> 28%. */
 export const percent = (x, digits = 0) => (isNumber(x) ? `${(100 * x).toFixed(digits)}%` : MISSING);
 
-/** Seconds: 0.0123 -> 12 ms, 4.56 -> 4.6 s, 125 -> 2 min 5 s, 7500 -> 2 h 5 min, 200000 -> 2 d 7 h. */
+/** Seconds: 0.0123 -> 12 ms, 4.56 -> 4.6 s, 125 -> 2 min 5 s, 3483 -> 58 min, 7500 -> 2 h 5 min, 200000 -> 2 d 7 h. */
 export function duration(s) {
   if (!isNumber(s)) return MISSING;
   if (s < 0.9995) return `${Math.round(1000 * s)} ms`;
   if (s < 9.95) return `${s.toFixed(1)} s`;
   const whole = Math.round(s);
   if (whole < 60) return `${whole} s`;
-  if (whole < 3600) return two(whole, 60, "min", 1, "s");
+  if (whole < 600) return two(whole, 60, "min", 1, "s");
+  if (whole < 3600) return `${Math.floor(whole / 60)} min`;
   return whole < 86_400 ? two(whole, 3600, "h", 60, "min") : two(whole, 86_400, "d", 3600, "h");
 }
 

@@ -9,7 +9,7 @@ import {
   showRefusal, StateBadge,
 } from "./parts.js";
 import { CHARTS, Series } from "./series.js";
-import { Beat, Doctor, Facts, Newest, ProgressLine } from "./status.js";
+import { aboutOf, Beat, Doctor, Newest, ProgressLine } from "./status.js";
 import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
@@ -89,7 +89,8 @@ class JobPage extends Component {
       if (isOver(this.job)) return;
       try {
         const { workers } = await get("/workers", { pool: this.job.pool }, signal);
-        this.now = heartbeatTime(workers);
+        const isNobody = this.diagnosis.findings.some(({ waits_for: what }) => what === "a rollout");
+        this.now = isNobody ? serverNow() : heartbeatTime(workers); // all of them may have ended
         this.workers = workers.filter((worker) => worker.job_id === this.job.id);
         this.drawSoon();
       } catch (error) {
@@ -242,7 +243,7 @@ class JobPage extends Component {
           </div>
           ${this.controls(job)}
         </div>
-        <p class="muted mono job-id">${job.id}</p>
+        <p class="muted job-id"><span class="mono">${job.id}</span> · ${aboutOf(job)}</p>
         <${JobTabs} id=${job.id} current="" />
       </header>
       ${isErrorNews && html`<p class="notice bad">${job.error}</p>`}
@@ -260,7 +261,7 @@ class JobPage extends Component {
     const remove = html`<button class="button danger" type="button" data-testid="delete-job" onClick=${() => this.remove()}>Delete</button>`;
     const onChange = (changed) => this.take("job", changed);
     return html`<${JobControls} job=${job} onChange=${onChange}>
-      <a class="button quiet" href="#/new?from=${encodeURIComponent(job.id)}">Duplicate</a>
+      <a class="button" href="#/new?from=${encodeURIComponent(job.id)}">Duplicate</a>
       ${isOver(job) && remove}
     <//>`;
   }
@@ -272,10 +273,9 @@ class JobPage extends Component {
     return html`
       <div class="lead">
         <div class="lead-charts">
-          ${this.chart(reward, { level: 2, height: 320 }) ??
+          ${this.chart(reward, { level: 2, height: 360 }) ??
           html`<div class="empty"><p>The reward is shown from the first committed iteration on.</p></div>`}
           ${this.chart(heldOut, { level: 2, height: 180 })}
-          <${Facts} job=${job} />
         </div>
         <div class="lead-now">
           <${Newest} series=${this.series} />

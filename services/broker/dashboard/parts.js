@@ -1,7 +1,7 @@
 // What all pages are made of: Preact with htm, and the parts of a job that several pages show.
 
 import { ApiError, post, serverNow } from "./api.js";
-import { number } from "./format.js";
+import { duration, number } from "./format.js";
 import htm from "./vendor/htm.module.js";
 import { Component, createRef, h, render } from "./vendor/preact.module.js";
 
@@ -94,7 +94,7 @@ export const JobHead = ({ id, title, current, children }) => html`
   </header>
 `;
 
-const title = (verb) => verb[0].toUpperCase() + verb.slice(1);
+export const title = (words) => words[0].toUpperCase() + words.slice(1);
 
 /** Buttons for what may be done in this state; `onChange(job)` gets the record after it. */
 export class JobControls extends Component {
@@ -187,8 +187,14 @@ function opened(heading, detail, buttons) {
 
 // ---- words, tables and rollouts ----------------------------------------------------------------------------------
 
-/** `code` in sentences of the broker. */
-export const marked = (text) => text.split("`").map((part, index) => (index % 2 ? html`<code>${part}</code>` : part));
+/** A sentence of the broker with its `code`, and in a reader's words: "58 min" for 3483 s. `id`: of the page's job. */
+export const marked = (text, id) =>
+  text.split("`").map((part, index) => (index % 2 ? html`<code>${part}</code>` : inWords(part, id)));
+
+const inWords = (text, id) =>
+  (id ? text.replaceAll(id, (_, at) => (at ? "this job" : "This job")) : text)
+    .replace(/(?<![.\d])\d{2,} s\b/g, (time) => duration(parseInt(time)))
+    .replace(/has been [A-Z]+/, (words) => words.toLowerCase());
 
 /** A table that may be wider than the page. `rows`: lists of cells, the first one names the row. */
 export const Table = ({ caption, columns, rows, className = "" }) => html`

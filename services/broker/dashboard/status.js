@@ -46,40 +46,40 @@ function timeOf(job, records) {
   return `${elapsed} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
 }
 
-export function Facts({ job }) {
-  const facts = {
-    Started: job.started_at ? clock(job.started_at) : "not yet",
-    "Policy version": job.policy_version === null ? "none yet" : number(job.policy_version),
-    "Computes in": job.dtype ?? "not chosen yet",
-    Pool: job.queue_position ? `${job.pool}, number ${job.queue_position} in its queue` : job.pool,
-  };
-  return html`
-    <dl class="job-facts">
-      ${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}
-    </dl>
-  `;
-}
+/** What is known of it, beside its id. */
+export const aboutOf = (job) =>
+  [
+    `pool ${job.pool}${job.queue_position ? `, number ${job.queue_position} in its queue` : ""}`,
+    job.started_at && `started ${clock(job.started_at)}`,
+    job.policy_version !== null && `policy version ${number(job.policy_version)}`,
+    job.dtype && `computes in ${job.dtype}`,
+  ].filter(Boolean).join(" · ");
 
 // ---- the newest numbers --------------------------------------------------------------------------------------------
 
-/** The reward first; then whether the update is sound; then what it costs. */
+/** The rewards, large; below them, whether the update is sound and what it costs. */
 export function Newest({ series }) {
-  const of = (name) => series.last(name);
-  const figures = [
-    ["Reward", number(of("iteration/reward_mean")), of("iteration/reward_mean"), gain(series)],
-    ["Held-out reward", number(of("eval/reward_mean")), of("eval/reward_mean"), "of the newest evaluation"],
-    ["Cut responses", percent(of("rollout/truncated_frac")), of("rollout/truncated_frac"), "reached the limit of tokens"],
-    ["Mismatch", number(of("iteration/mismatch_mean")), of("iteration/mismatch_mean"), "mean gap of log probabilities"],
-    ["Staleness", number(of("iteration/staleness_max")), of("iteration/staleness_max"), stale(of("iteration/staleness_max"))],
-    ["TPSPD", number(of("iteration/tpspd")), of("iteration/tpspd"), "tokens per second per device"],
-    ["Trainer idle", percent(of("iteration/trainer_idle_frac")), of("iteration/trainer_idle_frac"), "of the iteration"],
-    ["Rollouts idle", percent(of("iteration/rollout_idle_frac")), of("iteration/rollout_idle_frac"), "of the iteration"],
-  ];
-  const shown = figures.filter(([, , value]) => value !== null).map(([name, text, , about]) => [name, text, about]);
-  return shown.length > 0 && html`<${Figures} label="Newest values" of=${shown} />`;
+  const known = (rows) => rows.filter(([, name]) => series.last(name) !== null);
+  const rewards = [["Reward", "iteration/reward_mean", gain(series)], ["Held-out reward", "eval/reward_mean", "newest evaluation"]];
+  const large = known(rewards).map(([title, name, about]) => [title, series.last(name), about]);
+  const small = known(VALUES).map(
+    ([title, name, about, text = number]) =>
+      html`<dt>${title}</dt><dd class="num">${text(series.last(name))}</dd><dd class="muted">${about}</dd>`,
+  );
+  return html`
+    ${large.length > 0 && html`<${Figures} label="Newest rewards" of=${large} />`}
+    ${small.length > 0 && html`<dl class="facts newest" aria-label="Newest values">${small}</dl>`}
+  `;
 }
 
-const stale = (versions) => (versions === 0 ? "on-policy: every token" : "versions at most");
+const VALUES = [
+  ["Truncated", "rollout/truncated_frac", "of the responses", percent],
+  ["Mismatch", "iteration/mismatch_mean", "mean gap of log-probabilities"],
+  ["Staleness", "iteration/staleness_max", "versions, 0 is on-policy"],
+  ["TPSPD", "iteration/tpspd", "tokens/s per device"],
+  ["Trainer idle", "iteration/trainer_idle_frac", "of the iteration", percent],
+  ["Rollouts idle", "iteration/rollout_idle_frac", "of the iteration", percent],
+];
 
 /** How the reward moved: the newest tenth against the first one, of at least 4 iterations. */
 function gain(series) {
@@ -105,21 +105,24 @@ export function Doctor({ diagnosis, job, seenAt }) {
       <summary>
         <h2>${what}</h2>
         ${state && html`<span class="badge ${problems.length ? "bad" : "good"}">${state}</span>`}
-        ${first && html`<span class="doctor-first">${marked(first.sentence)}</span>`}
+        ${first && html`<span class="doctor-first">${said(first.sentence, job)}</span>`}
       </summary>
-      <ul class="findings">${diagnosis.findings.map((finding) => html`<${Finding} finding=${finding} />`)}</ul>
+      <ul class="findings">${diagnosis.findings.map((finding) => html`<${Finding} finding=${finding} job=${job} />`)}</ul>
       ${!isOver(job) && html`<p class="muted doctor-time">as of ${clock(seenAt)}</p>`}
     </details>
   `;
 }
 
-function Finding({ finding }) {
+/** The line of the progress tells when the job ended, by a clock that moves. */
+const said = (text, job) => marked(isOver(job) ? text.replace(/ \d+ s ago,/, "") : text, job.id);
+
+function Finding({ finding, job }) {
   const within = Number.isFinite(finding.deadline_s) ? ` within ${duration(Math.max(0, finding.deadline_s))}` : "";
   const isSaid = finding.next && finding.sentence.includes(finding.next);
   return html`
     <li class=${finding.is_problem ? "finding problem" : "finding"}>
       ${finding.is_problem && html`<span class="visually-hidden">Problem: </span>`}
-      ${marked(finding.sentence)}
+      ${said(finding.sentence, job)}
       ${finding.next && !isSaid && html`<p class="muted">Next: ${marked(finding.next)}${within}.</p>`}
     </li>
   `;
@@ -167,7 +170,7 @@ function OpenIteration({ record }) {
 const IterationHead = ({ record }) => html`
   <div class="head">
     <h3>Iteration ${number(record.iteration)}</h3>
-    <span class="muted">policy version ${record.policy_version}</span>
+    <span class="help">policy version ${record.policy_version}</span>
   </div>
 `;
 
@@ -228,7 +231,7 @@ function LastIteration({ record }) {
     Took: duration(record.wall_s),
     Generating: duration(record.generate_s),
     Training: duration(record.train_s),
-    "Hand-over": duration(record.weight_sync_s),
+    "Weight sync": duration(record.weight_sync_s),
     Responses: `${number(record.num_responses)}, ${number(record.response_tokens)} tokens`,
   };
   return html`
