@@ -365,11 +365,29 @@ async def test_odd_series_are_drawn(modules: Page) -> None:
     assert await modules.get_by_role("slider").get_attribute("aria-valuetext") == "no values yet"
 
 
+BAND = """(m, rewards) => {
+    const series = new m.Series();
+    series.load({ reward: rewards.map((y, x) => [x, y]), spread: rewards.map((_, x) => [x, 0.5]) });
+    return series.line({ name: "mean", series: "reward", spread: "spread" });
+}"""
+
+
 async def test_band_around_shares_stays_within_them(modules: Page) -> None:
-    await draw(modules, [{"name": "a", "points": [[0, 0.1], [1, 0.2]], "band": [[0, -0.3, 0.5], [1, -0.2, 0.6]]}])
+    """What is drawn is what is said."""
+    line = await call(modules, "series.js", BAND, [0.25, 0.75])
+    assert line["band"] == [[0, 0, 0.75], [1, 0.25, 1]]
+    await draw(modules, [line])
     assert await modules.evaluate("chart.chart.scales.y.min") == 0
-    await draw(modules, [{"name": "a", "points": [[0, -0.1], [1, 2]], "band": [[0, -0.3, 0.5], [1, -0.2, 3]]}])
-    assert await modules.evaluate("chart.chart.scales.y.min") < -0.3
+    await expect(modules.locator(".chart-value")).to_have_text("0.75 (0.25 to 1)")
+    line = await call(modules, "series.js", BAND, [0.25, 2])
+    assert line["band"] == [[0, -0.25, 0.75], [1, 1.5, 2.5]]
+
+
+async def test_sentences_of_the_broker_are_said_in_a_readers_words(modules: Page) -> None:
+    said = "(m, a) => m.marked(a, 'job-1').map((part) => part.props ? part.props.children : part)"
+    sentence = "job-1 has been PAUSED for 3483 s, 0.25 s of them: `onbeat jobs resume job-1` continues job-1"
+    words = ["This job has been paused for 58 min, 0.25 s of them: ", "onbeat jobs resume job-1", " continues this job"]
+    assert await call(modules, "parts.js", said, sentence) == words
 
 
 async def test_linked_charts_point_at_the_same_iteration(modules: Page) -> None:

@@ -268,10 +268,8 @@ function layersOf(lines, isSmooth) {
   lines.forEach(({ points, band = [] }, index) => {
     if (band.length > 1) {
       bands.push({ series: [data.length, data.length + 1], index });
-      const isShare = points.every(([, y]) => y >= 0 && y <= 1); // one deviation around a share is a share
-      const inside = (y) => (isShare ? Math.min(1, Math.max(0, y)) : y);
-      add(band.map(([x, , high]) => [x, inside(high)]), { kind: "edge", index });
-      add(band.map(([x, low]) => [x, inside(low)]), { kind: "edge", index });
+      add(band.map(([x, , high]) => [x, high]), { kind: "edge", index });
+      add(band.map(([x, low]) => [x, low]), { kind: "edge", index });
     }
     const window = isSmooth ? Math.floor(points.length / SMOOTHED) : 1;
     const isDot = points.length === 1;

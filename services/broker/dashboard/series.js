@@ -109,10 +109,10 @@ export const CHARTS = [
   },
   {
     id: "truncated",
-    title: "Cut responses",
+    title: "Truncated responses",
     isPercent: true,
     domain: [0, 0.1],
-    description: "Share that reached the limit of tokens.",
+    description: "Share that was cut at rollout.max_response_tokens.",
     lines: [{ name: "share", series: "rollout/truncated_frac" }],
   },
   {
@@ -148,7 +148,7 @@ export const CHARTS = [
       { name: "whole", series: "iteration/wall_s" },
       { name: "generate", series: "iteration/generate_s" },
       { name: "train", series: "iteration/train_s" },
-      { name: "hand-over", series: "iteration/weight_sync_s" },
+      { name: "weight sync", series: "iteration/weight_sync_s" },
     ],
   },
   {
@@ -244,7 +244,10 @@ export class Series {
   line({ name, series, spread }) {
     const points = this.of(series);
     const around = new Map(spread ? this.of(spread) : []);
-    const band = points.filter(([x]) => around.has(x)).map(([x, y]) => [x, y - around.get(x), y + around.get(x)]);
+    const isShare = points.every(([, y]) => y >= 0 && y <= 1); // one deviation around a share is a share
+    const inside = (y) => (isShare ? Math.min(1, Math.max(0, y)) : y);
+    const edges = ([x, y]) => [x, inside(y - around.get(x)), inside(y + around.get(x))];
+    const band = points.filter(([x]) => around.has(x)).map(edges);
     return { name, points, band };
   }
 
