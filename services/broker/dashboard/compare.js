@@ -132,11 +132,13 @@ class Comparison extends Component {
     const names = [...new Set(this.runs.flatMap(({ series }) => [...series.points.keys()]))].filter((name) => !drawn.has(name)).sort();
     const choose = (event) => event.target.value && this.setState({ added: [...added, event.target.value] });
     return html`
-      <label class="muted" for="other-curves">Another curve</label>
-      <select id="other-curves" value="" onChange=${choose}>
-        <option value="">choose</option>
-        ${names.map((name) => html`<option value=${name}>${name}</option>`)}
-      </select>
+      <span class="actions">
+        <label class="muted" for="other-curves">Another curve</label>
+        <select id="other-curves" value="" onChange=${choose}>
+          <option value="">choose</option>
+          ${names.map((name) => html`<option value=${name}>${name}</option>`)}
+        </select>
+      </span>
     `;
   }
 

@@ -45,7 +45,7 @@ class GroupPage extends Component {
       <section class="prompt" aria-labelledby="prompt-heading">
         <h2 id="prompt-heading">Prompt</h2>
         <div class="text" tabindex="0" role="region" aria-label="Text of the prompt">${group.prompt || "(empty)"}</div>
-        <p class="muted">${number(group.num_prompt_tokens)} tokens</p>
+        <p class="help">${number(group.num_prompt_tokens)} tokens</p>
       </section>
       <section class="responses" aria-labelledby="responses-heading" data-testid="group-detail">
         <div class="head">
@@ -79,7 +79,7 @@ class GroupPage extends Component {
     return html`
       <div class="group">
         <h3>Iteration ${group.iteration}, group ${group.group_id}</h3>
-        <p class="muted">${facts.join(" · ")}</p>
+        <p class="help">${facts.join(" · ")}</p>
         ${group.failure && html`<p class="notice bad">This group failed and was not trained: ${group.failure}</p>`}
         <div class="response-row">
           ${group.responses.map((response, index) => this.response(group, response, index, areMarked, isPlain))}
@@ -99,8 +99,7 @@ class GroupPage extends Component {
     return html`
       <article class="response" data-testid="response">
         <h4>Response ${index + 1}</h4>
-        <${Rewards} sample=${response} scale=${this.scale} />
-        ${tokens.length > 0 && html`<p class="muted">mean probability ${percent(meanProbability(tokens))}</p>`}
+        <${Rewards} sample=${response} scale=${this.scale}>${tokens.length > 0 && ` · mean probability ${percent(meanProbability(tokens))}`}<//>
         ${response.turns.length ? turnsOf(response, spoken) : isPlain || !tokens.length ? plain : html`<${Tokens} ...${spoken} />`}
       </article>
     `;
@@ -120,7 +119,7 @@ function turnsOf({ turns }, { tokens, name, areMarked, isPlain, onPoint }) {
         const title = `turn ${index + 1} of ${name}`;
         return html`
           <li class="turn" data-testid="turn">
-            <p class="muted">${factsOfTurn(turn, index).join(" · ")}</p>
+            <p class="help">${factsOfTurn(turn, index).join(" · ")}</p>
             ${turn.messages.map(messageOf)}
             ${
               isPlain || !own.length

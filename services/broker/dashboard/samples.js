@@ -5,7 +5,7 @@ import { number } from "./format.js";
 import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "./parts.js";
 
 const PAGE = 20;
-const FINISHED = { stop: "finished by itself", length: "cut at the limit of tokens" };
+const FINISHED = { stop: "finished by itself", length: "truncated" };
 
 /** `group`: that group, with those of `beside` at its side; else a list, by iteration or evaluation and reward. */
 export async function show(main, params, signal) {
@@ -207,7 +207,7 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
       </div>
       <div class="sample-facts">
         <${Rewards} sample=${sample} scale=${scale} isHeldOut=${isHeldOut} />
-        ${!isHeldOut && html`<p><a href=${address}>All of group ${group}</a></p>`}
+        ${!isHeldOut && html`<p class="help"><a href=${address}>All of group ${group}</a></p>`}
       </div>
     </article>
   `;
@@ -233,15 +233,15 @@ export function scaleOf(samples) {
 }
 
 /** The reward with its parts as bars, the advantage to either side of zero, and how it ended. */
-export const Rewards = ({ sample, scale, isHeldOut = false }) => html`
+export const Rewards = ({ sample, scale, isHeldOut = false, children }) => html`
   <ul class="bars">
     <${Bar} name="reward" value=${sample.reward} most=${scale.reward} className="whole" />
     ${Object.entries(sample.reward_parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
   </ul>
   ${!isHeldOut && html`<${Advantage} value=${sample.advantage} most=${scale.advantage} />`}
-  <p class="finish">
+  <p class="help">
     ${number(sample.num_tokens)} tokens ·${" "}
-    <span class=${sample.finish_reason === "length" ? "warn" : "muted"}>${FINISHED[sample.finish_reason] ?? sample.finish_reason}</span>
+    <span class=${sample.finish_reason === "length" ? "warn" : null}>${FINISHED[sample.finish_reason] ?? sample.finish_reason}</span>${children}
   </p>
 `;
 

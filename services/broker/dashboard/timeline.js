@@ -4,7 +4,7 @@ import { ApiError, get, stream } from "./api.js";
 import { duration, number, percent } from "./format.js";
 import { describe, KINDS } from "./lanes.js";
 import { Lanes } from "./laneview.js";
-import { addressOf, Component, createRef, html, JobHead, pathOf, render, Table } from "./parts.js";
+import { addressOf, Component, createRef, html, JobHead, pathOf, render, Table, title } from "./parts.js";
 import { covered, overlap, totals, TRAINER } from "./spans.js";
 
 const CHOICES = [1, 2, 3, 5, 10, 20];
@@ -142,9 +142,11 @@ export class TimelinePanel extends Component {
           ${CHOICES.map((count) => html`<option value=${String(count)}>${number(count)}</option>`)}
         </select>
         <span><input type="checkbox" id="timeline-live" checked=${isLive} onChange=${setLive} /> <label for="timeline-live">Live</label></span>
-        ${button("Zoom in", "+", () => lanes().zoom(0.5))}${button("Zoom out", "−", () => lanes().zoom(2))}
-        ${button("Earlier", "◂", () => lanes().pan(-0.25))}${button("Later", "▸", () => lanes().pan(0.25))}
-        <button class="button" type="button" onClick=${() => lanes()?.fit()}>Show all</button>
+        <span class="actions">
+          ${button("Zoom in", "+", () => lanes().zoom(0.5))}${button("Zoom out", "−", () => lanes().zoom(2))}
+          ${button("Earlier", "◂", () => lanes().pan(-0.25))}${button("Later", "▸", () => lanes().pan(0.25))}
+          <button class="button" type="button" onClick=${() => lanes()?.fit()}>Show all</button>
+        </span>
       </div>
     `;
   }
@@ -187,7 +189,7 @@ function summarise(timeline) {
     trainer !== null && `generation and micro-batches ran side by side for ${both}`,
   ].filter(Boolean);
   const which = first === last ? `Iteration ${first}` : `Iterations ${first} to ${last}`;
-  const advice = timeline.advice ? ` Advice, predicted from the last iterations: ${timeline.advice}.` : "";
+  const advice = timeline.advice ? ` ${title(timeline.advice)} (predicted from the last iterations).` : "";
   return `${which}, ${duration(whole)}: ${parts.join("; ")}.${advice}`;
 }
 
