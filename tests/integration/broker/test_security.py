@@ -566,7 +566,12 @@ async def test_old_tls_huge_headers_and_borrowed_addresses_are_refused(
             with contextlib.suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):  # it may hang up
                 assert (await client.get(path, headers=headers)).status_code in (400, 431)
         assert (await client.get("/v1/jobs", headers={"X-Forwarded-For": "1.2.3.4"})).status_code == 401
-    (line,) = [line for line in map(json.loads, (tmp_path / "log").open()) if line["logger"] == "onbeat.access"]
+
+    def accesses() -> list[dict[str, str]]:
+        lines = (tmp_path / "log").read_text().splitlines(keepends=True)
+        return [line for line in map(json.loads, lines) if line["logger"] == "onbeat.access"]
+
+    (line,) = await eventually("a line for the refused request, which is logged after its answer", accesses)
     assert line["address"] == "127.0.0.1"  # nobody was named as a trusted proxy
 
 

@@ -151,7 +151,7 @@ async def test_endless_load_breaks_the_engine_for_latecomers_too(rig):
 
 
 async def test_time_of_a_load_begins_when_its_weights_are_here(rig, monkeypatch):
-    async def pull_slowly(self, key, offset_bytes=0):
+    async def pull_slowly(self, key, *limits):
         yield full_plan(manifest_of(key.policy_version), key.shard)
         await asyncio.sleep(0.5)
         yield memoryview(weights_of(key.policy_version))
@@ -318,7 +318,7 @@ def hold_reads(engine: FakeEngine) -> asyncio.Event:
     return may_go_on
 
 
-async def break_half_way(self, key, offset_bytes=0):
+async def break_half_way(self, key, *limits):
     """Instead of `FakeSource.pull`: the manifest is known by then, so the engine is loading."""
     yield full_plan(manifest_of(key.policy_version), key.shard)
     await asyncio.sleep(0.02)
@@ -392,7 +392,7 @@ async def never(*_: object) -> None:
     await asyncio.Event().wait()
 
 
-async def be_silent(self, key, offset_bytes=0):
+async def be_silent(self, key, *limits):
     """Instead of `FakeSource.pull`."""
     yield full_plan(manifest_of(key.policy_version), key.shard)
     await never()
