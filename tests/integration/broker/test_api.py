@@ -216,14 +216,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("misspelt key of a reward", {"reward": [{"name": "exact", "wight": 2}]}, "reward.0.wight", "did you mean weight?"),
     ("unknown second reward", {"reward": [{"name": "exact"}, {"name": "exat"}]}, "reward.1.name", "exact"),
-    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "`onbeat data push` uploads it"),
+    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "upload it with `onbeat data push`"),
     ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
     ("missing field", {"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
     (
         "missing held-out file",
         {"evaluation": {"data": {"type": "jsonl", "path": "gone.jsonl"}}},
         "evaluation.data.path",
-        "`onbeat data push` uploads it",
+        "upload it with `onbeat data push`",
     ),
     (
         "held-out data without answers",
@@ -245,7 +245,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
             }
         },
         "evaluation.sets.1.data.path",
-        "`onbeat data push` uploads it",
+        "upload it with `onbeat data push`",
     ),
     (
         "reward of a set",

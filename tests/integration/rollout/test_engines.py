@@ -123,11 +123,11 @@ async def open_subject(tmp_path: Path, model_dir: Path, create_engine, dtype: st
     fresh_dir = Path(shutil.copytree(model_dir, tmp_path / "fresh", ignore=shutil.ignore_patterns("*.safetensors")))
     with file_without_a_name(second_weights.read_bytes()) as weights_file:
         (fresh_dir / "model.safetensors").symlink_to(weights_file)
-        fresh = create_engine(dtype)
+        fresh = create_engine(dtype=dtype)
         await fresh.start(fresh_dir, FRESH_VERSION)
     fresh_probe = await probe(fresh, FRESH_VERSION)
     await fresh.stop()
-    engine = create_engine(dtype)
+    engine = create_engine(dtype=dtype)
     await engine.start(model_dir, FIRST_VERSION)
     return Subject(engine, first_weights, second_weights, second_model_dir, dtype, fresh_probe)
 
