@@ -13,8 +13,8 @@ class Schedule(Section):
     num_iterations: PositiveInt = Field(le=MAX_NUM_ITERATIONS, description="iterations of the whole job")
     earlier_ends: list[PositiveInt] = Field(
         default_factory=list,
-        description="previous totals of iterations, recorded by `onbeat jobs resume --iterations`; a decaying learning "
-        "rate reaches 0 at each of them",
+        description="previous totals of iterations, recorded when a job is resumed with more of them; a decaying "
+        "learning rate reaches 0 at each of them",
     )
     iteration_deadline_s: Float = Field(
         1800.0, gt=0, le=7 * 86_400, description="time without progress in an iteration after which the job fails"
