@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -104,13 +104,7 @@ class AsyncJobs:
 
     async def iterations(self, job_id: str, after: int = -1) -> Records[IterationRecord]:
         """Return iterations with a number above `after`, in order. A broker gives them in parts."""
-        found: Records[IterationRecord] = []
-        while True:
-            number = found[-1].iteration if found else after
-            answer = await self._client.get(f"{job_path(job_id)}/iterations", after=number, limit=MAX_LISTED_ITERATIONS)
-            found += parse_list(IterationRecord, "iterations", answer)
-            if len(answer["iterations"]) < MAX_LISTED_ITERATIONS:
-                return found
+        return await self._list_all(job_id, "iterations", IterationRecord, lambda each: each.iteration, after)
 
     async def evaluations(self, job_id: str, after: int = -1) -> Records[EvaluationRecord]:
         """Return evaluations with a number above `after`, in order."""
@@ -124,12 +118,18 @@ class AsyncJobs:
 
     async def weights(self, job_id: str, after: int = -1) -> Records[WeightsRecord]:
         """Return how policy versions above `after` reached the rollouts, in order. A broker gives them in parts."""
-        found: Records[WeightsRecord] = []
+        return await self._list_all(job_id, "weights", WeightsRecord, lambda each: each.policy_version, after)
+
+    async def _list_all(
+        self, job_id: str, name: str, record: type[RecordT], number_of: Callable[[RecordT], int], after: int
+    ) -> Records[RecordT]:
+        """Return all records with a number above `after`: ask until an answer is short."""
+        found: Records[RecordT] = []
         while True:
-            version = found[-1].policy_version if found else after
-            answer = await self._client.get(f"{job_path(job_id)}/weights", after=version, limit=MAX_LISTED_ITERATIONS)
-            found += parse_list(WeightsRecord, "weights", answer)
-            if len(answer["weights"]) < MAX_LISTED_ITERATIONS:
+            newest = number_of(found[-1]) if found else after
+            answer = await self._client.get(f"{job_path(job_id)}/{name}", after=newest, limit=MAX_LISTED_ITERATIONS)
+            found += parse_list(record, name, answer)
+            if len(answer[name]) < MAX_LISTED_ITERATIONS:
                 return found
 
     async def audit(self, job_id: str, head: str = "") -> AuditReport:
