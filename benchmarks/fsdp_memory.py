@@ -3,11 +3,11 @@
     python benchmarks/fsdp_memory.py full       0.4B parameters in float32: one process fits into 24 GB
     python benchmarks/fsdp_memory.py lora       0.7B parameters in float32
     python benchmarks/fsdp_memory.py lora_1b    1.0B parameters in float32
-    python benchmarks/fsdp_memory.py full_1b    1.0B parameters in bfloat16: 20 GB in one process, 21 GB in two
+    python benchmarks/fsdp_memory.py full_1b    1.0B parameters in bfloat16: 22 GB in all, 14 minutes with AVX2 alone
     python benchmarks/fsdp_memory.py small      a model of 0.1B, only shown: overheads count for more
 
-The files are bfloat16. A CPU without instructions for it multiplies it slowly, so most jobs are float32. `full_1b`
-would take 4 GB more in float32, and needs a CPU that has them.
+The files are bfloat16. A CPU without instructions for it multiplies it slowly, so most jobs are float32. Two ranks of
+`full_1b` would not fit into 24 GB in float32; its groups are tiny, so that any CPU does it.
 
 The trainer runs as a service, alone or started by torchrun, with a real Redis and its ledger. This script stands in for
 broker and rollouts: it opens three iterations and submits groups of random tokens; the weights are not pulled
@@ -42,8 +42,7 @@ from tests.tiny_models import build_tokenizer
 from tests.trainer_fixtures import job_config, make_group
 from tests.waiting import eventually
 
-NUM_ITERATIONS, NUM_GROUPS, NUM_RESPONSES = 3, 2, 4
-PROMPT_TOKENS, RESPONSE_TOKENS = 16, 12
+NUM_ITERATIONS, NUM_GROUPS = 3, 2
 GOAL = 0.6
 DEADLINE_S = 900.0  # of a version, and of the last checkpoint: 14 GB for 1.0B parameters in full
 LORA = {"lora": {"rank": 16}}
@@ -59,13 +58,16 @@ class Case:
     sizes: dict[str, int]
     sections: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    prompt_tokens: int = 16
+    num_responses: int = 4  # of a group
+    response_tokens: int = 12
 
 
 CASES = {
     "full": Case({**WIDTH, "num_hidden_layers": 16}),
     "lora": Case({**WIDTH, "num_hidden_layers": 26}, LORA),
     "lora_1b": Case(BILLION, LORA),
-    "full_1b": Case(BILLION, NO_HISTORY, "bfloat16"),
+    "full_1b": Case(BILLION, NO_HISTORY, "bfloat16", prompt_tokens=4, num_responses=2, response_tokens=1),
     "small": Case({"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}),
 }
 
@@ -110,7 +112,7 @@ def peaks(root: int) -> list[float]:
     return [round(peak, 2) for peak in found]
 
 
-async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, Any]:
+async def train(num_ranks: int, case: Case, config: JobConfig, folder: Path) -> dict[str, Any]:
     """Train the job; return the ranks' peaks until the first version is published, until the end, and the seconds."""
     redis = connect(URL)
     ledger, job_id, started = Ledger(redis), f"job-{uuid.uuid4().hex[:12]}", time.monotonic()
@@ -129,7 +131,7 @@ async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, An
         for iteration in range(NUM_ITERATIONS):
             await eventually("a version", lambda iteration=iteration: is_published(iteration), DEADLINE_S)
             loaded = loaded or peaks(root)
-            await play_rollouts(ledger, job_id, iteration)
+            await play_rollouts(ledger, job_id, iteration, case)
         await eventually("the end", is_over, DEADLINE_S)
         assert await ledger.jobs.state(job_id) is JobState.SUCCEEDED
         trained = peaks(root)
@@ -137,11 +139,12 @@ async def train(num_ranks: int, config: JobConfig, folder: Path) -> dict[str, An
     return {"loaded_gb": loaded, "trained_gb": trained, "wall_s": round(time.monotonic() - started, 1)}
 
 
-async def play_rollouts(ledger: Ledger, job_id: str, iteration: int) -> None:
+async def play_rollouts(ledger: Ledger, job_id: str, iteration: int, case: Case) -> None:
     tasks = [PromptTask(group_id=f"{iteration}-{i}", iteration=iteration, text="x") for i in range(NUM_GROUPS)]
     assert await ledger.iterations.open(job_id, iteration, iteration, tasks) == ""
     for claim in await ledger.rollout.claim(job_id, "bench", NUM_GROUPS, DEADLINE_S):
-        group = make_group(claim.task.group_id, PROMPT_TOKENS, [RESPONSE_TOKENS] * NUM_RESPONSES, iteration)
+        response_tokens = [case.response_tokens] * case.num_responses
+        group = make_group(claim.task.group_id, case.prompt_tokens, response_tokens, iteration)
         group.worker_id = "bench"
         await ledger.rollout.submit(job_id, claim.entry_id, group)
 
@@ -153,17 +156,17 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         model={"path": str(folder / "model"), "dtype": case.dtype},
         rollout={
             "num_prompts_per_iteration": NUM_GROUPS,
-            "num_samples_per_prompt": NUM_RESPONSES,
-            "max_response_tokens": RESPONSE_TOKENS,
+            "num_samples_per_prompt": case.num_responses,
+            "max_response_tokens": case.response_tokens,
         },
-        training={"max_tokens_per_micro_batch": PROMPT_TOKENS + NUM_RESPONSES * RESPONSE_TOKENS},
+        training={"max_tokens_per_micro_batch": case.prompt_tokens + case.num_responses * case.response_tokens},
         schedule={"num_iterations": NUM_ITERATIONS},
         **case.sections,
     )
     for num_ranks in (1, 2):
         pool = f"bench-{random.randrange(1 << 40):x}"
         with temporary_folder() as data_dir, redis_server("--save", ""):
-            found = asyncio.run(train(num_ranks, config.model_copy(update={"pool": pool}), data_dir))
+            found = asyncio.run(train(num_ranks, case, config.model_copy(update={"pool": pool}), data_dir))
         results["one_process" if num_ranks == 1 else "two_ranks"] = found
     largest = max(results["two_ranks"]["trained_gb"])
     results["share"] = round(largest / results["one_process"]["trained_gb"][0], 3)
