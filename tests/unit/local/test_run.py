@@ -1,7 +1,6 @@
 """`onbeat run`, `up` and `down` as a user runs them: real processes, real Redis, a broker that only pretends."""
 
 import asyncio
-import fcntl
 import io
 import json
 import os
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from onbeat.local.stack import TRAINER_GRACE_S
 from onbeat.local.state import has_processes, running_stack
 from onbeat.terminal.top import NUM_NEWEST
 from onbeat.types import JobRecord, JobState
+from tests.launcher import BLOCK_HANG_UP, TAKE_TERMINAL, launch
 from tests.unit.fake_broker import FakeJobs, serve
 from tests.waiting import wait_until
 
@@ -75,13 +74,12 @@ def start(
 ) -> "subprocess.Popen[str]":
     """`on_interrupt`: how the shell that starts it has set SIGINT, whatever it is for these tests."""
     return subprocess.Popen(
-        command,
+        launch(command, f"signal.signal(signal.SIGINT, {on_interrupt:d})"),
         cwd=data_dir.parent,
         env={**os.environ, "ONBEAT_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT), **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, on_interrupt),
     )
 
 
@@ -186,21 +184,15 @@ def test_second_ctrl_c_kills_services_that_do_not_stop(cli: list[str], data_dir:
 def test_closed_terminal_pauses_the_job(cli: list[str], data_dir: Path, is_signal_late: bool) -> None:
     """A write to a terminal that has gone may fail before its SIGHUP arrives, which is blocked here."""
     control, terminal = pty.openpty()
-
-    def take_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        if is_signal_late:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-
+    preparations = [TAKE_TERMINAL, BLOCK_HANG_UP] if is_signal_late else [TAKE_TERMINAL]
     process = subprocess.Popen(
-        [*cli, "run", str(QUICKSTART)],
+        launch([*cli, "run", str(QUICKSTART)], *preparations),
         cwd=data_dir.parent,
         env={**os.environ, "ONBEAT_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT), "FAKE_STEP_S": "60"},
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=take_terminal,
     )
     os.close(terminal)
     shown = b""

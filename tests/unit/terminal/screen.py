@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.launcher import TAKE_TERMINAL, launch
+
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 60.0
 TOKEN = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+|\x1b")
@@ -99,14 +101,13 @@ class Terminal:
         self.modes = termios.tcgetattr(self.slave)
         kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "onbeat.cli", *arguments],
+            launch([sys.executable, "-m", "onbeat.cli", *arguments], TAKE_TERMINAL),
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
             cwd=ROOT,
             env=kept | {"TERM": "xterm-256color"} | env,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C means this process
         )
 
     def __enter__(self) -> Self:

@@ -1,0 +1,14 @@
+"""Lint of forks: with gRPC loaded, a forked process may crash in gRPC's fork handlers before it begins its command."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("onbeat", "services", "tests", "benchmarks", "examples", "deploy", "docs")
+GUARD = "onbeat/local/guard.py"  # it has no gRPC
+
+
+def test_no_process_with_grpc_in_it_forks_for_a_preexec_fn() -> None:
+    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    found = {str(path.relative_to(ROOT)) for path in paths if re.search(r"preexec_fn\s*=", path.read_text())}
+    assert found == {GUARD}, "use tests/launcher.py"
