@@ -23,9 +23,9 @@ from onbeat.cli import (
     stack,
     top,
 )
-from onbeat.cli.options import CaFile
+from onbeat.cli.options import App, CaFile
 
-app = typer.Typer(
+app = App(
     name="onbeat",
     help="Post-train language models with reinforcement learning, one policy version per iteration.",
     no_args_is_help=True,

@@ -5,22 +5,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.jobs import print_json
-from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, ask
+from onbeat.cli.options import AsJson, Broker, JobId
 
 if TYPE_CHECKING:
     from onbeat.types import AuditReport
 
 
 def audit(
+    broker: Broker,
     job_id: JobId,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
     head: Annotated[str, typer.Option(help="Head that an earlier audit printed; the log must still contain it.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check a job's log of groups and versions again. The exit code is 0 only if nothing is wrong."""
-    report = ask(url, api_key, data_dir, lambda client: client.jobs.audit(job_id, head))
+    report = broker.ask(lambda client: client.jobs.audit(job_id, head))
     if as_json:
         print_json(report)
     else:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onbeat.cli.options import ApiKey, DataDir, JobId, Url, ask
+from onbeat.cli.options import Broker, JobId
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -14,6 +14,7 @@ ANSWER_S = 330.0  # longer than the broker's own time limit, ONBEAT_CHAT_ANSWER_
 
 
 def chat(
+    broker: Broker,
     job_id: JobId,
     message: Annotated[
         str | None, typer.Argument(metavar="[MESSAGE]", help="Send this message, print the answer and exit.")
@@ -24,9 +25,6 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: as in training.")
     ] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Talk to the policy of a running job. Without MESSAGE, read one message per line until Ctrl-D."""
     options: dict[str, Any] = {"model": job_id, "temperature": temperature}
@@ -34,7 +32,7 @@ def chat(
         options["max_tokens"] = max_tokens
 
     def say(messages: list[dict[str, str]]) -> str:
-        return ask(url, api_key, data_dir, lambda client: answer(client, options | {"messages": messages}))
+        return broker.ask(lambda client: answer(client, options | {"messages": messages}))
 
     if message is not None:
         typer.echo(say([{"role": "user", "content": message}]))

@@ -7,30 +7,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.jobs import print_records, when
-from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask
+from onbeat.cli.options import App, AsJson, Broker
 
 if TYPE_CHECKING:
     from onbeat.types import DatasetRecord
 
-app = typer.Typer(help="Upload, list and delete the data files of a broker.", no_args_is_help=True)
+app = App(help="Upload, list and delete the data files of a broker.", no_args_is_help=True)
 
 
 @app.command()
 def push(
+    broker: Broker,
     file: Annotated[Path, typer.Argument(help="A JSONL or Parquet file.", show_default=False)],
     name: Annotated[str | None, typer.Option(help="Name at the broker. Default: its own, with its digest.")] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Upload a file, unless the broker already has it, and print the path to set as data.path of a job."""
-    typer.echo(ask(url, api_key, data_dir, lambda client: client.datasets.push(file, name)).path)
+    typer.echo(broker.ask(lambda client: client.datasets.push(file, name)).path)
 
 
 @app.command("list")
-def list_files(as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+def list_files(broker: Broker, as_json: AsJson = False) -> None:
     """List the uploaded files, newest first."""
-    found = ask(url, api_key, data_dir, lambda client: client.datasets.list())
+    found = broker.ask(lambda client: client.datasets.list())
     columns = ["path", "bytes", "uploaded", "sha256"]
     print_records(found, as_json, columns, file_row)
 
@@ -41,14 +39,12 @@ def file_row(file: "DatasetRecord") -> Sequence[str]:
 
 @app.command()
 def delete(
+    broker: Broker,
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of a file, as `onbeat data list` shows it.", show_default=False)
     ],
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Remove a file that no unfinished job reads."""
     short = name.removeprefix("datasets/")
-    ask(url, api_key, data_dir, lambda client: client.datasets.delete(short))
+    broker.ask(lambda client: client.datasets.delete(short))
     typer.echo(f"{short} deleted")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.jobs import print_json
-from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask
+from onbeat.cli.options import AsJson, Broker
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -17,13 +17,7 @@ MaybeJobId = Annotated[
 ]
 
 
-def doctor(
-    job_id: MaybeJobId = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
-) -> None:
+def doctor(broker: Broker, job_id: MaybeJobId = None, as_json: AsJson = False) -> None:
     """Report what is wrong and which process waits for which. The exit code is 0 only if nothing is wrong."""
     from onbeat.client import BrokerUnreachable
 
@@ -31,7 +25,7 @@ def doctor(
         return client.jobs.explain(job_id) if job_id else client.doctor()
 
     try:
-        found = ask(url, api_key, data_dir, ask_for)
+        found = broker.ask(ask_for)
     except BrokerUnreachable as error:
         found = explain_unreachable(error.url, str(error.__cause__), getattr(error, "__notes__", ()))
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.options import ApiKey, DataDir, Job, Overrides, Url, ask
+from onbeat.cli.options import Broker, Job, Overrides
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -62,9 +62,7 @@ def init(path: Annotated[Path, typer.Argument(help="The job file to write.")] = 
     typer.echo(f"{path} is written; `onbeat validate {path}` checks it, `onbeat run {path}` trains")
 
 
-def validate(
-    job: Job, overrides: Overrides = None, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
-) -> None:
+def validate(broker: Broker, job: Job, overrides: Overrides = None) -> None:
     """Check a job without creating it, here and, if a broker can be reached, at the broker.
 
     A broker also checks the model, the reward and the rows of the data. Files beside the job file are uploaded to it.
@@ -86,7 +84,7 @@ def validate(
         return client.base_url, await client.jobs.validate(fields)
 
     try:
-        broker, notes = ask(url, api_key, data_dir, ask_broker)
+        address, notes = broker.ask(ask_broker)
     except BrokerUnreachable as error:
         if wrong is not None:
             raise wrong from error
@@ -96,4 +94,4 @@ def validate(
         return
     for note in notes:
         typer.echo(f"note: {note}")
-    typer.echo(f"{job}: the broker at {broker} would accept it")
+    typer.echo(f"{job}: the broker at {address} would accept it")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onbeat.cli.options import ApiKey, DataDir, JobId, Url, ask
+from onbeat.cli.options import Broker, JobId
 
 
 def view(
@@ -39,18 +39,16 @@ def view(
 
 
 def report(
+    broker: Broker,
     job_id: JobId,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Write a job's numbers, curves and responses into one HTML file, which can be sent to others."""
     from onbeat.terminal.report import check_report_path
     from onbeat.terminal.report_page import build_page
 
     check_report_path(output)
-    page = ask(url, api_key, data_dir, lambda client: build_page(client, job_id))
+    page = broker.ask(lambda client: build_page(client, job_id))
     draft = output.with_name(f".{output.name}.new")  # no reader ever sees a half-written file
     draft.write_text(page, encoding="utf-8")
     draft.replace(output)

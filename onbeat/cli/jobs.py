@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from onbeat.cli.options import ApiKey, AsJson, DataDir, Job, JobId, Overrides, Url, ask, make_console
+from onbeat.cli.options import App, AsJson, Broker, Job, JobId, Overrides, make_console
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 RecordT = TypeVar("RecordT", bound="Record")
 INTERRUPTED = 130
 
-app = typer.Typer(help="Submit, watch and control jobs.", no_args_is_help=True)
+app = App(help="Submit, watch and control jobs.", no_args_is_help=True)
 
 
 @app.command()
 def create(
+    broker: Broker,
     job: Job,
     overrides: Overrides = None,
     idempotency_key: Annotated[
         str | None, typer.Option(help="A repeated call with the same key creates no second job.")
     ] = None,
     is_watched: Annotated[bool, typer.Option("--watch", help="Follow the job until it ends.")] = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Submit a job and print its id. Data files that it names relative to its own file are uploaded."""
     from onbeat.client.datasets import take_local_files
@@ -46,14 +44,15 @@ def create(
             typer.echo(f"{file.source} is {file.path} of the broker", err=True)
         return (await client.jobs.create(config, idempotency_key)).id
 
-    job_id = ask(url, api_key, data_dir, submit)
+    job_id = broker.ask(submit)
     typer.echo(job_id)
     if is_watched:
-        watch(job_id, url, api_key, data_dir)
+        watch(broker, job_id)
 
 
 @app.command()
 def fork(
+    broker: Broker,
     job_id: JobId,
     iteration: Annotated[
         int,
@@ -61,25 +60,20 @@ def fork(
     ],
     overrides: Overrides = None,
     is_watched: Annotated[bool, typer.Option("--watch", help="Follow the new job until it ends.")] = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Submit a job that starts from a checkpoint of another one. `--set` changes its settings."""
-    new_id = ask(url, api_key, data_dir, lambda client: client.jobs.fork(job_id, iteration, overrides or [])).id
+    new_id = broker.ask(lambda client: client.jobs.fork(job_id, iteration, overrides or [])).id
     typer.echo(new_id)
     if is_watched:
-        watch(new_id, url, api_key, data_dir)
+        watch(broker, new_id)
 
 
 @app.command("list")
 def list_jobs(
+    broker: Broker,
     state: Annotated[str | None, typer.Option(help="Only jobs in this state, such as RUNNING.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Largest number of jobs.")] = 50,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """List the jobs, newest first, with the reward of their newest iteration."""
     from onbeat.terminal.formatting import number
@@ -91,7 +85,7 @@ def list_jobs(
         jobs = await client.jobs.list(wanted, limit)
         return [(job, None if as_json else await newest_iteration(client, job)) for job in jobs]
 
-    found = ask(url, api_key, data_dir, look)
+    found = broker.ask(look)
     if as_json:
         print_json([job for job, _ in found])
         return
@@ -115,13 +109,13 @@ def time_of(job: "JobRecord") -> str:
 
 
 @app.command()
-def get(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+def get(broker: Broker, job_id: JobId) -> None:
     """Print one job as JSON."""
-    print_json(ask(url, api_key, data_dir, lambda client: client.jobs.get(job_id)))
+    print_json(broker.ask(lambda client: client.jobs.get(job_id)))
 
 
 @app.command()
-def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+def watch(broker: Broker, job_id: JobId) -> None:
     """Follow a job until it ends. The exit code is 0 only if it SUCCEEDED. Ctrl-C leaves the job running."""
     from onbeat.cli.plan import job_memory_warning
     from onbeat.local.run import terminations_as_interrupts
@@ -130,7 +124,7 @@ def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
     from onbeat.types import JobState
 
     console = make_console()
-    job = ask(url, api_key, data_dir, lambda client: client.jobs.get(job_id))
+    job = broker.ask(lambda client: client.jobs.get(job_id))
 
     async def show(client: "AsyncClient") -> JobState:
         progress = await follow(client, job_id, console)
@@ -139,8 +133,8 @@ def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 
     with terminations_as_interrupts():
         try:
-            with job_memory_warning(job, url, data_dir, typer.echo):
-                state = ask(url, api_key, data_dir, show)
+            with job_memory_warning(job, broker, typer.echo):
+                state = broker.ask(show)
         except KeyboardInterrupt:
             typer.echo("not watching any more; the job goes on")
             typer.echo(f"  onbeat jobs watch {job_id}   comes back to it")
@@ -150,35 +144,33 @@ def watch(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Data
 
 
 @app.command()
-def cancel(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+def cancel(broker: Broker, job_id: JobId) -> None:
     """Cancel a job. Its committed iterations are kept."""
-    move("cancel", job_id, url, api_key, data_dir)
+    move(broker, "cancel", job_id)
 
 
 @app.command()
-def pause(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+def pause(broker: Broker, job_id: JobId) -> None:
     """Pause a job until it is resumed."""
-    move("pause", job_id, url, api_key, data_dir)
+    move(broker, "pause", job_id)
 
 
 @app.command()
 def resume(
+    broker: Broker,
     job_id: JobId,
     num_iterations: Annotated[
         int | None,
         typer.Option("--iterations", min=1, help="New total, for a job that SUCCEEDED; must be larger than before."),
     ] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Resume a job that is paused, FAILED or CANCELLED, or one that SUCCEEDED, for more iterations."""
-    record = ask(url, api_key, data_dir, lambda client: client.jobs.resume(job_id, num_iterations))
+    record = broker.ask(lambda client: client.jobs.resume(job_id, num_iterations))
     typer.echo(f"{job_id} {record.state.value}")
 
 
 @app.command()
-def delete(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None) -> None:
+def delete(broker: Broker, job_id: JobId) -> None:
     """Delete a job that has ended. Its checkpoints stay on the trainer's disk."""
 
     async def remove(client: "AsyncClient") -> str | None:
@@ -186,27 +178,25 @@ def delete(job_id: JobId, url: Url = None, api_key: ApiKey = None, data_dir: Dat
         await client.jobs.delete(job_id)
         return checkpoint
 
-    checkpoint = ask(url, api_key, data_dir, remove)
+    checkpoint = broker.ask(remove)
     typer.echo(f"{job_id} deleted" + (f"; its newest checkpoint is still at {checkpoint}" if checkpoint else ""))
 
 
-def move(verb: str, job_id: str, url: str | None, api_key: str | None, data_dir: Path | None) -> None:
+def move(broker: Broker, verb: str, job_id: str) -> None:
     def ask_for(client: "AsyncClient") -> "Awaitable[JobRecord]":
         return {"cancel": client.jobs.cancel, "pause": client.jobs.pause}[verb](job_id)
 
-    typer.echo(f"{job_id} {ask(url, api_key, data_dir, ask_for).state.value}")
+    typer.echo(f"{job_id} {broker.ask(ask_for).state.value}")
 
 
 @app.command()
 def samples(
+    broker: Broker,
     job_id: JobId,
     iteration: Annotated[int | None, typer.Option(min=0, help="Iteration to show. Default: the newest.")] = None,
     evaluation: Annotated[int | None, typer.Option(min=0, help="Show responses of this evaluation instead.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Largest number of responses.")] = 10,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Show responses with their rewards."""
     from onbeat.terminal.summary import print_examples
@@ -216,7 +206,7 @@ def samples(
             return client.jobs.evaluation_samples(job_id, evaluation)
         return client.jobs.samples(job_id, iteration=iteration, limit=limit)
 
-    found = ask(url, api_key, data_dir, ask_for)[:limit]
+    found = broker.ask(ask_for)[:limit]
     if as_json:
         print_json(found)
     elif not found:
@@ -227,9 +217,7 @@ def samples(
 
 
 @app.command()
-def evaluations(
-    job_id: JobId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None, data_dir: DataDir = None
-) -> None:
+def evaluations(broker: Broker, job_id: JobId, as_json: AsJson = False) -> None:
     """Show the scores on the held-out set."""
     from onbeat.terminal.formatting import number
 
@@ -245,25 +233,23 @@ def evaluations(
             f"{record.num_failed_groups}/{record.num_groups}",
         )
 
-    found = ask(url, api_key, data_dir, lambda client: client.jobs.evaluations(job_id))
+    found = broker.ask(lambda client: client.jobs.evaluations(job_id))
     columns = ["evaluation", "version", "state", "reward", "solved", "tokens", "truncated", "failed"]
     print_records(found, as_json, columns, row)
 
 
 @app.command()
 def report(
+    broker: Broker,
     job_id: JobId,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: the terminal.")] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Print the numbers of every iteration and their totals as JSON."""
     from onbeat.terminal.report import build_report, check_report_path, write_report
 
     if output is not None:
         check_report_path(output)
-    built = ask(url, api_key, data_dir, lambda client: build_report(client, job_id))
+    built = broker.ask(lambda client: build_report(client, job_id))
     if output is None:
         typer.echo(json.dumps(built, indent=2))
     else:

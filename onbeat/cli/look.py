@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onbeat.cli.jobs import app, print_records, print_table, when
-from onbeat.cli.options import ApiKey, AsJson, DataDir, JobId, Url, ask
+from onbeat.cli.options import AsJson, Broker, DataDir, JobId
 
 if TYPE_CHECKING:
     from onbeat.types import IterationRecord
@@ -17,16 +17,9 @@ Last = Annotated[int, typer.Option("--last", min=1, help="Number of newest entri
 
 
 @app.command()
-def iterations(
-    job_id: JobId,
-    last: Last = 1000,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
-) -> None:
+def iterations(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = False) -> None:
     """List iterations: reward, time, tokens and idle shares."""
-    found = ask(url, api_key, data_dir, lambda client: client.jobs.iterations(job_id))[-last:]
+    found = broker.ask(lambda client: client.jobs.iterations(job_id))[-last:]
     columns = ["iteration", "state", "version", "reward", "std", "seconds", "tokens", "rollouts idle", "trainer idle"]
     print_records(found, as_json, columns, iteration_row)
 
@@ -49,6 +42,7 @@ def iteration_row(record: "IterationRecord") -> Sequence[str]:
 
 @app.command()
 def metrics(
+    broker: Broker,
     job_id: JobId,
     names: Annotated[
         list[str] | None,
@@ -57,14 +51,11 @@ def metrics(
         ),
     ] = None,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Print the curves of a job, one per line, or the values of the named curves at each iteration."""
     from onbeat.terminal.formatting import number, sparkline
 
-    series = ask(url, api_key, data_dir, lambda client: client.jobs.metrics(job_id))
+    series = broker.ask(lambda client: client.jobs.metrics(job_id))
     if unknown := [name for name in names or [] if name not in series]:
         raise ValueError(
             f"job {job_id} has no metric {unknown[0]!r}; it has: {', '.join(sorted(series)) or 'none yet'}"
@@ -83,16 +74,9 @@ def metrics(
 
 
 @app.command()
-def events(
-    job_id: JobId,
-    last: Last = 1000,
-    as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
-) -> None:
+def events(broker: Broker, job_id: JobId, last: Last = 1000, as_json: AsJson = False) -> None:
     """List the events of a job, oldest first."""
-    found = ask(url, api_key, data_dir, lambda client: client.jobs.events(job_id))[-last:]
+    found = broker.ask(lambda client: client.jobs.events(job_id))[-last:]
     columns = ["time", "kind", "message"]
     print_records(found, as_json, columns, lambda one: (when(one.time)[5:], one.kind, one.message))
 

@@ -1,10 +1,13 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the broker that some of them lead to."""
 
 import asyncio
+import inspect
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from onbeat.client import AsyncClient
 
 Answer = TypeVar("Answer")
+Command = TypeVar("Command", bound=Callable[..., None])
 Url = Annotated[
     str | None,
     typer.Option(
@@ -64,41 +68,65 @@ TrainerCores = Annotated[
 ]
 
 
-def connect(url: str | None, api_key: str | None, data_dir: Path | None = None) -> "AsyncClient":
-    """Return a client for --url, else for the stack of the data folder, else for the default address.
+@dataclass(frozen=True)
+class Broker:
+    """The broker that a command asks: that of --url, else of the data folder's stack, else of the default address."""
 
-    It trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
-    """
-    from onbeat.client import DEFAULT_URL, AsyncClient
-    from onbeat.local.state import resolve_data_dir, running_stack
+    url: str | None
+    api_key: str | None
+    data_dir: Path | None
 
-    if not url:
-        stack = running_stack(resolve_data_dir(data_dir))
-        url = stack.url if stack else DEFAULT_URL
-    return AsyncClient(url, api_key, ca_file=os.environ.get("ONBEAT_CA_FILE"))
+    def ask(self, question: Callable[["AsyncClient"], Awaitable[Answer]]) -> Answer:
+        """Put a question to the broker, and return its answer.
 
+        The client trusts the authority in ONBEAT_CA_FILE, which `onbeat --ca-file` sets for the command that follows.
+        """
+        from onbeat.client import DEFAULT_URL, AsyncClient, BrokerUnreachable
+        from onbeat.local.daemon import why_ended
+        from onbeat.local.state import resolve_data_dir, running_stack
 
-def ask(
-    url: str | None, api_key: str | None, data_dir: Path | None, question: Callable[["AsyncClient"], Awaitable[Answer]]
-) -> Answer:
-    """Put a question to the broker that `connect` finds, and return its answer."""
+        folder = resolve_data_dir(self.data_dir)
+        stack = None if self.url else running_stack(folder)
+        url = self.url or (stack.url if stack else DEFAULT_URL)
 
-    from onbeat.client import BrokerUnreachable
+        async def call() -> Answer:
+            async with AsyncClient(url, self.api_key, ca_file=os.environ.get("ONBEAT_CA_FILE")) as client:
+                return await question(client)
 
-    async def call() -> Answer:
-        async with connect(url, api_key, data_dir) as client:
-            return await question(client)
-
-    try:
-        return asyncio.run(call())
-    except BrokerUnreachable as error:
-        if not url:
-            from onbeat.local.daemon import why_ended
-            from onbeat.local.state import resolve_data_dir
-
-            if reason := why_ended(resolve_data_dir(data_dir)):
+        try:
+            return asyncio.run(call())
+        except BrokerUnreachable as error:
+            if not self.url and (reason := why_ended(folder)):
                 error.add_note(reason)
-        raise
+            raise
+
+
+class App(typer.Typer):
+    """A group of commands. One with the parameter `broker` has --url, --api-key and --data-dir in its place."""
+
+    def command(self, *args: Any, **kwargs: Any) -> Callable[[Command], Command]:
+        register = super().command(*args, **kwargs)
+
+        def add(command: Command) -> Command:
+            register(with_broker(command) if "broker" in inspect.signature(command).parameters else command)
+            return command
+
+        return add
+
+
+def with_broker(command: Callable[..., None]) -> Callable[..., None]:
+    options = {"url": Url, "api_key": ApiKey, "data_dir": DataDir}
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(broker=Broker(**{name: given.pop(name) for name in options}), **given)
+
+    signature = inspect.signature(command)
+    parameters = [each for each in signature.parameters.values() if each.name != "broker"]
+    for name, kind in options.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def make_console() -> "Console":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onbeat.cli.options import AsJson, Job, Overrides
+from onbeat.cli.options import AsJson, Broker, Job, Overrides
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
@@ -141,9 +141,7 @@ def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:
     return lines
 
 
-def job_memory_warning(
-    job: "JobRecord", url: str | None, data_dir: Path | None, say: Callable[[str], None]
-) -> AbstractContextManager[None]:
+def job_memory_warning(job: "JobRecord", broker: Broker, say: Callable[[str], None]) -> AbstractContextManager[None]:
     """Warn like `memory_warning` if the job belongs to the data folder's stack and has no committed iteration yet."""
     from pydantic import ValidationError
 
@@ -151,9 +149,9 @@ def job_memory_warning(
     from onbeat.local.stack import StackOptions
     from onbeat.local.state import resolve_data_dir, running_stack
 
-    folder = resolve_data_dir(data_dir)
+    folder = resolve_data_dir(broker.data_dir)
     stack = running_stack(folder)
-    if stack is None or (url and url != stack.url) or job.next_iteration > job.first_iteration:
+    if stack is None or (broker.url and broker.url != stack.url) or job.next_iteration > job.first_iteration:
         return nullcontext()
     try:
         return memory_warning(JobConfig.model_validate(job.config), StackOptions(folder), say)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onbeat.cli.options import ApiKey, DataDir, Job, Overrides, Url, ask
+from onbeat.cli.options import App, Broker, Job, Overrides
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
@@ -23,7 +23,7 @@ ROWS, REWARDS, PROMPTS = (
     "services.trainer.prompt_lengths",
 )
 
-app = typer.Typer(help="Try rewards before a job uses them.", no_args_is_help=True)
+app = App(help="Try rewards before a job uses them.", no_args_is_help=True)
 
 
 @app.callback()
@@ -33,6 +33,7 @@ def group() -> None:
 
 @app.command("try")
 def try_reward(
+    broker: Broker,
     job: Job,
     overrides: Overrides = None,
     num_rows: Annotated[
@@ -42,9 +43,6 @@ def try_reward(
         str | None,
         typer.Option("--job", metavar="JOB", help="Show the newest recorded samples of this job instead."),
     ] = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Print prompts as the model gets them, responses, and the reward of each with its parts.
 
@@ -55,7 +53,7 @@ def try_reward(
     from onbeat.rewards import HTTP_REWARD
 
     if job_id is not None:
-        samples = ask(url, api_key, data_dir, lambda client: client.jobs.samples(job_id, limit=num_rows))
+        samples = broker.ask(lambda client: client.jobs.samples(job_id, limit=num_rows))
         for sample in samples:
             show_prompt(f"{sample.group_id}, response {sample.index}", sample.prompt)
             show_score("response", sample.response, {"reward": sample.reward, "parts": sample.reward_parts})
@@ -65,7 +63,7 @@ def try_reward(
         raise ValueError("the reward of this job comes from its environment, which plays whole episodes; use --job")
     if any(reward.name == HTTP_REWARD for reward in config.rewards):
         raise ValueError("reward http is a service that rollouts know by name; call it yourself, or use --job")
-    items = read_rows(config, job.parent, data_dir, num_rows)
+    items = read_rows(config, job.parent, broker.data_dir, num_rows)
     prompts, problem = render_prompts(config, items)
     if problem:
         typer.echo(f"the prompts are shown without the model's template: {problem}")

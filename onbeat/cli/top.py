@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from onbeat.cli.options import ApiKey, AsJson, DataDir, Url, ask, make_console
+from onbeat.cli.options import AsJson, Broker, make_console
 
 if TYPE_CHECKING:
     from onbeat.client import AsyncClient
@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
 
 def top(
+    broker: Broker,
     pool: Annotated[
         str | None, typer.Option(help="Only this pool. Default: `default` and the pools of all jobs.")
     ] = None,
     is_once: Annotated[bool, typer.Option("--once", help="Print one plain table and exit, as in a pipe.")] = False,
     as_json: AsJson = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    data_dir: DataDir = None,
 ) -> None:
     """Show jobs and rollouts as they run, refreshed every 2 s; q or Ctrl-C ends it."""
     from onbeat.local.run import terminations_as_interrupts
@@ -38,7 +36,7 @@ def top(
 
     with terminations_as_interrupts():
         try:
-            overview = ask(url, api_key, data_dir, look)
+            overview = broker.ask(look)
         except KeyboardInterrupt:
             return
     if overview is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.cli import plan
+from onbeat.cli.options import Broker
 from onbeat.config import JobConfig
 from onbeat.local.stack import StackOptions
 from onbeat.local.state import StackLock, StackState, held_bytes
@@ -109,10 +110,10 @@ def test_job_of_a_running_stack_is_compared_without_the_stack(monkeypatch: pytes
     for record, url, held, num_warnings in cases:
         said: list[str] = []
         monkeypatch.setattr("onbeat.local.state.held_bytes", lambda _, held=held: held)
-        with plan.job_memory_warning(record, url, tmp_path, said.append):
+        with plan.job_memory_warning(record, Broker(url, None, tmp_path), said.append):
             assert len(said) == num_warnings
     lock.release()
-    with plan.job_memory_warning(job, None, tmp_path, pytest.fail):  # it is not this folder's
+    with plan.job_memory_warning(job, Broker(None, None, tmp_path), pytest.fail):  # it is not this folder's
         pass
 
 
