@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from onbeat.config.job import JobConfig
+from onbeat.config.sections import JobSections
 from onbeat.objectives import INSTALLED
 from onbeat.rewards import LIST, TABLE
 
@@ -126,7 +126,7 @@ def named_by(path: list[str], location: Sequence[Any]) -> dict[str, FieldInfo]:
 
 def sections_at(path: Iterable[str]) -> list[type[BaseModel]]:
     """Return the section of the job at a path, or several sections if the path leads to a tagged union."""
-    sections: list[type[BaseModel]] = [JobConfig]
+    sections: list[type[BaseModel]] = [JobSections]
     for step in path:
         if step.isdigit():  # the index of an item of a list
             continue

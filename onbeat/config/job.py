@@ -1,68 +1,25 @@
-"""A whole job: its sections together, and what must hold between them."""
+"""A whole job: what must hold between its sections, and how it is read."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
-from onbeat.config.data import DataConfig
-from onbeat.config.evaluation import EvaluationConfig, HeldOutSet
+from onbeat.config.evaluation import HeldOutSet
+from onbeat.config.explain import describe_wrong_job
 from onbeat.config.files import read_job_file
-from onbeat.config.model import LoraConfig, ModelConfig
-from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
-from onbeat.config.schedule import BoundedSchedule, ScheduleConfig
-from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
-from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
-from onbeat.objectives import IS_ACCEPTED, AnyObjective
-from onbeat.objectives.grpo import GrpoObjective
-from onbeat.rewards import OneOrSeveralRewards, RewardConfig, rewards_in
-from onbeat.section import Float, Int, Section
+from onbeat.config.schedule import BoundedSchedule
+from onbeat.config.sections import JobSections
+from onbeat.config.storage import RetentionConfig, TrackerConfig
+from onbeat.objectives import IS_ACCEPTED
+from onbeat.rewards import RewardConfig, rewards_in
 
 MAX_DEPTH = 32  # lists and mappings within each other; the libraries for JSON fail at about 250
 
 
-class JobConfig(Section):
+class JobConfig(JobSections):
     """One training job. `JobConfig.from_file` reads TOML or JSON."""
-
-    name: str = Field(
-        "job",
-        min_length=1,
-        max_length=100,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="name shown to users; need not be unique",
-    )
-    pool: str = Field(
-        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="pool whose trainers and rollouts serve the job"
-    )
-    seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
-    solved_at: Float = Field(
-        1.0, description="reward from which a response counts as solved, for pass_at_k and for shares of groups"
-    )
-    model: ModelConfig
-    lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
-    data: DataConfig
-    reward: OneOrSeveralRewards | None = Field(
-        None, description="one or several rewards that score responses; needed unless there is an environment"
-    )
-    environment: EnvironmentConfig | None = Field(
-        None, description="environment that runs episodes of several turns; default: responses of one turn"
-    )
-    rollout: RolloutConfig
-    objective: AnyObjective = Field(default_factory=GrpoObjective)
-    optimizer: OptimizerConfig = OptimizerConfig()
-    gac: GacConfig = GacConfig()
-    training: TrainingConfig = TrainingConfig()
-    schedule: ScheduleConfig
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    retention: RetentionConfig = RetentionConfig()
-    evaluation: EvaluationConfig | None = None
-    fork: ForkConfig | None = Field(
-        None, description="checkpoint of another job to start from; default: start from the model"
-    )
-    tracking: list[TrackerConfig] = Field(
-        default_factory=list, description="trackers besides TensorBoard, at most one of each type"
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -243,8 +200,6 @@ class JobConfig(Section):
     @classmethod
     def from_file(cls, path: str | Path, overrides: list[str] | None = None) -> "JobConfig":
         """Read a TOML or JSON job. Raises ValueError naming the file, each wrong field and the remedy."""
-        from onbeat.config.explain import describe_wrong_job
-
         job = read_job_file(Path(path), overrides or [])
         try:
             return cls.model_validate(job)

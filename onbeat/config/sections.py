@@ -1,0 +1,58 @@
+"""The sections of a job."""
+
+from pydantic import Field
+
+from onbeat.config.data import DataConfig
+from onbeat.config.evaluation import EvaluationConfig
+from onbeat.config.model import LoraConfig, ModelConfig
+from onbeat.config.rollout import EnvironmentConfig, RolloutConfig
+from onbeat.config.schedule import ScheduleConfig
+from onbeat.config.storage import CheckpointConfig, ForkConfig, RetentionConfig, TrackerConfig
+from onbeat.config.training import GacConfig, OptimizerConfig, TrainingConfig
+from onbeat.objectives import AnyObjective
+from onbeat.objectives.grpo import GrpoObjective
+from onbeat.rewards import OneOrSeveralRewards
+from onbeat.section import Float, Int, Section
+
+
+class JobSections(Section):
+    """A job, section by section. `JobConfig` adds what must hold between them."""
+
+    name: str = Field(
+        "job",
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="name shown to users; need not be unique",
+    )
+    pool: str = Field(
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="pool whose trainers and rollouts serve the job"
+    )
+    seed: Int = Field(0, ge=0, lt=2**32, description="seed of the order of the data and of sampling")
+    solved_at: Float = Field(
+        1.0, description="reward from which a response counts as solved, for pass_at_k and for shares of groups"
+    )
+    model: ModelConfig
+    lora: LoraConfig | None = Field(None, description="adapters to train; default: train all parameters")
+    data: DataConfig
+    reward: OneOrSeveralRewards | None = Field(
+        None, description="one or several rewards that score responses; needed unless there is an environment"
+    )
+    environment: EnvironmentConfig | None = Field(
+        None, description="environment that runs episodes of several turns; default: responses of one turn"
+    )
+    rollout: RolloutConfig
+    objective: AnyObjective = Field(default_factory=GrpoObjective)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    gac: GacConfig = GacConfig()
+    training: TrainingConfig = TrainingConfig()
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    retention: RetentionConfig = RetentionConfig()
+    evaluation: EvaluationConfig | None = None
+    fork: ForkConfig | None = Field(
+        None, description="checkpoint of another job to start from; default: start from the model"
+    )
+    tracking: list[TrackerConfig] = Field(
+        default_factory=list, description="trackers besides TensorBoard, at most one of each type"
+    )
