@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from onbeat.client.transport import BrokerUnreachable, StreamMessage, Transport
+from onbeat.client.transport import BrokerUnreachable, Transport
 from onbeat.config import JobConfig, apply_override
 from onbeat.types import (
     MAX_LISTED_ITERATIONS,
@@ -200,18 +200,24 @@ class AsyncJobs:
         Events come once each, in order; states come whole, and an unchanged one may come again. A lost connection is
         resumed where it broke off; raise BrokerUnreachable when that fails for a while.
         """
-        num_failures = 0
+        path, num_failures = f"{job_path(job_id)}/stream", 0
         while True:
-            started = time.monotonic()
+            started, end = time.monotonic(), "broken"  # unless the broker gives another reason
             try:
-                async with aclosing(self._connection(job_id, after)) as messages:
+                async with aclosing(self._client.messages(path, after)) as messages:
                     async for message in messages:
-                        if message.kind == "end" and json.loads(message.data)["reason"] == "over":
-                            return
+                        if message.kind == "end":
+                            end = json.loads(message.data)["reason"]
+                            break
                         if message.id:
                             after, num_failures = message.id, 0
                         if message.kind in UPDATES:
                             yield UPDATES[message.kind].model_validate_json(message.data)
+                if end == "over":
+                    return
+                if end == "broken":
+                    text = "its stream of the job breaks off; its log says why"
+                    raise BrokerUnreachable(self._client.base_url, text)
                 delay_s, num_failures = STREAM_RENEWAL_S, 0
             except BrokerUnreachable:
                 if time.monotonic() - started > GOOD_STREAM_S:
@@ -220,17 +226,6 @@ class AsyncJobs:
                     raise
                 delay_s, num_failures = STREAM_DELAYS_S[num_failures], num_failures + 1
             await asyncio.sleep(delay_s)
-
-    async def _connection(self, job_id: str, after: str) -> AsyncGenerator[StreamMessage]:
-        """Yield the messages of one connection, `end` included. Raise BrokerUnreachable where it breaks."""
-        async with aclosing(self._client.messages(f"{job_path(job_id)}/stream", after)) as messages:
-            async for message in messages:
-                if message.kind == "end" and json.loads(message.data)["reason"] == "broken":
-                    break
-                yield message
-                if message.kind == "end":
-                    return
-        raise BrokerUnreachable(self._client.base_url, "its stream of the job breaks off; its log says why")
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobRecord:
         """Wait until the job is final. Raise TimeoutError after `timeout_s`."""

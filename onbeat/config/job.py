@@ -1,6 +1,6 @@
 """A whole job: what must hold between its sections, and how it is read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,85 +103,17 @@ class JobConfig(JobSections):
         return self.schedule.max_staleness if isinstance(self.schedule, BoundedSchedule) else 0
 
     @model_validator(mode="after")
-    def check_reward(self) -> "JobConfig":
-        if self.reward is None and self.environment is None:
-            raise ValueError("reward: missing; name one, or an [environment], which gives the reward itself")
-        if self.reward is not None and self.environment is not None:
-            raise ValueError("reward: the environment gives the reward; leave out [reward] or [environment]")
-        sets = self.evaluation.sets if self.evaluation is not None else []
-        if self.environment is not None and any(each.reward is not None for each in sets):
-            raise ValueError("evaluation.sets: the environment gives the reward; leave out those of the sets")
+    def check(self) -> "JobConfig":
+        for problem in problems_of(self):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
-    def check_group_size(self) -> "JobConfig":
-        if self.rollout.num_samples_per_prompt < 2:
-            raise ValueError(
-                "rollout.num_samples_per_prompt: the group advantage of "
-                f"{self.objective.type} needs at least 2 responses per prompt, got "
-                f"{self.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_mode(self) -> "JobConfig":
-        objective, allowed = self.objective, self.objective.modes
-        if self.schedule.mode not in allowed:
-            reason = "needs statistics of the whole iteration and " if objective.needs_whole_iteration else ""
-            raise ValueError(
-                f"schedule.mode: objective {objective.type} {reason}cannot run in {self.schedule.mode}; "
-                f"use {' or '.join(allowed)}, or another objective"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_ends(self) -> "JobConfig":
-        ends = [*self.schedule.earlier_ends, self.schedule.num_iterations]
-        if ends != sorted(set(ends)):
-            raise ValueError(
-                f"schedule.earlier_ends: {self.schedule.earlier_ends} must ascend and stay below the "
-                f"{self.schedule.num_iterations} iterations of the job; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_fork(self) -> "JobConfig":
-        if self.first_iteration >= self.schedule.num_iterations:
-            raise ValueError(
-                f"schedule.num_iterations: is {self.schedule.num_iterations}, but the checkpoint that the job starts "
-                f"from already has {self.first_iteration} iterations; raise it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_updates(self) -> "JobConfig":
-        num_updates, num_prompts = self.training.num_updates_per_iteration, self.rollout.num_prompts_per_iteration
-        if num_updates > num_prompts:
-            raise ValueError(
-                f"training.num_updates_per_iteration: {num_updates} updates share {num_prompts} prompts, so that some "
-                f"would have none; use at most {num_prompts}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_old_policy(self) -> "JobConfig":
-        if self.objective.old_policy == "proximal" and (self.max_staleness == 0 or self.objective.importance is None):
-            raise ValueError(
-                "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which "
-                "corrects for the policy that generated; elsewhere use behaviour"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def default_gac(self) -> "JobConfig":
+    def fill_defaults(self) -> "JobConfig":
+        """Fill in what follows from other sections. A replay starts at a checkpoint: iterations since then are kept."""
         if self.gac.mode is None:
             mode = "control" if self.max_staleness else "metric"
             object.__setattr__(self, "gac", self.gac.model_copy(update={"mode": mode}))
-        return self
-
-    @model_validator(mode="after")
-    def default_retention(self) -> "JobConfig":
-        """Keep the iterations between two checkpoints, as a replay starts at a checkpoint."""
         if self.retention.rollout_iterations is None:
             kept = RetentionConfig(rollout_iterations=max(50, self.checkpoint.every_iterations))
             object.__setattr__(self, "retention", kept)
@@ -205,6 +137,50 @@ class JobConfig(JobSections):
             return cls.model_validate(job)
         except ValidationError as error:
             raise ValueError(describe_wrong_job(error, job, path)) from error
+
+
+def problems_of(job: JobConfig) -> Iterator[str]:
+    """Yield what does not hold between the sections: the field, what is wrong with it, and a remedy."""
+    if job.reward is None and job.environment is None:
+        yield "reward: missing; name one, or an [environment], which gives the reward itself"
+    if job.reward is not None and job.environment is not None:
+        yield "reward: the environment gives the reward; leave out [reward] or [environment]"
+    sets = job.evaluation.sets if job.evaluation is not None else []
+    if job.environment is not None and any(each.reward is not None for each in sets):
+        yield "evaluation.sets: the environment gives the reward; leave out those of the sets"
+    objective, schedule, num_prompts = job.objective, job.schedule, job.rollout.num_prompts_per_iteration
+    if job.rollout.num_samples_per_prompt < 2:
+        yield (
+            f"rollout.num_samples_per_prompt: the group advantage of {objective.type} needs at least 2 responses per "
+            f"prompt, got {job.rollout.num_samples_per_prompt}; set it to 2 or more (8 is usual)"
+        )
+    if schedule.mode not in objective.modes:
+        reason = "needs statistics of the whole iteration and " if objective.needs_whole_iteration else ""
+        yield (
+            f"schedule.mode: objective {objective.type} {reason}cannot run in {schedule.mode}; "
+            f"use {' or '.join(objective.modes)}, or another objective"
+        )
+    ends = [*schedule.earlier_ends, schedule.num_iterations]
+    if ends != sorted(set(ends)):
+        yield (
+            f"schedule.earlier_ends: {schedule.earlier_ends} must ascend and stay below the "
+            f"{schedule.num_iterations} iterations of the job; leave it out"
+        )
+    if job.first_iteration >= schedule.num_iterations:
+        yield (
+            f"schedule.num_iterations: is {schedule.num_iterations}, but the checkpoint that the job starts from "
+            f"already has {job.first_iteration} iterations; raise it"
+        )
+    if (num_updates := job.training.num_updates_per_iteration) > num_prompts:
+        yield (
+            f"training.num_updates_per_iteration: {num_updates} updates share {num_prompts} prompts, so that some "
+            f"would have none; use at most {num_prompts}"
+        )
+    if objective.old_policy == "proximal" and (job.max_staleness == 0 or objective.importance is None):
+        yield (
+            "objective.old_policy: proximal needs schedule.mode = 'bounded' and objective.importance, which corrects "
+            "for the policy that generated; elsewhere use behaviour"
+        )
 
 
 def is_nested_deeper(value: Any, depth: int) -> bool:
