@@ -28,7 +28,6 @@ from onbeat.cli.options import App, CaFile
 app = App(
     name="onbeat",
     help="Post-train language models with reinforcement learning, one policy version per iteration.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

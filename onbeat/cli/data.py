@@ -12,7 +12,7 @@ from onbeat.cli.options import App, AsJson, Broker
 if TYPE_CHECKING:
     from onbeat.types import DatasetRecord
 
-app = App(help="Upload, list and delete the data files of a broker.", no_args_is_help=True)
+app = App("Upload, list and delete the data files of a broker.")
 
 
 @app.command()

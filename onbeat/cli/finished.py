@@ -44,12 +44,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write a job's numbers, curves and responses into one HTML file, which can be sent to others."""
-    from onbeat.terminal.report import check_report_path
+    from onbeat.terminal.report import check_report_path, write_whole
     from onbeat.terminal.report_page import build_page
 
     check_report_path(output)
-    page = broker.ask(lambda client: build_page(client, job_id))
-    draft = output.with_name(f".{output.name}.new")  # no reader ever sees a half-written file
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(output)
+    write_whole(output, broker.ask(lambda client: build_page(client, job_id)))
     typer.echo(f"{output} is written")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RecordT = TypeVar("RecordT", bound="Record")
 INTERRUPTED = 130
 
-app = App(help="Submit, watch and control jobs.", no_args_is_help=True)
+app = App("Submit, watch and control jobs.")
 
 
 @app.command()

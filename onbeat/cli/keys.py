@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Make, list and revoke the API keys of a broker.", no_args_is_help=True)
+from onbeat.cli.options import App
+
+app = App("Make, list and revoke the API keys of a broker.")
 
 KeysPath = Annotated[
     Path,

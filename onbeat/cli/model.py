@@ -6,12 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Manage models on this machine.", no_args_is_help=True)
+from onbeat.cli.options import App
 
-
-@app.callback()
-def group() -> None:
-    """Manage models on this machine."""
+app = App("Manage models on this machine.")
 
 
 @app.command()

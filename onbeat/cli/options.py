@@ -104,6 +104,10 @@ class Broker:
 class App(typer.Typer):
     """A group of commands. One with the parameter `broker` has --url, --api-key and --data-dir in its place."""
 
+    def __init__(self, help: str, **settings: Any) -> None:
+        super().__init__(help=help, no_args_is_help=True, **settings)
+        self.callback()(lambda: None)  # without a callback, a single command would take the place of its group
+
     def command(self, *args: Any, **kwargs: Any) -> Callable[[Command], Command]:
         register = super().command(*args, **kwargs)
 

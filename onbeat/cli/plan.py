@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onbeat.cli.options import AsJson, Broker, Job, Overrides
+from onbeat.cli.options import App, AsJson, Broker, Job, Overrides
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
     from onbeat.local.stack import StackOptions
     from onbeat.types import JobRecord
 
-app = typer.Typer(help="Estimate what a job will need before it runs.", no_args_is_help=True)
+app = App("Estimate what a job will need before it runs.")
 DEADLINE_S = 300.0
 GB = 1e9
 TYPICAL_PROMPT_TOKENS = 128
@@ -29,11 +29,6 @@ OTHERS_BYTES = 330_000_000  # measured for broker, Redis and the command togethe
 CHILDREN: list["subprocess.Popen[str]"] = []  # the running child processes of `ask`
 
 Plan = dict[str, dict[str, int]]  # bytes, by process and part
-
-
-@app.callback()
-def group() -> None:
-    """Estimate what a job will need before it runs."""
 
 
 @app.command()

@@ -23,12 +23,7 @@ ROWS, REWARDS, PROMPTS = (
     "services.trainer.prompt_lengths",
 )
 
-app = App(help="Try rewards before a job uses them.", no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """Try rewards before a job uses them."""
+app = App("Try rewards before a job uses them.")
 
 
 @app.command("try")

@@ -145,7 +145,11 @@ def check_report_path(path: Path) -> None:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report atomically: a reader never sees half of it."""
+    write_whole(path, json.dumps(report, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the file atomically: a reader never sees half of it."""
     draft = path.with_name(f".{path.name}.new")
-    draft.write_text(json.dumps(report, indent=2) + "\n")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)
