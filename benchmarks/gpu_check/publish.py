@@ -66,13 +66,12 @@ def time_step_and_snapshot(optimizer: MasterAdamW, base: Snapshot, place: Place,
     give_gradients(optimizer)
     place.synchronize()
     writer = SnapshotWriter(2, before)
-
-    def written(names: list[str]) -> None:
-        for name in names:
-            writer.put(name, optimizer.parameters[name])
-
     started = time.perf_counter()
-    optimizer.step(written)
+    optimizer.begin_step()
+    for bucket in optimizer.buckets:
+        optimizer.step_bucket(bucket)
+        for name in bucket.names:
+            writer.put(name, optimizer.parameters[name])
     written_s = time.perf_counter() - started
     snapshot = writer.finish()
     both_s = time.perf_counter() - started

@@ -41,27 +41,15 @@ class LockstepFeed:
         """Yield this rank's share of each micro-batch; it may be empty."""
         if self._feed is not None:
             for groups in self._feed.micro_batches(iteration, wanted):
-                self._world.broadcast_bytes(join([group.SerializeToString() for group in groups]))
+                for group in groups:
+                    self._world.broadcast_bytes(group.SerializeToString())
+                self._world.broadcast_bytes(b"")  # the micro-batch is complete
                 yield self._share(groups)
-            self._world.broadcast_bytes(b"")
+            self._world.broadcast_bytes(b"")  # an empty one: there are no more
             return
-        while message := self._world.broadcast_bytes(None):
-            yield self._share([decode_group(part) for part in cut(message)])
+        while groups := list(map(decode_group, iter(lambda: self._world.broadcast_bytes(None), b""))):
+            yield self._share(groups)
 
     def _share(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         shares = deal([cost(group, self._config) for group in groups], self._world.size)
         return [groups[index] for index in shares[self._world.rank]]
-
-
-def join(parts: list[bytes]) -> bytes:
-    """Concatenate the parts, each after its length in 8 bytes, big-endian."""
-    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-
-
-def cut(message: bytes) -> Iterator[bytes]:
-    """Yield the parts of a message made by `join`."""
-    start = 0
-    while start < len(message):
-        end = start + 8 + int.from_bytes(message[start : start + 8], "big")
-        yield message[start + 8 : end]
-        start = end

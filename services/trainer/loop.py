@@ -6,8 +6,9 @@
                 leave out groups without signal
                 pack -> forward (policy, old, reference) -> loss sum -> backward     gradients add up unnormalised
             after the first updates: compare the engines with the trainer
-            barrier: reduce over replicas -> rescale once -> GAC -> clip -> AdamW
-        snapshot -> publish (version t + 1) -> commit
+            barrier: reduce over replicas -> rescale once -> GAC -> clip -> AdamW, one bucket of parameters at a time;
+                after the last update each bucket goes into version t + 1 while the next one is stepped
+        finish version t + 1 -> publish -> commit
 
 In `periodic` and `sync` the version is t itself, and the gradient at the barrier is that of the synchronous iteration
 up to floating-point order: no step falls inside an update, the groups are fixed at its opening, and the normaliser
@@ -87,7 +88,9 @@ class TrainLoop:
         num_responses = sum(self.update(micro_batches, stats, scale) for micro_batches in updates)
         if num_responses == 0:
             raise JobFailed(f"every group of iteration {iteration} failed; {stats.first_failure or 'see the events'}")
-        self._publisher.commit(iteration, stats)
+        snapshot = self._publisher.finish_version(iteration, stats)
+        is_published = self._publisher.publish(snapshot, stats)
+        self._publisher.commit(snapshot, stats, is_published)
         self._check_signal(stats)
 
     def _check_signal(self, stats: IterationStats) -> None:
@@ -139,10 +142,14 @@ class TrainLoop:
         stats.values["train/grad_norm"] = self._clip(gradient)
         if decision.action is GacAction.SKIP and self._config.gac.mode == "control":
             optimizer.drop_gradients()
-        else:
-            is_last = self._opened.num_updates_done == self._config.training.num_updates_per_iteration - 1
-            callbacks = self._publisher.begin() if is_last else ()
-            stats.values["train/learning_rate"] = optimizer.step(*callbacks, place=self._opened.place_of_step)
+            return
+        if self._opened.num_updates_done == self._config.training.num_updates_per_iteration - 1:
+            self._publisher.begin_version()
+        stats.values["train/learning_rate"] = optimizer.begin_step(self._opened.place_of_step)
+        for bucket in optimizer.buckets:
+            self._publisher.keep(bucket.names)
+            optimizer.step_bucket(bucket)
+            self._publisher.put(bucket.names)
 
     def _clip(self, gradient: GradientSum) -> float:
         """Clip the gradient. Raises JobFailed, naming groups, if it is not finite, before it reaches the weights."""

@@ -14,7 +14,6 @@ from onbeat.types import PublishedWeights
 from services.trainer.checkpoints.saver import CheckpointSaver
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.job.interface import Commit, TrainingJob
-from services.trainer.model.optimizer import Named
 from services.trainer.policy import Policy, has_old_policies, is_served_in_place
 from services.trainer.spans import Span
 from services.trainer.stats import IterationStats
@@ -71,34 +70,34 @@ class Publisher:
         """Wait until no checkpoint reads the state that the next step changes."""
         self._saver.wait_for_reader()
 
-    def begin(self) -> tuple[Named | None, Named | None]:
-        """Start the next version's snapshot before the iteration's last step: copying and encoding overlap with it.
+    def begin_version(self) -> None:
+        """Begin the version that the iteration's last step makes: its parameters are copied and encoded meanwhile.
 
-        Returns two callbacks for the optimizer. The first takes names of parameters that have changed, the second
-        names of parameters that are about to change. None means that no call is needed: with
-        LoRA, for example, the published weights are not the parameters.
+        With LoRA the published weights are not the parameters, and are all taken after the step.
         """
-        if self._config.lora is not None:
-            return None, None
-        writer = self._writer = self._create_writer(self.state.policy_version + 1)
-        if self._is_in_place:
-            self._job.withdraw()
+        if self._config.lora is None:
+            self._writer = self._create_writer(self.state.policy_version + 1)
+            if self._is_in_place:
+                self._job.withdraw()
 
-        def written(names: list[str]) -> None:
-            self._written.update(names)
+    def keep(self, names: list[str]) -> None:
+        """Copy what the delta of a version in place needs of parameters that are about to be stepped."""
+        if self._writer is not None and self._is_in_place:
             for name in names:
-                tensor = self._policy.published_parameter(name)
-                if name in self._shard:
-                    writer.put(name, tensor)
+                self._writer.keep(name, self._policy.published_parameter(name))
 
-        def changing(names: list[str]) -> None:
-            for name in names:
-                writer.keep(name, self._policy.published_parameter(name))
+    def put(self, names: list[str]) -> None:
+        """Take stepped parameters into the version, if one has begun; the same ones, in this order, on every rank."""
+        if self._writer is None:
+            return
+        self._written.update(names)
+        for name in names:
+            tensor = self._policy.published_parameter(name)
+            if name in self._shard:
+                self._writer.put(name, tensor)
 
-        return written, changing if self._is_in_place else None
-
-    def commit(self, iteration: int, stats: IterationStats) -> None:
-        """Publish the iteration's version, unless it has hardly moved (`bounded` only), and commit the iteration."""
+    def finish_version(self, iteration: int, stats: IterationStats) -> Snapshot:
+        """Take what is left of the version into its snapshot, and count the iteration, with `stats` of all replicas."""
         version, num_steps = self.state.policy_version + 1, self._policy.optimizer.num_steps
         self.state = replace(self.state, next_iteration=iteration + 1, policy_version=version, num_steps=num_steps)
         self._job.doing = f"making policy version {version} of the weights"
@@ -109,13 +108,22 @@ class Publisher:
         num_without_signal = 0 if stats.has_signal else self.state.num_without_signal + 1
         parts = more_parts(self.state.reward_parts, stats.responses.parts)
         self.state = replace(self.state, reward_parts=parts, num_without_signal=num_without_signal)
-        if is_published := self._is_worth_publishing(stats):
-            self.state = replace(self.state, published_version=version)
-            with stats.span("publish"):
-                self._publish(snapshot)
+        return snapshot
+
+    def publish(self, snapshot: Snapshot, stats: IterationStats) -> bool:
+        """Publish the version and return True, unless it has hardly moved (`bounded` only)."""
+        if not self._is_worth_publishing(stats):
+            return False
+        self.state = replace(self.state, published_version=snapshot.policy_version)
+        with stats.span("publish"):
+            self._publish(snapshot)
+        return True
+
+    def commit(self, snapshot: Snapshot, stats: IterationStats, is_published: bool) -> None:
+        """Commit the iteration, and begin a checkpoint if one is due."""
         if self._world.is_main:
             commit = Commit(
-                iteration=iteration,
+                iteration=self.state.next_iteration - 1,
                 snapshot=snapshot,
                 metrics=stats.report(self._world.size, self.state.reward_parts),
                 used=used_digest(stats.digests),
@@ -123,8 +131,7 @@ class Publisher:
                 spans=self._last_checkpoint + stats.spans,
                 advantages=stats.shown_advantages(),
             )
-            is_new = self._job.commit(commit)
-            log_iteration(iteration, commit.metrics, is_new)
+            log_iteration(commit, is_new=self._job.commit(commit))
         self._saver.report_finished()
         started = time.monotonic()
         has_written = self._saver.save_if_due(self._config, self.state, snapshot)
@@ -165,7 +172,7 @@ class Publisher:
         else:
             snapshot = writer.finish(self._shard)
             digest = snapshot.manifest.digest
-            if any(other != digest for other in self._world.others(digest)):
+            if len(set(self._world.all_gather_bytes(digest))) > 1:
                 raise JobFailed(f"the trainer's replicas hold different weights of version {version}; start them again")
         self._newest = snapshot
         if has_old_policies(self._config):
@@ -201,10 +208,11 @@ class Publisher:
         self._published = snapshot
 
 
-def log_iteration(iteration: int, report: dict[str, float], is_new: bool) -> None:
+def log_iteration(commit: Commit, is_new: bool) -> None:
+    report = commit.metrics
     logger.info(
         "iteration %d: reward %.3f, grad norm %.3g, mismatch %.4f, trained %d tokens in %.2f s%s",
-        iteration,
+        commit.iteration,
         report["reward_mean"],
         report["train/grad_norm"],
         report.get("mismatch_mean", 0.0),

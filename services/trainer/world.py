@@ -125,10 +125,6 @@ class World:
             dist.all_gather(received, host_buffer(content.ljust(longest, b"\0")), group=self._group)
             return [buffer[: int(length)].numpy().tobytes() for buffer, length in zip(received, lengths, strict=True)]
 
-    def others(self, content: bytes) -> list[bytes]:
-        """Return the content that the other ranks pass here."""
-        return [message for rank, message in enumerate(self.all_gather_bytes(content)) if rank != self.rank]
-
     def largest(self, value: int) -> int:
         """Return the greatest of all ranks' values."""
         return max(map(int, self.all_gather_bytes(str(value).encode())))

@@ -15,7 +15,6 @@ Legend: B = 1 row, H query heads, K key/value heads, T places, S gathered keys, 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,7 +41,9 @@ class NpuPlan:
         key_SKD, value_SKD = (
             tensor[0].transpose(0, 1).index_select(0, self.key_index_S) for tensor in (key_BKTD, value_BKTD)
         )
-        outputs = load_torch_npu().npu_fusion_attention(
+        import torch_npu  # the device is an NPU, so `services.device` has imported it
+
+        outputs = torch_npu.npu_fusion_attention(
             query_THD,
             key_SKD,
             value_SKD,
@@ -58,8 +59,7 @@ class NpuPlan:
 
 
 def plan_npu(layout: PackedLayout) -> NpuPlan:
-    """Build indices and mask, once per micro-batch. Raises ValueError without torch_npu or with too many sequences."""
-    load_torch_npu()
+    """Build indices and mask, once per micro-batch. Raises ValueError for more sequences than the kernel takes."""
     device = layout.position_ids.device
     query_ends, keys = [], []
     for index, segment in enumerate(layout.segments):
@@ -74,14 +74,3 @@ def plan_npu(layout: PackedLayout) -> NpuPlan:
     key_ends = torch.tensor([len(key) for key in keys]).cumsum(0).tolist()
     mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
     return NpuPlan(torch.cat(keys).to(device), query_ends, key_ends, mask)
-
-
-def load_torch_npu() -> Any:
-    try:
-        import torch_npu
-    except (ImportError, OSError, RuntimeError) as error:  # not installed; or CANN's libraries are not found
-        raise ValueError(
-            f"attention on an NPU needs torch_npu, which cannot be imported ({error}); install the torch_npu that "
-            "matches this torch and your CANN, and source CANN's set_env.sh, or set ONBEAT_DEVICE=cpu"
-        ) from error
-    return torch_npu

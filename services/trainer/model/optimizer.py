@@ -12,7 +12,8 @@ updates are not lost in bf16. Only parameters that require a gradient take part.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ from services.trainer.model.rounding import spread_masters
 
 MASTER_BITS = 32
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_NUMEL = 8 << 20  # elements stepped together; the next bucket is stepped while this one is published
+BUCKET_NUMEL = 8 << 20  # elements stepped together
 
-Named = Callable[[list[str]], None]  # called with names of parameters
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are stepped together, so that they can be published while the next ones are stepped."""
+
+    names: list[str]
+    adamw: torch.optim.AdamW
 
 
 class MasterAdamW:
-    """The optimizer. After gradients have added up, call `rescale`, `clip`, `step` once each, in this order."""
+    """The optimizer. After gradients have added up, call `rescale`, `clip` and `step` once each, in this order; or, in
+    place of `step`, `begin_step`, and then `step_bucket` for each of the `buckets`."""
 
     def __init__(
         self,
@@ -46,7 +54,7 @@ class MasterAdamW:
         self._num_warmup_steps = config.num_warmup_iterations * num_updates_per_iteration
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: self._master(name, p) for name, p in self.parameters.items()}
-        self._buckets = [(names, self._adamw(names)) for names in buckets(self.masters)]
+        self.buckets = [Bucket(names, self._adamw(names)) for names in split_names(self.masters)]
         self.num_steps = 0
 
     def _adamw(self, names: list[str]) -> torch.optim.AdamW:
@@ -110,32 +118,31 @@ class MasterAdamW:
         torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.max_grad_norm, norm)
         return norm.item()
 
-    @torch.no_grad()
-    def step(
-        self, on_written: Named | None = None, on_changing: Named | None = None, place: int | None = None
-    ) -> float:
-        """Take one AdamW step; parameters become the rounded masters. Returns the learning rate used.
+    def begin_step(self, place: int | None = None) -> float:
+        """Count a step, and return the learning rate that its buckets take.
 
         `place`: of the step in the job's schedule, from 1, if it is not the number of steps taken: steps that GAC
         skipped have a place, and those of the job that a fork starts from may have been fewer or more.
-
-        `on_written` is called with the names of each bucket of updated parameters before the next bucket is stepped, in
-        the same order on every rank; `on_changing` before they are updated.
         """
         self.num_steps += 1
         place = self.num_steps if place is None else place
         end = next((end for end in self._decay_ends if place <= end), self._decay_ends[-1])
         learning_rate = scheduled_learning_rate(self.config, place, end, self._num_warmup_steps)
-        for names, adamw in self._buckets:
-            if on_changing is not None:
-                on_changing(names)
-            adamw.param_groups[0]["lr"] = learning_rate
-            adamw.step()
-            adamw.zero_grad(set_to_none=True)
-            self.write_parameters(names)
-            if on_written is not None:
-                on_written(names)
+        for bucket in self.buckets:
+            bucket.adamw.param_groups[0]["lr"] = learning_rate
         return learning_rate
+
+    def step_bucket(self, bucket: Bucket) -> None:
+        """Take the AdamW step of a bucket: its parameters become the rounded masters."""
+        bucket.adamw.step()
+        bucket.adamw.zero_grad(set_to_none=True)
+        self.write_parameters(bucket.names)
+
+    def step(self) -> None:
+        """Take a whole AdamW step."""
+        self.begin_step()
+        for bucket in self.buckets:
+            self.step_bucket(bucket)
 
     @torch.no_grad()
     def write_parameters(self, names: Iterable[str]) -> None:
@@ -144,30 +151,30 @@ class MasterAdamW:
                 self.parameters[name].copy_(self.masters[name])
 
     def drop_gradients(self) -> None:
-        for _, adamw in self._buckets:
-            adamw.zero_grad(set_to_none=True)
+        for bucket in self.buckets:
+            bucket.adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return the masters and both moments by name, for a checkpoint; no copies."""
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
-        for names, adamw in self._buckets:
-            for name in names:
-                state = adamw.state.get(self.masters[name], {})
+        for bucket in self.buckets:
+            for name in bucket.names:
+                state = bucket.adamw.state.get(self.masters[name], {})
                 tensors |= {f"{moment}.{name}": state[moment] for moment in MOMENTS if moment in state}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """Restore a checkpoint's tensors. Raises ValueError naming the first that is missing or of another shape."""
-        for names, adamw in self._buckets:
-            for name in names:
+        for bucket in self.buckets:
+            for name in bucket.names:
                 master = self.masters[name]
                 master.copy_(state_tensor(tensors, f"master.{name}", master))
                 if num_steps > 0:
                     moments = {moment: state_tensor(tensors, f"{moment}.{name}", master) for moment in MOMENTS}
                     step = torch.tensor(float(num_steps), device=master.device)
                     copies = {moment: tensor.to(master.device, copy=True) for moment, tensor in moments.items()}
-                    adamw.state[master] = {"step": step, **copies}
+                    bucket.adamw.state[master] = {"step": step, **copies}
         self.num_steps = num_steps
         self.write_parameters(self.masters)
 
@@ -189,7 +196,7 @@ def scheduled_learning_rate(config: OptimizerConfig, step: int, end: int, warmup
             return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def buckets(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+def split_names(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
     """Split the names, in order, into runs of about BUCKET_NUMEL elements."""
     runs: list[list[str]] = [[]]
     numel = 0

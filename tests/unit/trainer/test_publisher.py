@@ -85,7 +85,8 @@ def publish_twice(tmp_path, is_sharded, divergences=(0.0,) * NUM_RANKS, **schedu
             models[rank].model.embed_tokens.weight[:100] += 1
             models[rank].model.norm.weight += 1
         sums, values = {"token/divergence": divergences[rank]}, {"train/grad_norm": 0.0}
-        publisher.commit(0, IterationStats(0, sums, values=values))
+        stats = IterationStats(0, sums, values=values)
+        publisher.publish(publisher.finish_version(0, stats), stats)
         return publisher
 
     with ThreadPoolExecutor(NUM_RANKS) as threads:
