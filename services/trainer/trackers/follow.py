@@ -7,20 +7,22 @@
 There is no queue that could fill up: points that a slow or unreachable tracker has not taken yet stay in the ledger.
 """
 
+import importlib
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 from redis.exceptions import RedisError
 
-from onbeat.config import JobConfig, TrackerConfig
+from onbeat.config import JobConfig
 from onbeat.errors import OnbeatError
 from onbeat.streams.best_effort import best_effort
 from services.trainer.job.lease import Lease
@@ -29,6 +31,8 @@ from services.trainer.trackers.points import Cursor, Point, read_points
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 300
+LOOK_S = 2.0  # between looks into the ledger
+RETRY_S = 60.0  # after an error of a tracker
 CLOSE_S = 10.0  # all trackers together, at the end of the job
 
 
@@ -39,14 +43,9 @@ class Tracker(Protocol):
     def finish(self, has_succeeded: bool) -> None: ...
 
 
-class Job(Protocol):
+class LeasedJob:
     """The part of a job that a follower needs."""
 
-    def read(self, cursor: Cursor) -> list[Point]: ...
-    def warn(self, message: str) -> None: ...
-
-
-class LeasedJob:
     def __init__(self, lease: Lease) -> None:
         self._lease, self._id = lease, lease.job.id
 
@@ -62,15 +61,6 @@ class LeasedJob:
         logger.warning("job %s: %s", self._id, message)
         with best_effort(f"job {self._id}: the event could not be stored"):
             self._lease.ask(lambda ledger: ledger.event_log.emit(self._id, "tracker.failed", message))
-
-
-@dataclass(frozen=True)
-class Pace:
-    look_s: float = 2.0
-    retry_s: float = 60.0  # after an error of a tracker
-
-
-DEFAULT_PACE = Pace()
 
 
 class Bookmark:
@@ -93,50 +83,17 @@ class Bookmark:
         os.replace(new, self._path)
 
 
-class TrackerLog:
-    """A tracker, opened when it is first needed, and the bookmark of what it has logged."""
+class Follower:
+    """A thread that keeps a tracker up with its job, and tries again after an error. The tracker is opened when it is
+    first needed, and anew after an error."""
 
-    def __init__(self, open_tracker: Callable[[], Tracker], job: Job, bookmark: Bookmark) -> None:
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker], job: LeasedJob, bookmark: Bookmark) -> None:
+        self.name = name
         self._open_tracker, self._job, self._bookmark = open_tracker, job, bookmark
         self._tracker: Tracker | None = None
-        self.is_abandoned = threading.Event()  # then nothing more is logged
-
-    def keep_up(self) -> None:
-        """Log all new points. Raises what the tracker's library raises."""
-        if self._tracker is None:
-            self._tracker = self._open_tracker()
-            self._bookmark.load()
-        while points := self._job.read(self._bookmark.cursor):
-            try:
-                for point in points:
-                    if self.is_abandoned.is_set():
-                        return
-                    if point.values:
-                        self._tracker.log(point)
-                    self._bookmark.cursor = self._bookmark.cursor.after(point)
-            finally:  # points before one that failed must not be logged again
-                if not self.is_abandoned.is_set():  # another trainer may keep its own cursor there by then
-                    self._bookmark.save()
-
-    def finish(self, has_succeeded: bool) -> None:
-        if self._tracker is not None and not self.is_abandoned.is_set():
-            self._tracker.finish(has_succeeded)
-
-    def reopen(self) -> None:
-        """Open the tracker anew when it is needed again."""
-        self._tracker = None
-
-
-class Follower:
-    """A thread that keeps a tracker up with its job, and tries again after an error."""
-
-    def __init__(
-        self, name: str, open_tracker: Callable[[], Tracker], job: Job, bookmark: Bookmark, pace: Pace
-    ) -> None:
-        self.name = name
-        self._log, self._job, self._pace = TrackerLog(open_tracker, job, bookmark), job, pace
         self._has_warned = self._has_succeeded = False
         self._stop = threading.Event()
+        self._is_abandoned = threading.Event()  # then nothing more is logged
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -148,27 +105,43 @@ class Follower:
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait for the thread. False: it is stuck and abandoned; it logs nothing more, even if it continues."""
         self._thread.join(max(0.0, timeout_s))
-        self._log.is_abandoned.set()
+        self._is_abandoned.set()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         is_last = False
-        while not is_last and not self._log.is_abandoned.is_set():
+        while not is_last and not self._is_abandoned.is_set():
             is_last = self._stop.is_set()  # read first: the last look finds all that is in the ledger by then
             try:
-                self._log.keep_up()
-                if is_last:
-                    self._log.finish(self._has_succeeded)
-                pause_s = self._pace.look_s
+                if self._tracker is None:
+                    self._tracker = self._open_tracker()
+                    self._bookmark.load()
+                self._keep_up(self._tracker)
+                if is_last and not self._is_abandoned.is_set():
+                    self._tracker.finish(self._has_succeeded)
+                pause_s = LOOK_S
             except ImportError as error:
                 self._warn(f"{error}; install it where the trainer runs; the job goes on without this tracker")
                 return
             except Exception as error:  # a third-party library: whatever it raises, the training continues
                 logger.info("tracker %s", self.name, exc_info=True)
-                self._warn(f"{first_line(error)}; tried again every {self._pace.retry_s:.0f} s")
-                self._log.reopen()
-                pause_s = self._pace.retry_s
+                self._warn(f"{first_line(error)}; tried again every {RETRY_S:.0f} s")
+                self._tracker, pause_s = None, RETRY_S
             self._stop.wait(pause_s)
+
+    def _keep_up(self, tracker: Tracker) -> None:
+        """Log all new points. Raises what the tracker's library raises."""
+        while points := self._job.read(self._bookmark.cursor):
+            try:
+                for point in points:
+                    if self._is_abandoned.is_set():
+                        return
+                    if point.values:
+                        tracker.log(point)
+                    self._bookmark.cursor = self._bookmark.cursor.after(point)
+            finally:  # points before one that failed must not be logged again
+                if not self._is_abandoned.is_set():  # another trainer may keep its own cursor there by then
+                    self._bookmark.save()
 
     def _warn(self, message: str) -> None:
         """Warn once per job."""
@@ -186,16 +159,15 @@ def first_line(error: Exception) -> str:
 class Tracking:
     """The trackers of a job, which run until the end of the `with` block."""
 
-    def __init__(self, job: Job, job_id: str, config: JobConfig, folder: Path, pace: Pace = DEFAULT_PACE) -> None:
+    def __init__(self, job: LeasedJob, job_id: str, config: JobConfig, folder: Path) -> None:
         """Start the trackers. `folder`: the job's own."""
         self._job = job
-        self._followers = [
-            Follower("tensorboard", lambda: open_tensorboard(folder / "tensorboard"), job, Bookmark(None), pace)
-        ]
+        opens = partial(open_tracker, "tensorboard", folder / "tensorboard")
+        self._followers = [Follower("tensorboard", opens, job, Bookmark(None))]
         for tracker in config.tracking:
             bookmark = Bookmark(folder / "trackers" / f"{tracker.type}.json")
-            opens = opener(tracker, config, job_id)
-            self._followers.append(Follower(tracker.type, opens, job, bookmark, pace))
+            opens = partial(open_tracker, tracker.type, tracker, config, job_id)
+            self._followers.append(Follower(tracker.type, opens, job, bookmark))
 
     def __enter__(self) -> "Tracking":
         return self
@@ -213,28 +185,7 @@ class Tracking:
                 )
 
 
-def open_tensorboard(folder: Path) -> Tracker:
-    from services.trainer.trackers.tensorboard import TensorBoard
-
-    return TensorBoard(folder)
-
-
-def opener(tracker: TrackerConfig, config: JobConfig, job_id: str) -> Callable[[], Tracker]:
-    """Return a function that opens the tracker; it imports the tracker's library and may raise ImportError."""
-
-    def open_tracker() -> Tracker:
-        match tracker.type:
-            case "wandb":
-                from services.trainer.trackers.wandb import Wandb
-
-                return Wandb(tracker, config, job_id)
-            case "mlflow":
-                from services.trainer.trackers.mlflow import Mlflow
-
-                return Mlflow(tracker, config, job_id)
-            case "trackio":
-                from services.trainer.trackers.trackio import Trackio
-
-                return Trackio(tracker, config, job_id)
-
-    return open_tracker
+def open_tracker(name: str, *arguments: object) -> Tracker:
+    """Open a tracker, whose library is imported here. Raises ImportError, and what the library raises."""
+    tracker: Tracker = importlib.import_module(f"services.trainer.trackers.{name}").Run(*arguments)
+    return tracker

@@ -13,7 +13,7 @@ MAX_PARAMS = 100  # per request
 MAX_PARAM_CHARS = 500
 
 
-class Mlflow:
+class Run:
     def __init__(self, tracker: MlflowTracker, config: JobConfig, job_id: str) -> None:
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(tracker.project)

@@ -12,7 +12,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from services.trainer.trackers.points import Point
 
 
-class TensorBoard:
+class Run:
     """A file with all points since iteration 0: a trainer that resumes a job writes them again, from the ledger.
 
     So a resumed job has no point twice and none is missing, wherever the previous trainer died. The file starts with

@@ -6,7 +6,7 @@ from onbeat.config import JobConfig, TrackioTracker
 from services.trainer.trackers.points import Point
 
 
-class Trackio:
+class Run:
     def __init__(self, tracker: TrackioTracker, config: JobConfig, job_id: str) -> None:
         self._run = trackio.init(
             project=tracker.project,

@@ -8,7 +8,7 @@ from services.trainer.trackers.points import Point
 INIT_TIMEOUT_S = 30.0
 
 
-class Wandb:
+class Run:
     """A W&B run. It takes steps in ascending order only; an evaluation ends while later iterations are committed, so it
     goes with the newest step and has its own axis."""
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 
 from onbeat.config import JobConfig
 from onbeat.errors import LeaseLost
-from onbeat.streams.connection import connect
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
-from services.trainer.job.background import Background
-from services.trainer.job.lease import ClaimedJob, Lease
+from services.trainer.job.lease import ClaimedJob
 from tests.broker_fixtures import create_job, start_training
 from tests.waiting import eventually
 
@@ -68,18 +65,11 @@ async def test_stopped_trainer_hands_its_job_over(ledger: Ledger, redis_url: str
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_trainer_notices_between_its_writes_that_it_lost_its_job(
-    rank: int, ledger: Ledger, redis_url: str
-) -> None:
-    async def connected() -> Ledger:
-        return Ledger(connect(redis_url))
-
+async def test_trainer_notices_between_its_writes_that_it_lost_its_job(rank: int, ledger: Ledger, lease_of) -> None:
     job_id = await create_job(ledger)
     epoch = await start_training(ledger, job_id)
-    config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
-    background = Background()
-    own = background.run(connected())
-    lease = Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0, rank), threading.Event())
+    config = JobConfig.of_job(await ledger.jobs.fields(job_id))
+    lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0, rank))
 
     async def is_lost() -> bool:
         try:
@@ -88,11 +78,6 @@ async def test_trainer_notices_between_its_writes_that_it_lost_its_job(
             return "has another trainer now" in str(error)
         return False
 
-    try:
-        assert not await is_lost()
-        await ledger.redis.hincrby(JobKeys(job_id).job, "epoch", 1)  # as each claim does
-        await eventually("the trainer knows", is_lost)
-    finally:
-        await asyncio.to_thread(lease.close)
-        background.run(own.redis.aclose())
-        background.close()
+    assert not await is_lost()
+    await ledger.redis.hincrby(JobKeys(job_id).job, "epoch", 1)  # as each claim does
+    await eventually("the trainer knows", is_lost)

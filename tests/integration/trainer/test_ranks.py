@@ -11,7 +11,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,14 +24,11 @@ from safetensors.torch import load_file
 from onbeat.config import JobConfig
 from onbeat.hardware.cores import available_cores
 from onbeat.streams.codec import PromptTask
-from onbeat.streams.connection import connect
-from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from onbeat.weights.client import Peer, WeightsClient
 from services.rollout.puller import WeightsPuller
-from services.trainer.job.background import Background
 from services.trainer.job.groups import GroupSource
-from services.trainer.job.lease import ClaimedJob, Lease
+from services.trainer.job.lease import ClaimedJob
 from tests.tiny_models import write_tied_model
 from tests.trainer_fixtures import job_config, make_group
 from tests.waiting import eventually
@@ -289,7 +285,7 @@ async def test_sharded_version_is_pulled_from_all_ranks_none_holds_all(ledger, r
         assert_same_weights(sharded.weights[version], whole.weights[version])
 
 
-async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
+async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger, lease_of):
     """Two replicas die; one goes on, dies, and goes on: both times the same micro-batches in the same order."""
     config = build_job(Path("tiny"), "nobody", {"schedule": PERIODIC})
     job_id = f"job-{uuid.uuid4().hex[:12]}"
@@ -303,18 +299,12 @@ async def test_fewer_replicas_repeat_the_lost_ones_in_recorded_order(ledger):
         return [group_ids[0] for group_ids in groups.recorded_micro_batches(0)]
 
     def as_the_only_replica():
-        background = Background()
-        own = background.run(connected())
-        job, stop = ClaimedJob(job_id, epoch, config, 60), threading.Event()
-        groups = GroupSource(Lease(background, own, job, stop))
+        lease = lease_of(ClaimedJob(job_id, epoch, config, 60))
+        groups = GroupSource(lease)
         before = repeated(groups)
         for group_id in ("0-1", "0-3"):
             groups.record_micro_batch(0, [group_id])
-        again = GroupSource(Lease(background, own, job, stop))
-        return before, repeated(again)
-
-    async def connected():
-        return Ledger(connect(f"redis://127.0.0.1:{ledger.redis.connection_pool.connection_kwargs['port']}"))
+        return before, repeated(GroupSource(lease))
 
     before, after = await asyncio.to_thread(as_the_only_replica)
     assert before == ["0-2", "0-0", "0-4"]

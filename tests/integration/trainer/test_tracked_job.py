@@ -1,19 +1,16 @@
 """Curves of a real ledger: those of REST, each point once, whoever trains."""
 
 import asyncio
-import threading
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onbeat.config import JobConfig
-from onbeat.streams.connection import connect
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import metric_series, read_iterations
-from services.trainer.job.background import Background
-from services.trainer.job.lease import ClaimedJob, Lease
-from services.trainer.trackers.follow import LeasedJob, Pace, Tracking
+from services.trainer.job.lease import ClaimedJob
+from services.trainer.trackers.follow import LeasedJob, Tracking
 from tests.broker_fixtures import commit, create_job, drain, start_training, tasks_for
 
 
@@ -24,38 +21,26 @@ async def train_iteration(ledger: Ledger, job_id: str, epoch: str, iteration: in
     assert await commit(ledger, job_id, epoch, iteration, **values)
 
 
-async def connect_to(url: str) -> Ledger:
-    return Ledger(connect(url))
-
-
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-async def test_two_trainers_in_turn_leave_the_curves_of_rest(ledger: Ledger, redis_url: str, tmp_path: Path) -> None:
+async def test_two_trainers_in_turn_leave_the_curves_of_rest(
+    ledger: Ledger, lease_of, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("services.trainer.trackers.follow.LOOK_S", 0.05)
     job_id = await create_job(ledger, schedule={"num_iterations": 9})
     epoch = await start_training(ledger, job_id)
-    config = JobConfig.model_validate_json((await ledger.jobs.fields(job_id))["config"])
-    background = Background()
-    own = background.run(connect_to(redis_url))
-    lease = Lease(background, own, ClaimedJob(job_id, epoch, config, 30.0), threading.Event())
-
-    def track() -> Tracking:
-        return Tracking(LeasedJob(lease), job_id, config, tmp_path, Pace(look_s=0.05))
-
-    try:
-        for iterations in (range(3), range(3, 5)):
-            tracking = await asyncio.to_thread(track)
-            for iteration in iterations:
-                await train_iteration(ledger, job_id, epoch, iteration)
-            await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
-            await asyncio.to_thread(tracking.__exit__, None, None, None)
-    finally:
-        await asyncio.to_thread(lease.close)
-        background.run(own.redis.aclose())
-        background.close()
+    config = JobConfig.of_job(await ledger.jobs.fields(job_id))
+    lease = lease_of(ClaimedJob(job_id, epoch, config, 30.0))
+    for iterations in (range(3), range(3, 5)):
+        tracking = await asyncio.to_thread(Tracking, LeasedJob(lease), job_id, config, tmp_path)
+        for iteration in iterations:
+            await train_iteration(ledger, job_id, epoch, iteration)
+        await ledger.evaluations.fail(job_id, 0, 10, "no room")  # without a score: nothing to draw
+        await asyncio.to_thread(tracking.__exit__, None, None, None)
     found = curves(tmp_path / "tensorboard")
     tokens_per_s = found.pop("iteration/tokens_per_s")
     series = metric_series(await read_iterations(ledger, job_id, -1, 100))

@@ -13,14 +13,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from onbeat.types import EvaluationRecord
 from services.trainer.trackers import follow, points
-from services.trainer.trackers.follow import Bookmark, Follower, Pace, Tracking, opener
+from services.trainer.trackers.follow import Bookmark, Follower, Tracking, open_tracker
 from services.trainer.trackers.points import Cursor, Point
-from services.trainer.trackers.tensorboard import TensorBoard
+from services.trainer.trackers.tensorboard import Run as TensorBoard
 from tests.trainer_fixtures import job_config
 from tests.waiting import wait_until
 
-PACE = Pace(look_s=0.01, retry_s=60.0)
-RETRIES = Pace(look_s=0.01, retry_s=0.02)
+LOOK_S = 0.01
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(follow, "LOOK_S", LOOK_S)
+
+
+@pytest.fixture
+def retries(monkeypatch):
+    monkeypatch.setattr(follow, "RETRY_S", 0.02)
 
 
 class LedgerOf:
@@ -45,9 +54,8 @@ def evaluation(number):
     return Point(number, 1000.5 + number, {"eval/reward_mean": 0.5}, is_evaluation=True)
 
 
-def tracking(job, folder, *types, pace=PACE):
-    config = job_config() if not types else job_config_with([{"type": kind} for kind in types])
-    return Tracking(job, "job-1", config, folder, pace)
+def tracking(job, folder, *types):
+    return Tracking(job, "job-1", job_config_with([{"type": kind} for kind in types]), folder)
 
 
 def job_config_with(trackers):
@@ -119,12 +127,12 @@ def test_who_watches_across_the_resumption_sees_every_point_once(tmp_path):
 # ---- fakes of hosted trackers ----------------------------------------------------------------------------------------
 
 
-class FakeWandb(ModuleType):
-    """Takes steps in ascending order and drops others, as W&B does; keeps runs by their id."""
+class FakeLibrary(ModuleType):
+    """W&B, which takes steps in ascending order and drops others, and Trackio; each keeps runs by their id."""
 
-    def __init__(self):
-        super().__init__("wandb")
-        self.rows, self.inits, self.exit_codes, self.step = [], [], [], 0
+    def __init__(self, name):
+        super().__init__(name)
+        self.rows, self.inits, self.endings, self.step = [], [], [], 0
         self.error = None
         self.answers = threading.Event()
         self.answers.set()
@@ -145,55 +153,40 @@ class FakeWandb(ModuleType):
     def log(self, values, step):
         self.has_been_asked.set()
         assert self.answers.wait(60)
-        if step >= self.step:
+        if step >= self.step or self.__name__ == "trackio":
             self.rows.append((step, values))
             self.step = step
 
-    def finish(self, exit_code):
-        self.exit_codes.append(exit_code)
+    def finish(self, **options):
+        self.endings.append(options)
+
+
+def library(name, monkeypatch):
+    fake = FakeLibrary(name)
+    monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.delitem(sys.modules, f"services.trainer.trackers.{name}", raising=False)
+    return fake
 
 
 @pytest.fixture
 def wandb(monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delitem(sys.modules, "services.trainer.trackers.wandb", raising=False)
-    return fake
+    return library("wandb", monkeypatch)
 
 
-def test_wandb_gets_each_point_once_over_two_trainers(wandb, tmp_path):
-    with pytest.raises(KeyboardInterrupt), tracking(LedgerOf(4, [0]), tmp_path, "wandb"):
+@pytest.mark.parametrize(("name", "endings"), [("wandb", [{"exit_code": 1}, {"exit_code": 0}]), ("trackio", [{}, {}])])
+def test_each_point_is_logged_once_over_two_trainers(name, endings, monkeypatch, tmp_path):
+    fake = library(name, monkeypatch)
+    with pytest.raises(KeyboardInterrupt), tracking(LedgerOf(4, [0]), tmp_path, name):
         raise KeyboardInterrupt
-    with tracking(LedgerOf(7, [0, 4]), tmp_path, "wandb"):
+    with tracking(LedgerOf(7, [0, 4]), tmp_path, name):
         pass
-    assert [step for step, values in wandb.rows if "train/grad_norm" in values] == list(range(7))
-    assert [values["eval/after_iterations"] for _, values in wandb.rows if "eval/reward_mean" in values] == [0, 4]
-    first = wandb.inits[0]
-    assert (first["project"], first["id"], first["resume"]) == ("onbeat", "job-1", "allow")
-    assert wandb.exit_codes == [1, 0]
-
-
-def test_trackio_run_has_the_jobs_id_and_is_resumed(monkeypatch, tmp_path):
-    fake, rows = ModuleType("trackio"), []
-
-    class Run:
-        def log(self, values, step):
-            rows.append((step, sorted(values)))
-
-        def finish(self):
-            rows.append("finished")
-
-    def init(*, project, name, resume, config, embed, auto_log_gpu, auto_log_cpu):
-        assert (project, name, resume, config["seed"]) == ("onbeat", "job-1", "allow", 0)
-        return Run()
-
-    fake.init = init
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    monkeypatch.delitem(sys.modules, "services.trainer.trackers.trackio", raising=False)
-    with tracking(LedgerOf(2, [0]), tmp_path, "trackio"):
-        pass
-    names = ["iteration/reward_mean", "train/grad_norm"]
-    assert rows == [(0, names), (1, names), (0, ["eval/reward_mean"]), "finished"]
+    assert [step for step, values in fake.rows if "train/grad_norm" in values] == list(range(7))
+    evaluations = [(step, values) for step, values in fake.rows if "eval/reward_mean" in values]
+    assert [values.get("eval/after_iterations", step) for step, values in evaluations] == [0, 4]
+    for options in fake.inits:
+        assert (options["project"], options["name"], options["resume"]) == ("onbeat", "job-1", "allow")
+        assert options["config"]["seed"] == 0
+    assert fake.endings == endings
 
 
 # ---- what must not harm the job --------------------------------------------------------------------------------------
@@ -204,17 +197,17 @@ def test_library_that_is_not_installed_is_one_warning(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "services.trainer.trackers.wandb", raising=False)
     job = LedgerOf(2)
     with tracking(job, tmp_path, "wandb"):
-        time.sleep(5 * PACE.look_s)
+        time.sleep(5 * LOOK_S)
     (warning,) = job.warnings
     assert "tracker wandb" in warning
     assert "install it where the trainer runs" in warning
     assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 2
 
 
-def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, tmp_path):
+def test_tracker_that_comes_back_gets_what_it_has_missed(wandb, retries, tmp_path):
     wandb.error = RuntimeError("no route to host\nand a page of advice")
     job = LedgerOf(3)
-    with tracking(job, tmp_path, "wandb", pace=RETRIES):
+    with tracking(job, tmp_path, "wandb"):
         wait_until(lambda: len(wandb.inits) > 2, "it was tried again")
         wandb.error = None
         wait_until(lambda: len(wandb.rows) == 3, "all points are there")
@@ -241,13 +234,13 @@ class Store:
 
 
 def follow_until(check, store, path):
-    follower = Follower("mlflow", store.open, LedgerOf(5), Bookmark(path), RETRIES)
+    follower = Follower("mlflow", store.open, LedgerOf(5), Bookmark(path))
     wait_until(check, "the store is where it should be")
     follower.close(has_succeeded=True)
     assert follower.wait_closed(20)
 
 
-def test_point_before_a_refused_one_is_logged_once(tmp_path):
+def test_point_before_a_refused_one_is_logged_once(retries, tmp_path):
     """Neither the trainer that tries again nor its successor repeats it."""
     store = Store()
     follow_until(lambda: store.num_opened > 2, store, tmp_path / "mlflow.json")
@@ -257,7 +250,7 @@ def test_point_before_a_refused_one_is_logged_once(tmp_path):
     assert store.steps == list(range(5))
 
 
-def test_tracker_without_a_cursor_gets_everything_when_reopened():
+def test_tracker_without_a_cursor_gets_everything_when_reopened(retries):
     store = Store()
     follow_until(lambda: store.num_opened > 2, store, None)
     assert store.steps == [0] * store.num_opened
@@ -276,7 +269,7 @@ def test_tracker_that_hangs_ends_with_the_job_and_logs_no_more(wandb, tmp_path, 
     wandb.answers.set()
     assert trackers._followers[-1].wait_closed(20)
     assert [step for step, _ in wandb.rows] == [0], "another trainer may own the job by now"
-    assert wandb.exit_codes == []
+    assert wandb.endings == []
     assert not (tmp_path / "trackers" / "wandb.json").exists(), "another trainer may keep its cursor there by now"
     assert len(read_curve(tmp_path / "tensorboard", "train/grad_norm")) == 3
 
@@ -315,7 +308,7 @@ def log_twice(kind, num_first=3, num_second=5):
     """Two trainers in turn, each in a thread of its own as in service; returns nothing: look into the store."""
 
     def run(first, last):
-        tracker = opener(job_config_with([{"type": kind}]).tracking[0], job_config(), "job-1")()
+        tracker = open_tracker(kind, job_config_with([{"type": kind}]).tracking[0], job_config(), "job-1")
         for iteration in range(first, last):
             tracker.log(point(iteration))
         tracker.log(evaluation(first))
@@ -376,9 +369,3 @@ async def test_evaluation_that_ends_late_is_read_once_in_its_place(monkeypatch):
         for each in new[:2]:  # the tracker fails after two
             found, cursor = [*found, each.step], cursor.after(each)
     assert found == [0, 4, 8, 12]
-
-
-def test_cursor_moves_one_curve_at_a_time():
-    cursor = Cursor().after(point(3))
-    assert cursor == Cursor(iteration=3)
-    assert cursor.after(evaluation(2)) == Cursor(iteration=3, evaluation=2)
