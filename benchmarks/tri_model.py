@@ -82,7 +82,7 @@ def load_policy(is_checkpointed: bool = False) -> Any:
 
 
 def tri_model(groups: list[RolloutGroup], policy: Any, old: Any | None, reference: Any | None) -> None:
-    tri_model_logprobs(policy, old, reference, pack(groups, CPU), 1.0)[0].sum().backward()
+    tri_model_logprobs(policy, old, reference, pack(groups, CPU), 1.0)[0].trainer.sum().backward()
 
 
 def alone(groups: list[RolloutGroup], model: Any, is_policy: bool) -> None:

@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup, VersionSpan
 from onbeat.types import JobState
+from services.trainer.batch import pack, rows
 from services.trainer.checkpoints.store import CheckpointStore, TrainState
 from services.trainer.loop import TrainLoop
 from services.trainer.model.lora import add_adapters
-from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, use_attention
+from services.trainer.model.model import PACKED_ATTENTION, Passes, register_attention, tri_model_logprobs, use_attention
 from services.trainer.passes.trial import is_head_plain
 from services.trainer.policy import Policy
 from services.trainer.session import restore
@@ -82,6 +83,11 @@ def make_group(group_id="0-0", prompt_length=5, response_lengths=(3, 1, 4), vers
     )
 
 
+def make_batch():
+    """Two unequal groups in one row."""
+    return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
+
+
 def job_config(**sections) -> JobConfig:
     base = {
         "model": {"path": "tiny", "dtype": "float32"},
@@ -94,6 +100,39 @@ def job_config(**sections) -> JobConfig:
     for name, values in sections.items():
         base[name] = base.get(name, {}) | values
     return JobConfig.model_validate(base)
+
+
+def set_rollout_logprobs(groups, logprobs):
+    """Give the groups' tokens these log-probabilities of an engine, in order."""
+    values = iter(logprobs.tolist())
+    for group in groups:
+        for response in group.responses:
+            response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
+
+
+def gradients(model, logprobs):
+    """The gradient of a sum in which every token has a weight of its own."""
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def pass_rows(config, models, groups, scale):
+    """Pass the groups' rows through policy, old policy and reference, as the trainer does; yields what each gave."""
+    policy, old, reference = models
+    policy.zero_grad()
+    for row in rows(groups, config):
+        batch = pack(row, torch.device("cpu"))
+        needed = reference if config.objective.needs_reference else None
+        logprobs, entropy = tri_model_logprobs(policy, old, needed, batch, 1.0)
+        loss = config.objective.loss(batch, logprobs, scale)
+        loss.loss_sum.backward()
+        yield batch, logprobs, loss, entropy
+
+
+def gap(left, right):
+    """The absolute differences of two models' parameters, [P]."""
+    return torch.cat([(a - b).flatten() for a, b in zip(left.parameters(), right.parameters(), strict=True)]).abs()
 
 
 class RecordedJob:

@@ -125,11 +125,7 @@ class Policy:
     def logprobs(self, batch: MicroBatch, temperature: float, old_version: int | None) -> tuple[Logprobs, torch.Tensor]:
         """Return all policies' logprobs and the entropy [N]. If `old_version` is None, old is the policy itself."""
         old = None if old_version is None else self.old.at(old_version)
-        trainer_logprobs, entropy, old_logprobs, ref_logprobs = tri_model_logprobs(
-            self.model, old, self.reference, batch, temperature
-        )
-        old_logprobs = trainer_logprobs.detach() if old_logprobs is None else old_logprobs
-        return Logprobs(trainer_logprobs, old_logprobs, ref_logprobs), entropy
+        return tri_model_logprobs(self.model, old, self.reference, batch, temperature)
 
     @torch.no_grad()
     def logprobs_at(self, version: int, batch: MicroBatch, temperature: float) -> torch.Tensor:

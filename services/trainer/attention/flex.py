@@ -32,13 +32,11 @@ class FlexPlan:
         self, query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         """Return the attention output [B, T, H, D]."""
-        padded = (
-            torch.nn.functional.pad(tensor, (0, 0, 0, self.num_padding))
-            for tensor in (query_BHTD, key_BKTD, value_BKTD)
-        )
+        padding = (0, 0, 0, self.num_padding)
+        query, key, value = (torch.nn.functional.pad(each, padding) for each in (query_BHTD, key_BKTD, value_BKTD))
         is_grouped = query_BHTD.shape[1] != key_BKTD.shape[1]
         attend = compiled(flex_attention) if query_BHTD.is_cuda else flex_attention
-        attended_BHTD = attend(*padded, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
+        attended_BHTD = attend(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=is_grouped)
         return attended_BHTD[:, :, : query_BHTD.shape[2]].transpose(1, 2)
 
 

@@ -23,7 +23,6 @@ Legend: T places of the row, N response tokens (targets), G responses of a group
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 
@@ -55,30 +54,6 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class GroupSpan:
-    """The location of one group in the row: its prompt (without the row's prefix), then the segments of its responses.
-
-    Segments may be empty.
-    """
-
-    start: int
-    prompt_length: int
-    trees: tuple[Tree, ...]  # of the responses
-
-    @cached_property
-    def segment_lengths(self) -> tuple[int, ...]:
-        return tuple(length for tree in self.trees for length in tree.lengths)
-
-    @cached_property
-    def segment_starts(self) -> tuple[int, ...]:
-        return tuple(accumulate(self.segment_lengths[:-1], initial=self.start + self.prompt_length))
-
-    @property
-    def end(self) -> int:
-        return self.segment_starts[-1] + self.segment_lengths[-1]
-
-
-@dataclass(frozen=True)
 class Segment:
     """Neighbouring places of the row that see each other causally, and all of the parent and of its ancestors."""
 
@@ -93,6 +68,26 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class GroupSpan:
+    """The location of one group in the row: its prompt (without the row's prefix), then the segments of its responses.
+
+    Segments may be empty.
+    """
+
+    prompt: Segment
+    segments: tuple[Segment, ...]
+    trees: tuple[Tree, ...]  # of the responses, which the segments are of
+
+    @property
+    def end(self) -> int:
+        return self.segments[-1].end
+
+    @cached_property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return tuple(segment.length for segment in self.segments)
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     groups: tuple[GroupSpan, ...]
     segments: tuple[Segment, ...]  # of the whole row, in pre-order
@@ -103,8 +98,10 @@ class PackedLayout:
     @property
     def spans(self) -> tuple[GroupSpan, ...]:
         """The groups, preceded by the prefix, if there is one, as a group without responses."""
-        length = self.prefix_length
-        return (GroupSpan(0, length, (Tree.chain(1),)), *self.groups) if length else self.groups
+        if not self.prefix_length:
+            return self.groups
+        prefix = self.segments[0]
+        return (GroupSpan(prefix, (Segment(prefix.end, 0, 0, prefix.end),), (Tree.chain(1),)), *self.groups)
 
     @property
     def num_places(self) -> int:
@@ -135,8 +132,16 @@ def build_layout(
     [2, 3, 2]
     """
     spans: list[GroupSpan] = []
+    segments: list[Segment] = []
     logit_index: list[torch.Tensor] = []
-    start = prefix_length
+
+    def add(length: int, parent: int) -> None:
+        start = segments[-1].end if segments else 0
+        before = segments[parent] if parent >= 0 else None
+        segments.append(Segment(start, length, parent, before.position + before.length if before else 0))
+
+    if prefix_length:
+        add(prefix_length, -1)
     for prompt_length, responses in groups:
         own_length = prompt_length - prefix_length
         trees = tuple(Tree.chain(each) if isinstance(each, int) else each for each in responses)
@@ -145,37 +150,18 @@ def build_layout(
                 f"a group needs a prompt longer than the prefix and non-empty responses, got {prompt_length} tokens, "
                 f"{prefix_length} of them prefix, and {list(responses)}"
             )
-        place = start + own_length
+        prompt = len(segments)
+        add(own_length, 0 if prefix_length else -1)
         for tree in trees:
-            logit_index.append(torch.where(tree.predictors < 0, start + own_length - 1, place + tree.predictors))
-            place += sum(tree.lengths)
-        spans.append(GroupSpan(start, own_length, trees))
-        start = place
-    segments = find_segments(spans, prefix_length)
-    positions = [torch.arange(each.position, each.position + each.length) for each in segments]
-    position_ids, logit_index_N = torch.cat(positions).to(device), torch.cat(logit_index).to(device)
-    return PackedLayout(tuple(spans), segments, position_ids, logit_index_N, prefix_length)
-
-
-def find_segments(groups: Sequence[GroupSpan], prefix_length: int) -> tuple[Segment, ...]:
-    """Return the segments of the row, in pre-order: prefix, if there is one, and prompts are segments, too."""
-    found: list[Segment] = []
-
-    def add(length: int, parent: int) -> None:
-        before = found[parent] if parent >= 0 else None
-        start = found[-1].end if found else 0
-        found.append(Segment(start, length, parent, before.position + before.length if before else 0))
-
-    if prefix_length:
-        add(prefix_length, -1)
-    for group in groups:
-        prompt = len(found)
-        add(group.prompt_length, 0 if prefix_length else -1)
-        for tree in group.trees:
-            first = len(found)
+            first = len(segments)
             for length, parent in zip(tree.lengths, tree.parents, strict=True):
                 add(length, prompt if parent < 0 else first + parent)
-    return tuple(found)
+            places = segments[first].start + tree.predictors
+            logit_index.append(torch.where(tree.predictors < 0, segments[prompt].end - 1, places))
+        spans.append(GroupSpan(segments[prompt], tuple(segments[prompt + 1 :]), trees))
+    positions = [torch.arange(each.position, each.position + each.length) for each in segments]
+    position_ids, logit_index_N = torch.cat(positions).to(device), torch.cat(logit_index).to(device)
+    return PackedLayout(tuple(spans), tuple(segments), position_ids, logit_index_N, prefix_length)
 
 
 def dense_mask(layout: PackedLayout) -> torch.Tensor:

@@ -69,13 +69,63 @@ def plan_batches(lengths: Sequence[int], device: torch.device) -> tuple[Batch, .
     return tuple(batches)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the kernel: its inputs [B, H, T, D], in the dtype that it computes in."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_causal: bool
+    scale: float | None
+
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and its log-sum-exp."""
+        return flash(self.query, self.key, self.value, 0.0, self.is_causal, scale=self.scale)
+
+    def gradients(self, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients of the inputs, from the output's; `out` and `lse` may be those of more keys."""
+        query, key, value, dtype = self.query, self.key, self.value, self.query.dtype
+        grad, out = grad.to(dtype), out.to(dtype)
+        return list(flash_backward(grad, query, key, value, out, lse, 0.0, self.is_causal, scale=self.scale))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The queries, keys and values of responses, and the keys and values of their prompt."""
+
+    query_HND: torch.Tensor
+    key_KND: torch.Tensor
+    value_KND: torch.Tensor
+    prompt_key_KPD: torch.Tensor
+    prompt_value_KPD: torch.Tensor
+
+    def over_prompt(self, scale: float | None) -> Call:
+        num_keys, length = self.prompt_key_KPD.shape[:2]
+        dtype = kernel_dtype(self.query_HND.dtype, length)
+        key, value = (tensor.to(dtype)[None] for tensor in (self.prompt_key_KPD, self.prompt_value_KPD))
+        return Call(as_rows(self.query_HND.to(dtype), num_keys), key, value, is_causal=False, scale=scale)
+
+    def over_own(self, batch: Batch, scale: float | None) -> Call:
+        dtype, num_heads = kernel_dtype(self.query_HND.dtype, batch.place_GR.shape[1]), len(self.query_HND)
+        own = (batch.pad(tensor.to(dtype)) for tensor in (self.query_HND, self.key_KND, self.value_KND))
+        query, key, value = (for_query_heads(tensor, num_heads) for tensor in own)
+        return Call(query, key, value, is_causal=True, scale=scale)
+
+
+def attend(inputs: Inputs, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
+    """Return the output [H, N, D], with gradients for the inputs."""
+    output: torch.Tensor = ResponseAttention.apply(*vars(inputs).values(), batches, scale)
+    return output
+
+
 class ResponseAttention(torch.autograd.Function):
     """A function (query [H, N, D], own key, value [K, N, D], the prompt's [K, P, D], batches, scale) -> [H, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         *tensors, batches, scale = arguments
-        out_HND, lse_HN = attend_responses(tensors, batches, scale)
+        out_HND, lse_HN = attend_responses(Inputs(*tensors), batches, scale)
         ctx.save_for_backward(*tensors, out_HND, lse_HN)
         ctx.batches, ctx.scale = batches, scale
         return out_HND
@@ -83,18 +133,18 @@ class ResponseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         *tensors, out_HND, lse_HN = ctx.saved_tensors
-        found = response_gradients(grads[0], tensors, out_HND, lse_HN, ctx.batches, ctx.scale)
+        found = response_gradients(Inputs(*tensors), grads[0], out_HND, lse_HN, ctx.batches, ctx.scale)
         return *(tensor.to(out_HND.dtype) for tensor in found), None, None
 
 
 def attend_responses(
-    tensors: Sequence[torch.Tensor], batches: Sequence[Batch], scale: float | None
+    inputs: Inputs, batches: Sequence[Batch], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [H, N, D] and the log-sum-exp [H, N] over the prompt and the own keys (`tensors` as above)."""
-    query_HND = tensors[0]
-    prompt_out, prompt_lse = flash(*over_prompt(tensors), 0.0, False, scale=scale)
+    """Return the output [H, N, D] and the log-sum-exp [H, N] over the prompt and the own keys."""
+    query_HND = inputs.query_HND
+    prompt_out, prompt_lse = inputs.over_prompt(scale).attend()
     prompt_lse = prompt_lse.reshape(query_HND.shape[:2])
-    own = [map(batch.unpad, flash(*over_own(tensors, batch), 0.0, True, scale=scale)) for batch in batches]
+    own = [map(batch.unpad, inputs.over_own(batch, scale).attend()) for batch in batches]
     own_out, own_lse = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
     lse_HN = torch.logaddexp(prompt_lse, own_lse)
     prompt_out = prompt_out.reshape(query_HND.shape) * (prompt_lse - lse_HN).exp_()[..., None]
@@ -103,58 +153,28 @@ def attend_responses(
 
 
 def response_gradients(
+    inputs: Inputs,
     grad_HND: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
     out_HND: torch.Tensor,
     lse_HN: torch.Tensor,
     batches: Sequence[Batch],
     scale: float | None,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the tensors, from that of the output, in the dtypes of the kernels."""
-    query_HND, own_key_KND = tensors[:2]
-    num_keys = len(own_key_KND)
+    """Return the gradients of the inputs, from that of the output, in the dtypes of the kernels."""
+    num_keys = len(inputs.key_KND)
+    grad, out, lse = (as_rows(tensor, num_keys) for tensor in (grad_HND, out_HND, lse_HN))
+    grad_query, *grad_prompt = inputs.over_prompt(scale).gradients(grad, out, lse)
 
-    inputs = over_prompt(tensors)
-    grad, out = (as_rows(tensor.to(inputs[0].dtype), num_keys) for tensor in (grad_HND, out_HND))
-    from_prompt = flash_backward(grad, *inputs, out, as_rows(lse_HN, num_keys), 0.0, False, scale=scale)
-
-    own = [own_gradients(grad_HND, tensors, out_HND, lse_HN, batch, scale) for batch in batches]
-    grad_query, *grad_own = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
-    grad_query = from_prompt[0].reshape(query_HND.shape) + grad_query
+    own = []
+    for batch in batches:
+        # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
+        lse = batch.pad(lse_HN).masked_fill_(batch.is_padded_GR[:, None], float("inf"))
+        found = inputs.over_own(batch, scale).gradients(batch.pad(grad_HND), batch.pad(out_HND), lse)
+        own.append(map(batch.unpad, found))
+    own_query, *grad_own = (torch.cat(parts, dim=1) for parts in zip(*own, strict=True))
+    grad_query = grad_query.reshape(inputs.query_HND.shape) + own_query
     grad_own = [tensor.unflatten(0, (num_keys, -1)).sum(1) for tensor in grad_own]
-    return [grad_query, *grad_own, *(tensor[0] for tensor in from_prompt[1:])]
-
-
-def own_gradients(
-    grad_HND: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    out_HND: torch.Tensor,
-    lse_HN: torch.Tensor,
-    batch: Batch,
-    scale: float | None,
-) -> list[torch.Tensor]:
-    """Return the gradients of query, own key and own value for each query head, at the places of the batch."""
-    inputs = over_own(tensors, batch)
-    grad, out = (batch.pad(tensor.to(inputs[0].dtype)) for tensor in (grad_HND, out_HND))
-    # An infinite lse makes a padded row's probabilities zero, and with them the gradients that it passes on.
-    lse = batch.pad(lse_HN).masked_fill_(batch.is_padded_GR[:, None], float("inf"))
-    return [batch.unpad(found) for found in flash_backward(grad, *inputs, out, lse, 0.0, True, scale=scale)]
-
-
-def over_prompt(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the kernel's query, key and value over the prompt, [1, K, *, D]."""
-    query_HND, _, _, prompt_key_KPD, prompt_value_KPD = tensors
-    dtype = kernel_dtype(query_HND.dtype, prompt_key_KPD.shape[1])
-    keys = (tensor.to(dtype)[None] for tensor in (prompt_key_KPD, prompt_value_KPD))
-    return [as_rows(query_HND.to(dtype), len(prompt_key_KPD)), *keys]
-
-
-def over_own(tensors: Sequence[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
-    """Return the kernel's query, key and value over the own tokens, [G, H, R, D]."""
-    query_HND = tensors[0]
-    dtype = kernel_dtype(query_HND.dtype, batch.place_GR.shape[1])
-    own = (batch.pad(tensor.to(dtype)) for tensor in tensors[:3])
-    return [for_query_heads(tensor, len(query_HND)) for tensor in own]
+    return [grad_query, *grad_own, *(tensor[0] for tensor in grad_prompt)]
 
 
 def as_rows(tensor: torch.Tensor, num_keys: int) -> torch.Tensor:

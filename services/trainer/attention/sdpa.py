@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.attention.layout import GroupSpan, PackedLayout
-from services.trainer.attention.responses import Batch, ResponseAttention, for_query_heads, kernel_dtype, plan_batches
+from services.trainer.attention.responses import Batch, Inputs, attend, for_query_heads, kernel_dtype, plan_batches
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,14 @@ class SdpaPlan:
                 parts_HXD.append(attend_prompt(prompt_query, prompt_key, prompt_value, scale))
             else:
                 prefix_key, prefix_value = (tensor.to(key.dtype) for tensor in prefix)
-                prompt = prompt_query, prompt_key, prompt_value, prefix_key, prefix_value
-                parts_HXD.append(ResponseAttention.apply(*prompt, group.prompt_batches, scale))
+                prompt = Inputs(prompt_query, prompt_key, prompt_value, prefix_key, prefix_value)
+                parts_HXD.append(attend(prompt, group.prompt_batches, scale))
                 prompt_key = torch.cat([prefix_key, prompt_key], dim=1)
                 prompt_value = torch.cat([prefix_value, prompt_value], dim=1)
             if group.batches is not None:
-                own = (tensor[:, group.responses] for tensor in (query, key, value))
-                parts_HXD.append(ResponseAttention.apply(*own, prompt_key, prompt_value, group.batches, scale))
+                own_query, own_key, own_value = (tensor[:, group.responses] for tensor in (query, key, value))
+                responses = Inputs(own_query, own_key, own_value, prompt_key, prompt_value)
+                parts_HXD.append(attend(responses, group.batches, scale))
         return torch.cat(parts_HXD, dim=1).transpose(0, 1)[None]
 
 
@@ -61,9 +62,9 @@ def plan_sdpa(layout: PackedLayout) -> SdpaPlan:
 
 
 def plan_group(group: GroupSpan, prefix_length: int, device: torch.device) -> GroupPlan:
-    prompt = slice(group.start, group.start + group.prompt_length)
-    is_behind_prefix = prefix_length > 0 and group.start > 0
-    prompt_batches = plan_batches((group.prompt_length,), device) if is_behind_prefix else None
+    prompt = slice(group.prompt.start, group.prompt.end)
+    is_behind_prefix = prefix_length > 0 and group.prompt.start > 0
+    prompt_batches = plan_batches((group.prompt.length,), device) if is_behind_prefix else None
     has_places = group.end > prompt.stop
     batches = plan_batches(group.segment_lengths, device) if has_places else None
     return GroupPlan(prompt, prompt_batches, slice(prompt.stop, group.end), batches)

@@ -83,16 +83,17 @@ class ShortPlan:
     ) -> torch.Tensor:
         """Return the attention output [B, T, H, D]. B must be 1."""
         assert query_BHTD.shape[0] == 1, "the packed row is the batch"
-        heads = query_BHTD.shape[1], key_BKTD.shape[1]
+        num_heads, num_keys = heads = query_BHTD.shape[1], key_BKTD.shape[1]
         if heads not in self._sets:
-            self._sets[heads] = [plan_groups(groups, self._layout, *heads) for groups in alike(self._layout)]
-        rows = (tensor[0].transpose(0, 1).flatten(0, 1) for tensor in (query_BHTD, key_BKTD, value_BKTD))
+            sets = alike(self._layout)
+            self._sets[heads] = [plan_groups(groups, self._layout, num_heads, num_keys) for groups in sets]
+        query, key, value = (tensor[0].transpose(0, 1).flatten(0, 1) for tensor in (query_BHTD, key_BKTD, value_BKTD))
         scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-        return ShortAttention.apply(*rows, self._sets[heads], scale).unflatten(0, (-1, heads[0]))[None]
+        return ShortAttention.apply(query, key, value, self._sets[heads], scale).unflatten(0, (-1, num_heads))[None]
 
 
 def is_short(layout: PackedLayout) -> bool:
-    longest = max(group.prompt_length + max(group.segment_lengths) for group in layout.groups)
+    longest = max(group.prompt.length + max(group.segment_lengths) for group in layout.groups)
     return layout.prefix_length + longest <= MAX_KEYS
 
 
@@ -188,7 +189,7 @@ def alike(layout: PackedLayout) -> list[list[GroupSpan]]:
     sets: list[list[GroupSpan]] = []
     for group in layout.spans:
         together = [*sets[-1], group] if sets else [group]
-        is_behind_prefix = together[0].start >= layout.prefix_length
+        is_behind_prefix = together[0].prompt.start >= layout.prefix_length
         most = min(MAX_ROWS, MAX_PADDED * sum(num_rows([each]) for each in together))
         if sets and is_behind_prefix and num_rows(together) <= most:
             sets[-1] = together
@@ -201,11 +202,11 @@ def num_rows(groups: list[GroupSpan]) -> int:
     """Count the rows of each head, with padding."""
     num_responses = max(len(group.segment_lengths) for group in groups)
     longest = max(length for group in groups for length in group.segment_lengths)
-    return len(groups) * (max(group.prompt_length for group in groups) + num_responses * longest)
+    return len(groups) * (max(group.prompt.length for group in groups) + num_responses * longest)
 
 
 def plan_groups(groups: list[GroupSpan], layout: PackedLayout, num_heads: int, num_keys: int) -> GroupSet:
-    prefix_length = layout.prefix_length if groups[0].start > 0 else 0  # none before the prefix itself
+    prefix_length = layout.prefix_length if groups[0].prompt.start > 0 else 0  # none before the prefix itself
     shared = num_heads // num_keys
     head_KQ, key_K = torch.arange(num_heads).view(num_keys, shared), torch.arange(num_keys)
     place_NP, is_padded_NP, place_NGR, is_padded_NGR = padded_places(groups)
@@ -229,7 +230,7 @@ def plan_groups(groups: list[GroupSpan], layout: PackedLayout, num_heads: int, n
         key_sets = (Keys(prompt_key_BS, is_hidden_B1S), own)
         responses = Rows(query_KNGQR.flatten(), is_padded_KNGQR.flatten()[:, None], key_sets)
 
-    queries, keys = (slice(groups[0].start * heads, groups[-1].end * heads) for heads in (num_heads, num_keys))
+    queries, keys = (slice(groups[0].prompt.start * heads, groups[-1].end * heads) for heads in (num_heads, num_keys))
     is_padded = torch.cat([is_padded_KNQP.flatten(), is_padded_KNGQR.flatten()])
     row_of_query = inverse(torch.cat([prompt_query_KNQP.flatten(), query_KNGQR.flatten()]), is_padded, queries)
     is_elsewhere_KNS = (prompt_key_KNS < keys.start) | is_padded_NS
@@ -246,16 +247,14 @@ def padded_places(groups: list[GroupSpan]) -> tuple[torch.Tensor, ...]:
     Padding holds some place of the groups.
     """
     num_responses = max(len(group.segment_lengths) for group in groups)
-    starts, lengths = (
-        torch.tensor([(*own, *[0] * (num_responses - len(own))) for own in owns])
-        for owns in ([group.segment_starts for group in groups], [group.segment_lengths for group in groups])
-    )
+    spans = [[(each.start, each.length) for each in group.segments] for group in groups]
+    filled = torch.tensor([[*own, *[(0, 0)] * (num_responses - len(own))] for own in spans])  # [N, G, 2]
     found = []
-    prompts = torch.tensor([(group.start, group.prompt_length) for group in groups]).unbind(1)
-    for start, length in (prompts, (starts, lengths)):
+    prompts = torch.tensor([(group.prompt.start, group.prompt.length) for group in groups]).unbind(1)
+    for start, length in (prompts, filled.unbind(2)):
         step = torch.arange(int(length.max()))
         is_padded = step >= length[..., None]
-        found += [(start[..., None] + step).masked_fill(is_padded, groups[0].start), is_padded]
+        found += [(start[..., None] + step).masked_fill(is_padded, groups[0].prompt.start), is_padded]
     return tuple(found)
 
 

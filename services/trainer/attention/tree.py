@@ -21,9 +21,9 @@ import torch
 from services.trainer.attention.layout import PackedLayout, Segment
 from services.trainer.attention.responses import (
     Batch,
+    Call,
+    Inputs,
     attend_responses,
-    flash,
-    flash_backward,
     for_query_heads,
     kernel_dtype,
     plan_batches,
@@ -37,10 +37,11 @@ class Siblings:
     path_P: torch.Tensor  # index into T; empty for a prefix, and for a prompt without one, which have no siblings
     batches: tuple[Batch, ...]
 
-    def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the queries [H, N, D], keys and values of the siblings [K, N, D], and those of the path [K, P, D]."""
-        own = [tensor.index_select(1, self.places_N) for tensor in (query, key, value)]
-        return own + [tensor.index_select(1, self.path_P) for tensor in (key, value)]
+    def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Inputs:
+        """Take the queries, keys and values of the siblings, and the keys and values of their path."""
+        own_query, own_key, own_value = (tensor.index_select(1, self.places_N) for tensor in (query, key, value))
+        path_key, path_value = (tensor.index_select(1, self.path_P) for tensor in (key, value))
+        return Inputs(own_query, own_key, own_value, path_key, path_value)
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ class TreeAttention(torch.autograd.Function):
         out_HTD = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse_HT = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for siblings in families:
-            tensors = siblings.take(query, key, value)
+            inputs = siblings.take(query, key, value)
             if len(siblings.path_P):
-                out, lse = attend_responses(tensors, siblings.batches, scale)
+                out, lse = attend_responses(inputs, siblings.batches, scale)
             else:
-                out, lse = (tensor[0] for tensor in flash(*alone(tensors), 0.0, True, scale=scale))
+                out, lse = (tensor[0] for tensor in alone(inputs, scale).attend())
             out_HTD.index_copy_(1, siblings.places_N, out.to(query.dtype))
             lse_HT.index_copy_(1, siblings.places_N, lse)
         ctx.save_for_backward(query, key, value, out_HTD, lse_HT)
@@ -105,12 +106,14 @@ class TreeAttention(torch.autograd.Function):
         grad_query = torch.empty_like(query)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=lse_HT.dtype) for tensor in (key, value))
         for siblings in ctx.families:
-            tensors = siblings.take(query, key, value)
+            inputs = siblings.take(query, key, value)
             grad, out, lse = (tensor.index_select(1, siblings.places_N) for tensor in (grad_HTD, out_HTD, lse_HT))
             if len(siblings.path_P):
-                found = response_gradients(grad, tensors, out, lse, siblings.batches, ctx.scale)
+                found = response_gradients(inputs, grad, out, lse, siblings.batches, ctx.scale)
             else:
-                found = gradients_alone(grad, tensors, out, lse, ctx.scale)
+                found = alone(inputs, ctx.scale).gradients(grad[None], out[None], lse[None])
+                of_query, *of_keys = (tensor[0] for tensor in found)
+                found = [of_query, *(tensor.unflatten(0, (len(key), -1)).sum(1) for tensor in of_keys)]
             grad_query.index_copy_(1, siblings.places_N, found[0].to(query.dtype))
             for places, parts in ((siblings.places_N, found[1:3]), (siblings.path_P, found[3:])):
                 for total, part in zip((grad_key, grad_value), parts, strict=False):
@@ -118,20 +121,10 @@ class TreeAttention(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def alone(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return query, key and value, [1, H, N, D], for the kernel: causal attention without a path."""
-    query_HND, key_KND, value_KND = tensors[:3]
+def alone(inputs: Inputs, scale: float | None) -> Call:
+    """Return the call for causal attention without a path."""
+    query_HND = inputs.query_HND
     dtype = kernel_dtype(query_HND.dtype, query_HND.shape[1])
-    keys = (for_query_heads(tensor, len(query_HND)) for tensor in (key_KND, value_KND))
-    return [tensor.to(dtype)[None] for tensor in (query_HND, *keys)]
-
-
-def gradients_alone(
-    grad: torch.Tensor, tensors: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, scale: float | None
-) -> list[torch.Tensor]:
-    """Return the gradients of query [H, N, D], key and value [K, N, D]."""
-    inputs = alone(tensors)
-    grad, out = (tensor.to(inputs[0].dtype)[None] for tensor in (grad, out))
-    found = flash_backward(grad, *inputs, out, lse[None], 0.0, True, scale=scale)
-    of_query, *of_keys = (tensor[0] for tensor in found)
-    return [of_query, *(tensor.unflatten(0, (len(tensors[1]), -1)).sum(1) for tensor in of_keys)]
+    keys = (for_query_heads(tensor, len(query_HND)) for tensor in (inputs.key_KND, inputs.value_KND))
+    query, key, value = (tensor.to(dtype)[None] for tensor in (query_HND, *keys))
+    return Call(query, key, value, is_causal=True, scale=scale)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onbeat.objectives.base import Logprobs
 from services.trainer.attention import no_mask, packed_attention, plan_attention
 from services.trainer.batch import MicroBatch
 from services.trainer.model import bundled
@@ -170,12 +171,12 @@ def model_files(source: str, dtype: torch.dtype) -> dict[str, bytes]:
 
 def tri_model_logprobs(
     policy: Any, old: Any | None, reference: Any | None, batch: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (trainer_logprobs, entropy, old_logprobs, ref_logprobs), all [N]; only the first carries a gradient.
+) -> tuple[Logprobs, torch.Tensor]:
+    """Return the logprobs of all policies and the entropy of the first, [N].
 
-    One micro-batch, packed and planned once, goes through up to three models. None skips a model; if `reference` is
-    the policy itself, it is used without its adapters. Frozen models go first: their memory is free again before the
-    policy keeps its activations.
+    One micro-batch, packed and planned once, goes through up to three models. None skips a model: then old is the
+    policy itself, and there is no reference. If `reference` is the policy itself, it is used without its adapters.
+    Frozen models go first: their memory is free again before the policy keeps its activations.
     """
     prepared = prepare_inputs(policy, batch)
     with torch.no_grad():
@@ -185,7 +186,9 @@ def tri_model_logprobs(
             with without_adapters(policy) if reference is policy else nullcontext():
                 ref_logprobs = target_logprobs(reference, prepared, batch, temperature)[0]
     trainer_logprobs, entropy = target_logprobs(policy, prepared, batch, temperature)
-    return trainer_logprobs, entropy, old_logprobs, ref_logprobs
+    if old_logprobs is None:
+        old_logprobs = trainer_logprobs.detach()
+    return Logprobs(trainer_logprobs, old_logprobs, ref_logprobs), entropy
 
 
 def response_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,8 +279,8 @@ def separate_rows(batch: MicroBatch) -> tuple[list[torch.Tensor], torch.Tensor]:
     row_of_target: list[torch.Tensor] = []
     prefix = batch.token_ids[: batch.layout.prefix_length]
     for group in batch.layout.groups:
-        prompt = torch.cat([prefix, batch.token_ids[group.start : group.start + group.prompt_length]])
-        segments = iter(batch.token_ids[group.start + group.prompt_length : group.end].split(group.segment_lengths))
+        prompt = torch.cat([prefix, batch.token_ids[group.prompt.start : group.prompt.end]])
+        segments = iter(batch.token_ids[group.prompt.end : group.end].split(group.segment_lengths))
         for tree in group.trees:
             tokens = [next(segments) for _ in tree.lengths]
             row_of_segment = [len(rows)] * len(tokens)

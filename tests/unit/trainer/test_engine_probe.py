@@ -8,7 +8,16 @@ from services.trainer.batch import pack
 from services.trainer.engine_probe import NUM_PROBED
 from services.trainer.model.lora import published_tensors
 from services.trainer.model.model import response_logprobs
-from tests.trainer_fixtures import RecordedJob, job_config, make_group, model_of, tiny_config, tiny_model, train
+from tests.trainer_fixtures import (
+    RecordedJob,
+    job_config,
+    make_group,
+    model_of,
+    set_rollout_logprobs,
+    tiny_config,
+    tiny_model,
+    train,
+)
 
 BOUNDED = {"mode": "bounded", "max_staleness": 2, "num_iterations": 5}
 JOBS = {
@@ -56,9 +65,7 @@ class EngineJob(RecordedJob):
     def _generate(self, group):
         logprobs, _ = response_logprobs(self._engine, pack([group], torch.device("cpu")), 1.0)
         errors = torch.randn(logprobs.shape, generator=self._generator) * self._noise * (torch.pi / 2) ** 0.5
-        values = iter((logprobs + errors).tolist())
-        for response in group.responses:
-            response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
+        set_rollout_logprobs([group], logprobs + errors)
 
 
 def run(sections, tmp_path, resume_from=None, **job_options):
@@ -95,25 +102,25 @@ def test_engine_is_compared_with_iteration_0_after_a_restart_too(tmp_path):
         run({}, tmp_path, resume_from=1, keeps="layers.1.mlp")
 
 
+class RestartedJob(EngineJob):
+    """The engine starts again on a version, and keeps a layer from then on."""
+
+    version = 1
+
+    def publish(self, snapshot, published):
+        self._keeps = "layers.1.mlp" if snapshot.policy_version > self.version else ""
+        super().publish(snapshot, published)
+
+
 def test_late_rollouts_are_compared_after_their_first_update(tmp_path):
-    class Restarted(EngineJob):
-        """All of them, on version 1: from then on they keep a layer."""
-
-        def publish(self, snapshot, published):
-            self._keeps = "layers.1.mlp" if snapshot.policy_version > 1 else ""
-            super().publish(snapshot, published)
-
     config = job_config()
     with pytest.raises(JobFailed, match="off the trainer's in iteration 2,"):
-        train(config, None, tmp_path, job=Restarted(config))
+        train(config, None, tmp_path, job=RestartedJob(config))
 
 
 def test_later_iterations_are_not_compared(tmp_path):
-    class Late(EngineJob):
-        def publish(self, snapshot, published):
-            self._keeps = "layers.1.mlp" if snapshot.policy_version > NUM_PROBED else ""
-            super().publish(snapshot, published)
-
     config = job_config(schedule={"num_iterations": NUM_PROBED + 2})
-    _, job = train(config, None, tmp_path, job=Late(config))
+    job = RestartedJob(config)
+    job.version = NUM_PROBED
+    train(config, None, tmp_path, job=job)
     assert job.commits[-1][2]["mismatch_mean"] > 0.01

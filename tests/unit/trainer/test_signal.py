@@ -8,15 +8,23 @@ import torch
 
 from onbeat.errors import JobFailed
 from onbeat.objectives import BUILT_IN
-from onbeat.objectives.base import Logprobs
 from services.trainer.accumulate import GradientSum
-from services.trainer.batch import cost, group_rewards, pack, rows
+from services.trainer.batch import cost, group_rewards, pack
 from services.trainer.iteration import OpenIteration
-from services.trainer.model.model import freeze_copy, response_logprobs, tri_model_logprobs
+from services.trainer.model.model import response_logprobs
 from services.trainer.policy import Policy
 from services.trainer.stats import IterationStats
 from services.trainer.world import World
-from tests.trainer_fixtures import RecordedJob, job_config, make_group, moved_model, tiny_config, tiny_model, train
+from tests.trainer_fixtures import (
+    RecordedJob,
+    job_config,
+    make_group,
+    pass_rows,
+    set_rollout_logprobs,
+    tiny_config,
+    tiny_model,
+    train,
+)
 
 CPU = torch.device("cpu")
 KINDS = list(BUILT_IN)
@@ -51,40 +59,24 @@ def config_of(kind, extra, **sections):
 
 
 @pytest.fixture(scope="module")
-def models():
-    """Policy, old and reference, all different."""
-    return moved_model(0), freeze_copy(moved_model(1)), freeze_copy(moved_model(2))
-
-
-@pytest.fixture(scope="module")
 def groups(models):
     """With and without signal in turn; rollout logprobs lie around the old policy's, on both sides of the band."""
     rng = random.Random(0)
     rewards = [UNIFORM[0], MIXED[0], UNIFORM[1], MIXED[1], UNIFORM[2]]
     found = [make_group(f"0-{i}", 3 + i, (3, 1 + i, 4), rewards=each) for i, each in enumerate(rewards)]
-    for group in found:
-        values = iter(response_logprobs(models[1], pack([group], CPU), 1.0)[0].tolist())
-        for response in group.responses:
-            response.rollout_logprobs[:] = [next(values) + rng.uniform(-0.4, 0.4) for _ in response.token_ids]
+    logprobs, _ = response_logprobs(models[1], pack(found, CPU), 1.0)
+    set_rollout_logprobs(found, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
     return found
 
 
 def gradient(config, models, groups, computed):
     """The update's gradient by parameter, in float64, from passes over `computed`; and what it was divided by."""
-    policy, old, reference = models
-    policy.zero_grad()
-    stats = IterationStats(0)
+    policy, stats = models[0], IterationStats(0)
     scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
     for group in groups:
         stats.add_group(group, group in computed)
-    for row in rows(computed, config):
-        batch = pack(row, CPU)
-        trainer, entropy, *others = tri_model_logprobs(policy, old, reference, batch, 1.0)
-        has_reference = config.objective.kl.coef > 0 or config.objective.type == "online_dpo"
-        logprobs = Logprobs(trainer, others[0], others[1] if has_reference else None)
-        loss = config.objective.loss(batch, logprobs, scale)
-        stats.add_loss(batch, trainer, None, loss, entropy)
-        loss.loss_sum.backward()
+    for batch, logprobs, loss, entropy in pass_rows(config, models, computed, scale):
+        stats.add_loss(batch, logprobs.trainer, None, loss, entropy)
     tally = stats.tally
     counts = (tally.num_tokens - tally.num_rejected_tokens, tally.num_responses, tally.num_pairs)
     divisor = max(1, config.objective.denominator(*counts, config.rollout.max_response_tokens))

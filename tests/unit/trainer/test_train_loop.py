@@ -26,10 +26,12 @@ from services.trainer.stats import IterationStats
 from services.trainer.world import ALONE, World
 from tests.trainer_fixtures import (
     RecordedJob,
+    gap,
     job_config,
     make_group,
     model_of,
     recorded_iterations,
+    set_rollout_logprobs,
     tiny_config,
     tiny_model,
     train,
@@ -42,14 +44,6 @@ SYNC = {"mode": "sync", "num_iterations": 3}
 def shuffled_within_iterations(groups, seed):
     rng = random.Random(seed)
     return sorted(groups, key=lambda group: (group.iteration, rng.random()))
-
-
-def parameters(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def largest_gap(left, right):
-    return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
 NORMALIZATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
@@ -72,15 +66,13 @@ def test_periodic_equals_sync_in_any_arrival_order(objective, kl_coef, tmp_path)
     groups = recorded_iterations(seed=seed)
     sync = job_config(schedule=SYNC, objective=objective)
     periodic = job_config(schedule=PERIODIC, objective=objective, training={"max_tokens_per_micro_batch": 40})
-    start = parameters(tiny_model(tiny_config(), torch.float32))
-    expected = parameters(train(sync, groups, tmp_path / "sync", arrivals=12)[0])
+    expected, _ = train(sync, groups, tmp_path / "sync", arrivals=12)
     arrived = shuffled_within_iterations(groups, seed)
-    found = parameters(train(periodic, arrived, tmp_path / "periodic", arrivals=2)[0])
+    found, _ = train(periodic, arrived, tmp_path / "periodic", arrivals=2)
     # AdamW's first steps divide by the gradient's own size: where it is all but zero, order noise shows in the sign.
-    assert largest_gap(start, expected) > 1e-2, "the job must have moved the weights for this to mean anything"
-    gap = torch.cat([(found[name] - expected[name]).flatten() for name in found])
-    assert gap.abs().mean() < 1e-6
-    assert gap.abs().max() < 1e-3
+    assert gap(model_of(sync), expected).max() > 1e-2, "the job must have moved the weights for this to mean anything"
+    assert gap(found, expected).mean() < 1e-6
+    assert gap(found, expected).max() < 1e-3
 
 
 def test_groups_that_come_close_behind_one_another_share_a_pass(tmp_path):
@@ -107,7 +99,7 @@ def test_recorded_order_replays_bit_for_bit_in_either_mode(tmp_path):
     assert len({len(batch) for batches in job.recorded.values() for batch in batches}) > 1
     sync = job_config(schedule=SYNC, training=budget)
     again, _ = train(sync, groups, tmp_path / "b", arrivals=99, micro_batches=job.recorded)
-    assert all(torch.equal(value, parameters(again)[name]) for name, value in parameters(first).items())
+    assert gap(first, again).max() == 0.0
 
 
 def test_gradient_at_the_barrier_is_that_of_one_big_batch(tmp_path):
@@ -213,10 +205,7 @@ def test_mismatch_is_the_gap_between_trainer_and_rollout(tmp_path):
     config, groups = job_config(schedule={"num_iterations": 1}), recorded_iterations(1)
     batch = pack(groups, torch.device("cpu"))
     exact, _ = response_logprobs(tiny_model(tiny_config(), torch.float32), batch, 1.0)
-    values = iter(exact.tolist())
-    for group in groups:
-        for response in group.responses:
-            response.rollout_logprobs[:] = [next(values) for _ in response.token_ids]
+    set_rollout_logprobs(groups, exact)
     groups[1].responses[0].rollout_logprobs[0] += 0.5
     metrics = train(config, groups, tmp_path)[1].commits[0][2]
     assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-4)
@@ -254,11 +243,10 @@ def test_a_token_of_another_version_is_refused(tmp_path):
 def test_non_finite_loss_names_its_groups_and_spares_the_weights(tmp_path):
     groups = recorded_iterations(1)
     groups[1].responses[0].reward = float("inf")
-    model = tiny_model(tiny_config(), torch.float32)
-    before = parameters(model)
+    config, model = job_config(schedule={"num_iterations": 1}), tiny_model(tiny_config(), torch.float32)
     with pytest.raises(JobFailed, match="0-1"):
-        train(job_config(schedule={"num_iterations": 1}), groups, tmp_path, model=model)
-    assert largest_gap(before, parameters(model)) == 0.0
+        train(config, groups, tmp_path, model=model)
+    assert gap(model, model_of(config)).max() == 0.0
 
 
 def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monkeypatch):
@@ -271,11 +259,10 @@ def test_non_finite_gradient_names_groups_and_spares_the_weights(tmp_path, monke
         return loss
 
     monkeypatch.setattr(GrpoObjective, "loss", broken)
-    model = tiny_model(tiny_config(), torch.float32)
-    before = parameters(model)
+    config, model = job_config(schedule={"num_iterations": 1}), tiny_model(tiny_config(), torch.float32)
     with pytest.raises(JobFailed, match=r"gradient is not finite.*no step was taken.*own gradient is not finite: 0-2$"):
-        train(job_config(schedule={"num_iterations": 1}), recorded_iterations(1), tmp_path, model=model, arrivals=4)
-    assert largest_gap(before, parameters(model)) == 0.0
+        train(config, recorded_iterations(1), tmp_path, model=model, arrivals=4)
+    assert gap(model, model_of(config)).max() == 0.0
 
 
 def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
@@ -287,7 +274,7 @@ def test_resume_from_a_checkpoint_reaches_the_same_bits(tmp_path):
     train(half, groups[:8], tmp_path / "half", arrivals=4)
     resumed, job = train(whole, groups[8:], tmp_path / "half", arrivals=4, resume_from=2)
     assert [iteration for iteration, _, _ in job.commits] == [2, 3]
-    assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
+    assert gap(expected, resumed).max() == 0.0
 
 
 class StoppingJob(RecordedJob):
@@ -315,22 +302,15 @@ def test_stopped_trainer_leaves_what_it_has_committed(tmp_path, num_updates):
         return
     assert [(first, upto) for first, upto, _ in job.checkpoints] == [(0, 2)]
     resumed, _ = train(config, groups[8:], tmp_path / "halves", resume_from=2, micro_batches=job.recorded)
-    assert largest_gap(parameters(expected), parameters(resumed)) == 0.0
+    assert gap(expected, resumed).max() == 0.0
 
 
-def test_a_torn_or_foreign_checkpoint_is_refused_by_name(tmp_path):
+def test_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     config = job_config(schedule={"num_iterations": 1}, checkpoint={"every_iterations": 1})
-    _, job = train(config, recorded_iterations(1), tmp_path)
-    folder = job.checkpoints[0][2]
+    train(config, recorded_iterations(1), tmp_path)
     other = tiny_model(tiny_config(hidden_size=16), torch.float32)
     with pytest.raises(ValueError, match=r"iteration-000001 cannot be used: the checkpoint is of another model"):
         train(config, [], tmp_path, model=other, resume_from=1)
-    from pathlib import Path
-
-    weights = next(Path(folder).glob("optimizer/*"))
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match="iteration-000001 cannot be used"):
-        train(config, [], tmp_path, resume_from=1)
 
 
 def test_bfloat16_parameters_keep_float32_masters(tmp_path):

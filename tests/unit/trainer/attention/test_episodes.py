@@ -1,6 +1,5 @@
 """Episodes are trained as trees: what is packed once equals every path computed alone."""
 
-import itertools
 import math
 import random
 from dataclasses import replace
@@ -14,16 +13,24 @@ from onbeat.config import JobConfig
 from onbeat.errors import JobFailed
 from onbeat.objectives.base import Logprobs, Responses
 from onbeat.streams.codec import check_group
-from services.trainer.attention import dense_mask, plan_attention
-from services.trainer.attention.short import ShortPlan
-from services.trainer.attention.tree import TreePlan
-from services.trainer.batch import MIN_PREFIX, group_rewards, num_places, pack, rows
+from services.trainer.attention import dense_mask
+from services.trainer.batch import MIN_PREFIX, group_rewards, num_places, pack
 from services.trainer.episode import num_leaves, turn_paths, turn_spans
-from services.trainer.model.model import Passes, freeze_copy, response_logprobs, tri_model_logprobs, use_attention
+from services.trainer.model.model import Passes, freeze_copy, response_logprobs, use_attention
 from services.trainer.stats import IterationStats
 from tests.trainer_episodes import MIXED, SHAPES, make_episodes, path_logprobs, paths_of, random_turns
-from tests.trainer_fixtures import job_config, make_group, model_of, moved_model, tiny_model, train
-from tests.unit.trainer.attention.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64, gradients  # noqa: F401
+from tests.trainer_fixtures import (
+    gradients,
+    job_config,
+    make_group,
+    model_of,
+    moved_model,
+    pass_rows,
+    set_rollout_logprobs,
+    tiny_model,
+    train,
+)
+from tests.unit.trainer.attention.test_shared_prompt import ARCHITECTURES, behind, everything_in_float64  # noqa: F401
 from tests.unit.trainer.test_signal import CASES, KINDS, config_of
 
 CPU = torch.device("cpu")
@@ -121,12 +128,6 @@ def test_an_episode_of_one_turn_is_a_response_to_the_bit():
     assert found.layout.segments == expected.layout.segments
 
 
-def test_only_rows_with_a_fork_need_the_kernel_for_trees():
-    chain, fork = (make_episodes(shapes=[SHAPES[name], 3]) for name in ("chain", "fork in an observation"))
-    assert isinstance(plan_attention(pack([chain], CPU).layout), ShortPlan)
-    assert isinstance(plan_attention(pack([chain, fork], CPU).layout), TreePlan)
-
-
 def test_a_thousand_turns_need_no_recursion():
     deep = [(None, 0, 0, 2), *((index, index + 1, 0, 2) for index in range(1000))]
     group = make_episodes(shapes=[deep])
@@ -167,12 +168,6 @@ def test_trees_equal_one_path_at_a_time(passes, prefix_length, everything_in_flo
     assert_equals_paths(groups, PASSES[passes])
 
 
-@pytest.mark.parametrize("passes", ["packed", "rows by length"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_each_shape_equals_one_path_at_a_time(name, passes, everything_in_float64):  # noqa: F811
-    assert_equals_paths(two_groups([SHAPES[name], 3]), PASSES[passes])
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_trees_of_every_architecture(architecture, everything_in_float64):  # noqa: F811
     assert_equals_paths(two_groups(MIXED), Passes(), architecture)
@@ -198,8 +193,9 @@ def test_trees_in_float32():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3 * wanted[name].abs().max().item())
 
 
-def test_trees_in_bfloat16_stay_within_its_noise():
-    groups = two_groups(MIXED)
+@pytest.mark.parametrize("shapes", [MIXED, [3, 1, 4, 6]], ids=["trees", "responses"])
+def test_packed_rows_in_bfloat16_stay_within_its_noise(shapes):
+    groups = two_groups(shapes)
     found, _ = response_logprobs(model_for(Passes(), torch.bfloat16), pack(groups, CPU), 1.0)
     exact = path_logprobs(model_for(Passes("sdpa")), groups).float()
     plain = path_logprobs(model_for(Passes("sdpa"), torch.bfloat16), groups).float()
@@ -210,13 +206,7 @@ def test_trees_in_bfloat16_stay_within_its_noise():
 
 
 @pytest.fixture(scope="module")
-def models():
-    """Policy, old and reference, all different."""
-    return moved_model(0), freeze_copy(moved_model(1)), freeze_copy(moved_model(2))
-
-
-@pytest.fixture(scope="module")
-def groups(models):
+def groups():
     """Rollout logprobs lie around the old policy's, on both sides of the band."""
     rng = random.Random(0)
     names = list(SHAPES)
@@ -225,10 +215,8 @@ def groups(models):
         make_episodes(f"0-{index}", 3 + index, [*three, 4], rewards=[0.0, 1.0, 0.25, 0.5])
         for index, three in enumerate(shapes)
     ]
-    for group in found:
-        values = iter(path_logprobs(moved_model(1), [group]).tolist())
-        for response in group.responses:
-            response.rollout_logprobs[:] = [next(values) + rng.uniform(-0.4, 0.4) for _ in response.token_ids]
+    logprobs = path_logprobs(moved_model(1), found)
+    set_rollout_logprobs(found, logprobs + torch.tensor([rng.uniform(-0.4, 0.4) for _ in logprobs]))
     return found
 
 
@@ -252,13 +240,9 @@ def as_objectives_take_them(groups):
     )
 
 
-def has_reference(config):
-    return config.objective.kl.coef > 0 or config.objective.type == "online_dpo"
-
-
 def gradient_by_paths(config, by_paths, groups, scale):
     policy, logprobs = by_paths
-    if not has_reference(config):
+    if not config.objective.needs_reference:
         logprobs = replace(logprobs, ref=None)
     batch = as_objectives_take_them(groups)
     if config.objective.type == "online_dpo":  # it trains two responses of each group
@@ -285,18 +269,10 @@ def of_pairs(config, batch, logprobs):
 
 
 def gradient_by_rows(config, models, groups, scale):
-    policy, old, reference = models
-    policy.zero_grad()
-    num_rejected = 0
-    packed = rows(groups, config)
-    for row in packed:
-        batch = pack(row, CPU)
-        trainer, _, *others = tri_model_logprobs(policy, old, reference, batch, 1.0)
-        logprobs = Logprobs(trainer, others[0], others[1] if has_reference(config) else None)
-        loss = config.objective.loss(batch, logprobs, scale)
-        loss.loss_sum.backward()
-        num_rejected += loss.num_rejected_tokens
-    return {name: parameter.grad for name, parameter in policy.named_parameters()}, num_rejected, len(packed)
+    passes = list(pass_rows(config, models, groups, scale))
+    gradients = {name: parameter.grad for name, parameter in models[0].named_parameters()}
+    num_parts = sum(len(batch.members) for batch, *_ in passes)
+    return gradients, sum(loss.num_rejected_tokens for _, _, loss, _ in passes), num_parts
 
 
 @pytest.mark.parametrize(
@@ -308,23 +284,13 @@ def test_every_objective_counts_each_sampled_token_once(kind, extra, budget, mod
     scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
     expected, expected_rejected = gradient_by_paths(config, by_paths, groups, scale)
     arrived = [groups[2], groups[0], groups[1]]
-    found, rejected, num_rows = gradient_by_rows(config, models, arrived, scale)
+    found, rejected, num_parts = gradient_by_rows(config, models, arrived, scale)
     assert rejected == expected_rejected
-    assert (num_rows > 1) == (budget == 30)
+    is_split = num_parts > len(groups)
+    assert is_split == (budget == 30 and not config.objective.needs_whole_group)
     assert max(value.abs().max().item() for value in expected.values()) > 1e-3
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)  # norms and softmax are float32
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_arrival_changes_no_objective(kind, order, models, by_paths, groups):
-    config = config_of(kind, "plain", training={"max_tokens_per_micro_batch": 30})
-    scale = config.objective.iteration_scale([group_rewards(group) for group in groups])
-    expected, _ = gradient_by_paths(config, by_paths, groups, scale)
-    found, *_ = gradient_by_rows(config, models, [groups[index] for index in order], scale)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,27 +7,16 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from services.trainer.attention.layout import build_layout, dense_mask
-from services.trainer.batch import MIN_PREFIX, common_prefix, num_places, pack
+from services.trainer.batch import MIN_PREFIX, common_prefix, pack
 from services.trainer.model import logprobs as head
 from services.trainer.model.logprobs import TargetLogprobs
 from services.trainer.model.model import response_logprobs
-from tests.trainer_fixtures import make_group, tiny_config, tiny_model
+from tests.trainer_episodes import path_logprobs
+from tests.trainer_fixtures import gradients, make_group, tiny_config, tiny_model
 
 LAYOUTS = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=3
 )
-
-
-def one_by_one_logprobs(model, groups, temperature):
-    """The reference: each response alone after its prompt, plain causal attention, no packing."""
-    model.set_attn_implementation("sdpa")  # a call without layout: as any transformers model
-    logprobs = []
-    for group in groups:
-        for response in group.responses:
-            prompt, answer = list(group.prompt_token_ids), list(response.token_ids)
-            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] / temperature
-            logprobs.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
-    return torch.cat(logprobs)
 
 
 @pytest.fixture
@@ -41,13 +30,6 @@ def everything_in_float64(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-def gradients(model, logprobs):
-    model.zero_grad()
-    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
-    (logprobs * weights).sum().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 ARCHITECTURES = {
@@ -72,43 +54,24 @@ def test_packed_logprobs_and_gradients_equal_one_by_one(name, prefix_length, eve
     assert batch.layout.prefix_length == prefix_length
     packed, _ = response_logprobs(packed_model, batch, temperature=0.7)
     reference_model = tiny_model(ARCHITECTURES[name]())
-    reference = one_by_one_logprobs(reference_model, groups, temperature=0.7)
+    reference = path_logprobs(reference_model, groups, temperature=0.7)
     torch.testing.assert_close(packed, reference, rtol=0, atol=1e-9)
     expected = gradients(reference_model, reference)
     for parameter, gradient in gradients(packed_model, packed).items():
         torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-8, msg=parameter)
 
 
-def test_packed_logprobs_in_bfloat16_stay_within_its_noise():
-    groups = [make_group("0-0", 6, (4, 2, 5)), make_group("0-1", 3, (2, 6))]
-    batch = pack(groups, torch.device("cpu"))
-    packed, _ = response_logprobs(tiny_model(tiny_config(), torch.bfloat16), batch, 1.0)
-    exact = one_by_one_logprobs(tiny_model(tiny_config()), groups, 1.0).float()
-    one_by_one = one_by_one_logprobs(tiny_model(tiny_config(), torch.bfloat16), groups, 1.0).float()
-    noise = (one_by_one - exact).abs().mean()
-    assert (packed - exact).abs().mean() < 2 * noise + 1e-3
-
-
 @settings(max_examples=60, deadline=None)
-@given(LAYOUTS)
-def test_layout_promises(groups):
-    layout = build_layout(groups)
-    num_targets = sum(sum(lengths) for _, lengths in groups)
-    assert len(layout.logit_index) == num_targets
-    assert layout.num_places == sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)
+@given(LAYOUTS, st.integers(0, 5))
+def test_layout_promises(groups, prefix_length):
+    layout = build_layout(
+        [(prefix_length + prompt, lengths) for prompt, lengths in groups], prefix_length=prefix_length
+    )
+    assert len(layout.logit_index) == sum(sum(lengths) for _, lengths in groups)
+    own_places = sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)
+    assert layout.num_places == prefix_length + own_places
     visible = dense_mask(layout).sum(1)
     assert torch.equal(visible, layout.position_ids + 1), "a place sees as many keys as its position says"
-
-
-@settings(max_examples=60, deadline=None)
-@given(LAYOUTS, st.integers(1, 5))
-def test_a_prefix_leaves_out_places_and_nothing_else(groups, prefix_length):
-    groups = [(prefix_length + prompt, lengths) for prompt, lengths in groups]
-    plain, layout = build_layout(groups), build_layout(groups, prefix_length=prefix_length)
-    assert layout.num_places == plain.num_places - (len(groups) - 1) * prefix_length
-    assert torch.equal(dense_mask(layout).sum(1), layout.position_ids + 1)
-    predicted_from = (values.position_ids[values.logit_index] for values in (layout, plain))
-    assert torch.equal(*predicted_from), "each target is predicted at the position that it was"
 
 
 def behind(prefix, *groups):
@@ -143,11 +106,6 @@ def test_what_prompts_begin_with_is_packed_once():
 )
 def test_prefix_is_what_all_prompts_share_but_their_last_token(prompts, length):
     assert common_prefix(prompts) == prompts[0][:length]
-
-
-def test_a_place_is_counted_as_it_is_packed():
-    group = make_group("0-0", 5, (3, 1, 4))
-    assert num_places(group) == len(pack([group], torch.device("cpu")).token_ids) == 10
 
 
 @pytest.mark.parametrize("bad", [(0, [1]), (3, []), (3, [2, 0])])

@@ -5,20 +5,9 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from onbeat.config import LoraConfig
-from services.trainer.batch import pack
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import enable_gradient_checkpointing, frozen_base, response_logprobs, use_attention
-from tests.trainer_fixtures import make_group, tiny_config, tiny_model
-
-
-@pytest.fixture
-def batch():
-    return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
-
-
-def gradients(model, logprobs):
-    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+from tests.trainer_fixtures import gradients, tiny_config, tiny_model
 
 
 def assert_same_bits(plain, checkpointed, batch):

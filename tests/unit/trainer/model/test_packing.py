@@ -15,13 +15,12 @@ from transformers import (
 )
 
 from services.trainer.attention.tree import TreePlan
-from services.trainer.batch import MIN_PREFIX, pack
-from services.trainer.model.model import Passes, load_config, load_model, response_logprobs, use_attention
+from services.trainer.batch import pack
+from services.trainer.model.model import Passes, load_config, load_model, response_logprobs
 from services.trainer.passes.choice import choose_passes, try_kernel
 from services.trainer.passes.shrink import NOT_REACHED, REACHED, random_model, shrunken
 from services.trainer.passes.trial import plain_logprobs
-from tests.trainer_fixtures import VOCAB, make_group, tiny_config, tiny_model
-from tests.unit.trainer.attention.test_shared_prompt import behind, gradients, one_by_one_logprobs
+from tests.trainer_fixtures import VOCAB, make_group, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -175,18 +174,3 @@ def test_the_trial_finds_an_attention_that_is_wrong(monkeypatch, kernel):
     passes, reason = choose(tiny_config(LlamaConfig))
     assert passes.attention == "sdpa"
     assert "packed rows differ" in reason
-
-
-@pytest.mark.parametrize("is_padded", [True, False])
-@pytest.mark.parametrize("prefix_length", [0, MIN_PREFIX])
-def test_one_by_one_gives_the_reference_numbers(prefix_length, is_padded):
-    groups = behind([3] * prefix_length, make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6, 1)))
-    model, reference = (tiny_model(tiny_config(), torch.float32) for _ in range(2))
-    use_attention(model, "sdpa")
-    model.passes = Passes("sdpa", is_padded)
-    found, _ = response_logprobs(model, pack(groups, torch.device("cpu")), 0.7)
-    expected = one_by_one_logprobs(reference, groups, 0.7)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    wanted = gradients(reference, expected)
-    for name, gradient in gradients(model, found).items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-3, msg=name)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from onbeat.config import LoraConfig
-from services.trainer.batch import pack
 from services.trainer.model import model as model_module
-from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors, without_adapters
+from services.trainer.model.lora import adapted_layers, add_adapters, published_tensors
 from services.trainer.model.model import (
     freeze_copy,
     frozen_base,
@@ -17,13 +16,7 @@ from services.trainer.model.model import (
     tri_model_logprobs,
     use_attention,
 )
-from tests.trainer_fixtures import make_group, moved_model
-
-
-@pytest.fixture
-def batch():
-    return pack([make_group("0-0", 5, (3, 1, 4)), make_group("0-1", 2, (1, 6))], torch.device("cpu"))
-
+from tests.trainer_fixtures import moved_model
 
 moved = functools.partial(moved_model, dtype=torch.float32, by=0.02)
 
@@ -40,20 +33,22 @@ def test_one_pass_equals_three(attention, batch, monkeypatch):
         "prepare_inputs",
         lambda *args, call=model_module.prepare_inputs: prepared.append(1) or call(*args),
     )
-    trainer, entropy, old_logprobs, ref_logprobs = tri_model_logprobs(policy, old, reference, batch, 0.7)
+    logprobs, entropy = tri_model_logprobs(policy, old, reference, batch, 0.7)
     assert len(prepared) == 1
-    for found, expected in zip((trainer, old_logprobs, ref_logprobs), alone, strict=True):
+    together = (logprobs.trainer, logprobs.old, logprobs.ref)
+    for found, expected in zip(together, alone, strict=True):
         assert torch.equal(found, expected[0])
     assert torch.equal(entropy, alone[0][1])
-    assert not torch.equal(trainer, old_logprobs)
-    assert (trainer.requires_grad, old_logprobs.requires_grad, ref_logprobs.requires_grad) == (True, False, False)
+    assert not torch.equal(logprobs.trainer, logprobs.old)
+    assert [found.requires_grad for found in together] == [True, False, False]
 
 
 def test_models_that_the_algebra_does_not_need_are_skipped(batch):
     policy = moved(0)
-    trainer, _, *others = tri_model_logprobs(policy, None, None, batch, 1.0)
-    assert torch.equal(trainer, response_logprobs(policy, batch, 1.0)[0])
-    assert others == [None, None]
+    logprobs, _ = tri_model_logprobs(policy, None, None, batch, 1.0)
+    assert torch.equal(logprobs.trainer, response_logprobs(policy, batch, 1.0)[0])
+    assert torch.equal(logprobs.old, logprobs.trainer)
+    assert (logprobs.old.requires_grad, logprobs.ref) == (False, None)
 
 
 def test_the_policy_without_adapters_is_its_own_reference(batch):
@@ -62,17 +57,15 @@ def test_the_policy_without_adapters_is_its_own_reference(batch):
     with torch.no_grad():
         for layer in adapted_layers(policy).values():
             layer.lora_B["default"].weight.fill_(0.05)
-    trainer, _, _, ref_logprobs = tri_model_logprobs(policy, None, policy, batch, 1.0)
-    assert torch.equal(ref_logprobs, response_logprobs(base, batch, 1.0)[0])
-    assert not torch.equal(ref_logprobs, trainer)
-    trainer.sum().backward()
+    logprobs, _ = tri_model_logprobs(policy, None, policy, batch, 1.0)
+    assert torch.equal(logprobs.ref, response_logprobs(base, batch, 1.0)[0])
+    assert not torch.equal(logprobs.ref, logprobs.trainer)
+    logprobs.trainer.sum().backward()
     assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
 
 
 def test_a_model_without_adapters_cannot_be_its_own_reference(batch):
     policy = moved(0)
-    with pytest.raises(AssertionError, match="frozen copy"), without_adapters(policy):
-        pass
     with pytest.raises(AssertionError, match="frozen copy"):
         tri_model_logprobs(policy, None, policy, batch, 1.0)
 
