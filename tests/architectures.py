@@ -42,6 +42,7 @@ bert electra roberta xlnet reformer gemma3 gemma4 qwen3_5 llama4 mistral3 fuyu
 LONGROPE = {
     "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 1e4}
 }
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}
 # What types need besides their defaults, which transformers itself cannot build.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -57,22 +58,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "tied, biases", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("llama", "linear rotary scaling", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
     ("llama", "yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
-    (
-        "llama",
-        "dynamic rotary scaling, inside",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-            "max_position_embeddings": 2 * CONTEXT_TOKENS,
-        },
-    ),
-    (
-        "llama",
-        "dynamic rotary scaling, beyond",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-            "max_position_embeddings": CONTEXT_TOKENS // 2,
-        },
-    ),
+    ("llama", "dynamic rotary scaling, inside", DYNAMIC | {"max_position_embeddings": 2 * CONTEXT_TOKENS}),
+    ("llama", "dynamic rotary scaling, beyond", DYNAMIC | {"max_position_embeddings": CONTEXT_TOKENS // 2}),
     ("phi3", "longrope, inside", LONGROPE | {"original_max_position_embeddings": CONTEXT_TOKENS}),
     ("phi3", "longrope, beyond", LONGROPE | {"original_max_position_embeddings": 64}),
     ("falcon", "ALiBi", {"alibi": True, "new_decoder_architecture": False}),

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from onbeat.config import JobConfig
 from onbeat.streams.codec import Response, RolloutGroup
 from services.trainer.batch import MicroBatch, Part, pack
+from services.trainer.checkpoints.disk_space import state_bytes
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.model import (
     DTYPES,
@@ -108,15 +109,9 @@ def plan_trainer(config: JobConfig, sizes: Sizes, placement: Placement) -> dict[
     if placement.is_on_host:
         moments = [held | in_pass | served | program, held | published | program]
         return {"host": max(moments, key=lambda parts: sum(parts.values()))}
-    # On a CPU a checkpoint is written from the tensors themselves.
-    checkpoint = {"checkpoint while it is written": checkpoint_bytes(config, trained) // shared}
+    # On a CPU a checkpoint is written from the tensors themselves; from a device their state is copied.
+    checkpoint = {"checkpoint while it is written": state_bytes(config, trained) // shared}
     return {"device": held | in_pass, "host": published | checkpoint | program}
-
-
-def checkpoint_bytes(config: JobConfig, num_trained: int) -> int:
-    """Return the bytes of the state that a checkpoint copies from a device: masters, moments, GAC's last gradient."""
-    has_last_gradient = config.gac.mode != "off"
-    return num_trained * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES * has_last_gradient)
 
 
 def measure_sizes(config: JobConfig, model_config: Any, passes: Passes, prompt_tokens: int) -> Sizes:

@@ -11,13 +11,17 @@ from services.trainer.policy import Policy
 FLOAT32_BYTES = 4
 
 
+def state_bytes(config: JobConfig, num_trained: int) -> int:
+    """Return the size of what the optimizer continues from: masters, both moments, GAC's last gradient."""
+    return num_trained * (3 + (config.gac.mode != "off")) * FLOAT32_BYTES
+
+
 def checkpoint_bytes(policy: Policy, config: JobConfig) -> int:
-    """Return the size of one whole checkpoint without its small files: weights, masters, both moments, GAC's last
-    gradient, and versions that open iterations are generated with."""
+    """Return the size of one whole checkpoint without its small files: the optimizer's state, the weights, and versions
+    that open iterations are generated with."""
     num_trained = sum(parameter.numel() for parameter in policy.optimizer.parameters.values())
-    num_copies = 3 + (config.gac.mode != "off")
     version_bytes = sum(published_sizes(policy.model).values()) * policy.compute_dtype.itemsize
-    return num_trained * num_copies * FLOAT32_BYTES + version_bytes * (1 + config.max_staleness)
+    return state_bytes(config, num_trained) + version_bytes * (1 + config.max_staleness)
 
 
 def shortage_warning(checkpoints: CheckpointStore, policy: Policy, config: JobConfig) -> str:

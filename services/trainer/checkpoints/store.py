@@ -96,7 +96,7 @@ class CheckpointStore:
     ) -> None:
         """Create the store. `writer` distinguishes two trainers that both believe the job is theirs: the epoch of the
         lease, a number. `while_waiting` is called each second of a wait for the disk, which `timeout_s` bounds."""
-        self._timeout_s, self._while_waiting = timeout_s, while_waiting
+        self.timeout_s, self._while_waiting = timeout_s, while_waiting
         self.folder, self._keep, self._world, self._writer = folder, keep, world or World(), writer
         self._channel = self._world.side_channel  # for the writing threads, beside what training says meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -134,42 +134,33 @@ class CheckpointStore:
 
     def wait_until_read(self) -> None:
         """Return when the tensors of the last save may change. Raises JobFailed when that takes long."""
-        deadline = time.monotonic() + self._timeout_s
-        while not self._is_read.wait(timeout=1.0):
-            self._while_waiting()
-            if time.monotonic() > deadline:
-                raise self._late(self._timeout_s)
+        self._wait_for(lambda: self._is_read.wait(timeout=1.0))
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Wait until nothing is being written. Raises NotWritten when that failed, JobFailed when it takes long."""
         if self._in_flight is None:
             return
         next_iteration, written = self._in_flight
-        path, timeout_s = self.path(next_iteration), self._timeout_s if timeout_s is None else timeout_s
-        try:
-            self._result(written, timeout_s)
-        except TimeoutError:
-            raise self._late(timeout_s) from None
-        except (OSError, SafetensorError) as error:
-            self._in_flight = None
-            raise NotWritten(f"{path} cannot be written: {error}; free disk space or change its rights") from error
+        self._wait_for(lambda: bool(futures_wait([written], timeout=1.0).done))
         self._in_flight = None
+        path = self.path(next_iteration)
+        try:
+            written.result()
+        except (OSError, SafetensorError) as error:
+            raise NotWritten(f"{path} cannot be written: {error}; free disk space or change its rights") from error
         self._finished.append((next_iteration, path))
 
-    def _late(self, waited_s: float) -> JobFailed:
-        assert self._in_flight is not None
-        path = self.path(self._in_flight[0])
-        return JobFailed(
-            f"checkpoint {path} is still not on disk after {waited_s:.0f} s (ONBEAT_CHECKPOINT_TIMEOUT_S); "
-            "is the disk slow?"
-        )
-
-    def _result(self, written: Future[None], timeout_s: float) -> None:
-        """Wait until the files are written. Raises what the writing raises, and TimeoutError."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0 and futures_wait([written], min(left_s, 1.0)).not_done:
+    def _wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Call it, which takes a second at most, until it returns True. Raises JobFailed after `timeout_s`."""
+        deadline = time.monotonic() + self.timeout_s
+        while not is_done():
             self._while_waiting()
-        written.result(timeout=0)
+            if time.monotonic() > deadline:
+                assert self._in_flight is not None
+                raise JobFailed(
+                    f"checkpoint {self.path(self._in_flight[0])} is still not on disk after {self.timeout_s:.0f} s "
+                    "(ONBEAT_CHECKPOINT_TIMEOUT_S); is the disk slow?"
+                )
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Let a write in flight come to its end, so that this folder is neither read nor written meanwhile."""

@@ -1,6 +1,5 @@
 """The dtype of a job is resolved once, by what trainer and rollouts can multiply, and holds for all of them."""
 
-import json
 import time
 import uuid
 
@@ -13,6 +12,7 @@ from onbeat.types import WorkerRecord
 from services.trainer.__main__ import claim_next
 from services.trainer.job.precision import UnusableDtype, resolve_dtype
 from services.trainer.settings import Settings
+from tests.broker_fixtures import create_job
 
 NEW = Hardware("Newer", "AVX-512 with bfloat16", "native")
 OLD = Hardware("Older", "AVX2, no bfloat16", "emulated")
@@ -22,27 +22,14 @@ OLD_GPU = Hardware("T4", "compute capability 7.5", "missing")
 class Pool:
     """A job in a pool of its own, with the rollouts that are put there."""
 
-    def __init__(self, ledger, dtype):
-        self.ledger, self.name = ledger, f"pool-{uuid.uuid4().hex[:8]}"
-        self.job_id = f"job-{self.name}"
-        self.config = JobConfig.model_validate(
-            {
-                "pool": self.name,
-                "model": {"path": "tiny", "dtype": dtype},
-                "data": {"type": "reasoning_gym", "task": "chain_sum"},
-                "reward": {"name": "exact"},
-                "rollout": {"num_prompts_per_iteration": 1, "num_samples_per_prompt": 2, "max_response_tokens": 4},
-                "schedule": {"num_iterations": 1},
-            }
-        )
-
-    async def store(self):
-        await self.ledger.jobs.create(self.job_id, json.loads(self.config.model_dump_json()), 1, 0)
-
-    async def create(self):
-        await self.store()
-        self.epoch = await self.ledger.trainer.claim_job(self.job_id, "trainer-0", lease_s=30.0)
-        return self
+    @classmethod
+    async def create(cls, ledger, dtype, is_claimed=True):
+        pool = cls()
+        pool.ledger, pool.name = ledger, f"pool-{uuid.uuid4().hex[:8]}"
+        pool.job_id = await create_job(ledger, pool=pool.name, model={"path": "tiny", "dtype": dtype})
+        if is_claimed:
+            pool.epoch = await ledger.trainer.claim_job(pool.job_id, "trainer-0", lease_s=30.0)
+        return pool
 
     async def add_rollout(self, worker_id, hardware, age_s=0.0):
         record = WorkerRecord(
@@ -74,7 +61,7 @@ class Pool:
     ],
 )
 async def test_auto_takes_what_all_devices_multiply(ledger, trainer, rollouts, dtype):
-    pool = await Pool(ledger, "auto").create()
+    pool = await Pool.create(ledger, "auto")
     for index, hardware in enumerate(rollouts):
         await pool.add_rollout(f"rollout-{index}", hardware)
     assert (await pool.resolve(trainer)).model.dtype == dtype
@@ -87,13 +74,13 @@ async def test_auto_takes_what_all_devices_multiply(ledger, trainer, rollouts, d
 
 
 async def test_rollouts_that_are_gone_do_not_count(ledger):
-    pool = await Pool(ledger, "auto").create()
+    pool = await Pool.create(ledger, "auto")
     await pool.add_rollout("rollout-dead", OLD, age_s=60.0)
     assert (await pool.resolve()).model.dtype == "bfloat16"
 
 
 async def test_the_first_resolution_holds_for_later_trainers(ledger):
-    pool = await Pool(ledger, "auto").create()
+    pool = await Pool.create(ledger, "auto")
     assert (await pool.resolve(NEW)).model.dtype == "bfloat16"
     await pool.add_rollout("rollout-late", OLD)
     assert (await pool.resolve(OLD)).model.dtype == "bfloat16"
@@ -101,7 +88,7 @@ async def test_the_first_resolution_holds_for_later_trainers(ledger):
 
 
 async def test_bfloat16_is_obeyed_with_one_warning(ledger):
-    pool = await Pool(ledger, "bfloat16").create()
+    pool = await Pool.create(ledger, "bfloat16")
     assert (await pool.resolve(OLD)).model.dtype == "bfloat16"
     await pool.resolve(OLD)
     (warning,) = await pool.messages("job.warning")
@@ -110,15 +97,14 @@ async def test_bfloat16_is_obeyed_with_one_warning(ledger):
 
 
 async def test_a_trainer_that_cannot_hold_the_dtype_refuses(ledger):
-    pool = await Pool(ledger, "bfloat16").create()
+    pool = await Pool.create(ledger, "bfloat16")
     with pytest.raises(UnusableDtype, match=r"T4 \(compute capability 7\.5\) cannot compute in bfloat16"):
         await pool.resolve(OLD_GPU)
     assert "dtype" not in await ledger.jobs.fields(pool.job_id)
 
 
 async def test_job_fails_with_a_reason_on_a_trainer_too_small_for_it(ledger):
-    pool = Pool(ledger, "bfloat16")
-    await pool.store()
+    pool = await Pool.create(ledger, "bfloat16", is_claimed=False)
     assert await claim_next(Settings(pool=pool.name), ledger, OLD_GPU) is None
     fields = await ledger.jobs.fields(pool.job_id)
     assert fields["state"] == "FAILED"
@@ -126,15 +112,16 @@ async def test_job_fails_with_a_reason_on_a_trainer_too_small_for_it(ledger):
 
 
 async def test_a_trainer_claims_a_job_with_its_dtype_resolved(ledger):
-    pool = Pool(ledger, "auto")
-    await pool.store()
+    pool = await Pool.create(ledger, "auto", is_claimed=False)
     claimed = await claim_next(Settings(pool=pool.name), ledger, OLD)
     assert claimed is not None
-    assert JobConfig.model_validate_json(claimed[2]) == pool.config.with_dtype("float32")
+    config = JobConfig.of_job(await ledger.jobs.fields(pool.job_id))
+    assert JobConfig.model_validate_json(claimed[2]) == config
+    assert config.model.dtype == "float32"
 
 
 async def test_a_trainer_without_the_lease_records_no_dtype(ledger):
-    pool = await Pool(ledger, "auto").create()
+    pool = await Pool.create(ledger, "auto")
     with pytest.raises(LeaseLost):
         await ledger.trainer.record_dtype(pool.job_id, "0", "float32", "")
     assert "dtype" not in await ledger.jobs.fields(pool.job_id)

@@ -61,8 +61,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate):
     live = tensors(1.0)
     store.save(STATE, [], live, {})
     assert (store.finished(), store.complete()) == ([], [])
+    store.timeout_s = 0.05
     with pytest.raises(JobFailed, match=r"iteration-000003 is still not on disk .*ONBEAT_CHECKPOINT_TIMEOUT_S"):
-        store.wait(timeout_s=0.05)
+        store.wait()
+    store.timeout_s = 60.0
     assert signs  # a watchdog need not take this for a stuck step
     stepping = threading.Thread(target=lambda: (store.wait_until_read(), live["master.w"].fill_(99.0)))
     stepping.start()

@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,28 +20,27 @@ from services.trainer.model.optimizer import MasterAdamW
 class Accelerator:
     """As much of `torch.cuda` or `torch.npu` as is asked."""
 
-    def __init__(self, num_devices: int) -> None:
-        self.num_devices = num_devices
-        self.current: int | None = None
+    def __init__(self, num_devices):
+        self.num_devices, self.current = num_devices, None
 
-    def is_available(self) -> bool:
+    def is_available(self):
         return self.num_devices > 0
 
-    def device_count(self) -> int:
+    def device_count(self):
         return self.num_devices
 
-    def set_device(self, index: int) -> None:
+    def set_device(self, index):
         self.current = index
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def bare_machine(monkeypatch):
     """PyTorch for the CPU, no torch_npu."""
     set_cuda(monkeypatch, None, 0)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
 
 
-def set_cuda(monkeypatch: pytest.MonkeyPatch, built_with: str | None, num_devices: int) -> Accelerator:
+def set_cuda(monkeypatch, built_with, num_devices):
     accelerator = Accelerator(num_devices)
     monkeypatch.setattr(torch.version, "cuda", built_with)
     for name in ("is_available", "device_count", "set_device"):
@@ -50,7 +48,7 @@ def set_cuda(monkeypatch: pytest.MonkeyPatch, built_with: str | None, num_device
     return accelerator
 
 
-def set_npu(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+def set_npu(monkeypatch, num_devices):
     """torch_npu can be imported. It does not name the device: that would stay so for other tests. See `on_npus`."""
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace())
     monkeypatch.setattr(torch, "npu", Accelerator(num_devices), raising=False)
@@ -76,7 +74,7 @@ torch._register_device_module("npu", sys.modules[__name__])
 """
 
 
-def on_npus(folder: Path, code: str) -> str:
+def on_npus(folder, code):
     """What the code prints in a process of its own, where torch_npu registers itself as the real one does, with two."""
     (folder / "torch_npu.py").write_text(TORCH_NPU)
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -85,7 +83,7 @@ def on_npus(folder: Path, code: str) -> str:
     return ended.stdout
 
 
-def write_torch_npu(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_torch_npu(folder, source, monkeypatch):
     (folder / "torch_npu").mkdir()
     (folder / "torch_npu" / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(folder)
@@ -93,23 +91,22 @@ def write_torch_npu(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "CUDA", "cuda:0"])
-def test_unknown_name_is_refused(name: str) -> None:
+def test_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match="expected auto, cpu, cuda or npu"):
         choose_device(name)
 
 
 @pytest.mark.parametrize(("num_gpus", "num_npus", "chosen"), [(0, 0, "cpu"), (2, 0, "cuda"), (1, 1, "cuda")])
-def test_auto_takes_the_best_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_npus: int, chosen: str
-) -> None:
+def test_auto_takes_the_best_that_is_there(monkeypatch, num_gpus, num_npus, chosen):
     set_cuda(monkeypatch, "13.0", num_gpus)
     set_npu(monkeypatch, num_npus)
     assert choose_device("auto") == torch.device(chosen)
 
 
-def test_the_asked_one_is_chosen_whatever_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_asked_one_is_chosen_whatever_else_is_there(monkeypatch):
     set_cuda(monkeypatch, "13.0", 1)
     assert choose_device("cuda") == torch.device("cuda")
+    monkeypatch.setattr(device_module, "load_torch_npu", lambda: pytest.fail("torch_npu was imported"))
     assert choose_device("cpu") == torch.device("cpu")
 
 
@@ -129,7 +126,7 @@ except ValueError as error:
 """
 
 
-def test_npus_are_chosen_and_one_given_to_each_rank(tmp_path: Path) -> None:
+def test_npus_are_chosen_and_one_given_to_each_rank(tmp_path):
     chosen, ranks, current, error = on_npus(tmp_path, CHOOSE_NPU).splitlines()
     assert chosen == "npu npu cpu"
     assert ranks == "cpu:gloo,npu:hccl npu:1"
@@ -138,14 +135,14 @@ def test_npus_are_chosen_and_one_given_to_each_rank(tmp_path: Path) -> None:
     assert error.endswith("check ASCEND_RT_VISIBLE_DEVICES")
 
 
-def test_missing_software_says_what_to_install() -> None:
+def test_missing_software_says_what_to_install():
     with pytest.raises(NotInstalled, match=r"ONBEAT_DEVICE=cuda, but .* built without CUDA; install .*cuda\.lock"):
         choose_device("cuda")
     with pytest.raises(NotInstalled, match=r"ONBEAT_DEVICE=npu, but torch_npu is not installed; docs/platforms\.md"):
         choose_device("npu")
 
 
-def test_missing_device_says_what_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_says_what_to_check(monkeypatch):
     set_cuda(monkeypatch, "13.0", 0)
     set_npu(monkeypatch, 0)
     with pytest.raises(NotUsable, match=r"nvidia-smi.*CUDA_VISIBLE_DEVICES.*--gpus"):
@@ -163,17 +160,13 @@ def test_missing_device_says_what_to_check(monkeypatch: pytest.MonkeyPatch) -> N
         ("import yaml_that_is_not_there", "No module named 'yaml_that_is_not_there'"),
     ],
 )
-def test_broken_driver_is_reported_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, reason: str
-) -> None:
+def test_broken_driver_is_reported_with_its_reason(monkeypatch, tmp_path, source, reason):
     write_torch_npu(tmp_path, source, monkeypatch)
     with pytest.raises(NotUsable, match=rf"torch_npu cannot be imported \({reason}.*\); source CANN's set_env\.sh"):
         choose_device("npu")
 
 
-def test_auto_warns_of_what_is_set_up_but_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_warns_of_what_is_set_up_but_does_not_work(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     assert choose_device("auto") == torch.device("cpu")
     assert caplog.messages == []
@@ -187,7 +180,7 @@ def test_auto_warns_of_what_is_set_up_but_does_not_work(
 
 
 @pytest.mark.parametrize("service", ["services.trainer", "services.rollout"])
-def test_service_says_why_torch_itself_cannot_be_imported(tmp_path: Path, service: str) -> None:
+def test_service_says_why_torch_itself_cannot_be_imported(tmp_path, service):
     """PyTorch loads an installed torch_npu by itself: without CANN even `import torch` fails."""
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
     metadata = tmp_path / "torch_npu-2.13.0.dist-info"
@@ -205,13 +198,9 @@ def test_service_says_why_torch_itself_cannot_be_imported(tmp_path: Path, servic
     assert remedy in printed[-1]
 
 
-def test_ranks_use_the_devices_backend_and_gloo_between_hosts() -> None:
-    assert backend_of(torch.device("cpu")) == "gloo"
-    assert backend_of(torch.device("cuda")) == "cpu:gloo,cuda:nccl"
-
-
-def test_each_rank_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_takes_a_device_of_its_own(monkeypatch):
     cuda = set_cuda(monkeypatch, "13.0", 2)
+    assert [backend_of(torch.device(name)) for name in ("cpu", "cuda")] == ["gloo", "cpu:gloo,cuda:nccl"]
     assert device_of_rank(torch.device("cpu"), 5) == torch.device("cpu")
     assert device_of_rank(torch.device("cuda"), 1) == torch.device("cuda", 1)
     assert cuda.current == 1
@@ -219,7 +208,7 @@ def test_each_rank_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         device_of_rank(torch.device("cuda"), 2)
 
 
-def test_adamw_without_a_fused_kernel_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_without_a_fused_kernel_takes_the_same_steps(monkeypatch):
     assert not has_fused_adamw(SimpleNamespace(type="npu"))  # type: ignore[arg-type]
     fused = masters_after_steps(has_restart=False)
     monkeypatch.setattr(optimizer, "has_fused_adamw", lambda device: False)
@@ -228,7 +217,7 @@ def test_adamw_without_a_fused_kernel_takes_the_same_steps(monkeypatch: pytest.M
         torch.testing.assert_close(plain, fused, rtol=1e-6, atol=1e-8)
 
 
-def masters_after_steps(has_restart: bool) -> dict[str, torch.Tensor]:
+def masters_after_steps(has_restart):
     model, adamw = model_and_adamw()
     for step in range(3):
         if has_restart and step == 2:
@@ -242,14 +231,9 @@ def masters_after_steps(has_restart: bool) -> dict[str, torch.Tensor]:
     return {name: master.detach() for name, master in adamw.masters.items()}
 
 
-def model_and_adamw() -> tuple[torch.nn.Module, MasterAdamW]:
+def model_and_adamw():
     model = torch.nn.Linear(4, 3).bfloat16()
     with torch.no_grad():
         model.weight.copy_(torch.arange(12).reshape(3, 4) / 8)
         model.bias.zero_()
     return model, MasterAdamW(model, OptimizerConfig(learning_rate=1e-2))
-
-
-def test_choosing_the_cpu_does_not_import_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "load_torch_npu", lambda: pytest.fail("torch_npu was imported"))
-    assert choose_device("cpu") == torch.device("cpu")

@@ -41,27 +41,29 @@ def files_of(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix == ".safetensors")
 
 
-def test_checkpoint_without_disk_space_is_skipped_and_reported(tmp_path, full_disk):
-    full_disk[1] = 1
-    _, job = train(job_config(checkpoint=EVERY), recorded_iterations(), tmp_path)
-    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 2), (2, 3)]
-    ((kind, message),) = job.events
-    assert kind == "checkpoint.failed"
-    assert "iteration-000001 cannot be written: " in message
-    assert "No space left on device" in message
-    assert "training goes on without it, until the next one the groups from iteration 0 on stay in Redis" in message
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "iteration-000002",
-        "iteration-000003",
-    ]
-
-
-def test_each_left_out_in_a_row_is_reported(tmp_path, full_disk):
-    full_disk.update({2: 1, 3: 1})
+@pytest.mark.parametrize(
+    ("failures", "written", "left_out", "first_kept"),
+    [
+        ({1: 1}, [(0, 2), (2, 3), (3, 4)], [1], [0]),
+        ({2: 1, 3: 1}, [(0, 1), (1, 4)], [2, 3], [1, 1]),
+        ({1: 1, 2: 3, 3: 1}, [(0, 2), (2, 4)], [1, 3], [0, 2]),  # the second is waited for: it is the first on disk
+    ],
+    ids=["one", "two in a row", "until the first is there"],
+)
+def test_checkpoint_without_disk_space_is_left_out_and_reported(
+    failures, written, left_out, first_kept, tmp_path, full_disk
+):
+    full_disk.update(failures)
     config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
     _, job = train(config, recorded_iterations(4), tmp_path)
-    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 1), (1, 4)]
-    assert ["iteration-000002" in job.events[0][1], "iteration-000003" in job.events[1][1]] == [True, True]
+    assert [(first, after) for first, after, _ in job.checkpoints] == written
+    assert {kind for kind, _ in job.events} == {"checkpoint.failed"}
+    assert all("No space left on device" in message for _, message in job.events)
+    goes_on = [message for _, message in job.events if "training goes on without it" in message]
+    for message, number, kept in zip(goes_on, left_out, first_kept, strict=True):
+        assert f"iteration-00000{number} cannot be written: " in message
+        assert f"until the next one the groups from iteration {kept} on stay in Redis" in message
+    assert len(list((tmp_path / "checkpoints").iterdir())) == config.checkpoint.keep
 
 
 def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk):
@@ -73,21 +75,6 @@ def test_job_does_not_run_long_on_a_disk_without_checkpoints(tmp_path, full_disk
     assert [iteration for iteration, *_ in job.commits] == [0, 1]
     assert [kind for kind, _ in job.events] == ["checkpoint.failed"] * 2
     assert "it is the first one and tried again" in job.events[1][1]
-
-
-def test_the_first_checkpoint_that_is_on_disk_ends_the_waiting(tmp_path, full_disk):
-    full_disk.update({1: 1, 2: 3, 3: 1})
-    config = job_config(checkpoint=EVERY, schedule={"num_iterations": 4})
-    _, job = train(config, recorded_iterations(4), tmp_path)
-    assert [(first, after) for first, after, _ in job.checkpoints] == [(0, 2), (2, 4)]
-    assert ["training goes on without it" in message for _, message in job.events] == [True, False, True]
-
-
-def test_what_was_half_written_gives_its_room_back(tmp_path, full_disk):
-    full_disk[3] = 99
-    with pytest.raises(JobFailed):
-        train(job_config(), recorded_iterations(), tmp_path)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_the_last_checkpoint_waits_for_room(tmp_path, full_disk):
@@ -110,6 +97,7 @@ def test_last_checkpoint_is_tried_several_times_then_job_fails(tmp_path, full_di
     with pytest.raises(JobFailed, match=r"iteration-000003 cannot be written: .*No space left on device; free disk"):
         train(job_config(), recorded_iterations(), tmp_path)
     assert full_disk[3] == 99 - saver.NUM_TRIES
+    assert list((tmp_path / "checkpoints").iterdir()) == [], "what was half written gives its room back"
 
 
 def test_whoever_waits_for_room_can_be_cancelled(tmp_path, full_disk, monkeypatch):

@@ -1,8 +1,5 @@
 """What a commit tells of each response's advantage: the one that it was trained with, of every objective, by hand."""
 
-import math
-from statistics import fmean, stdev
-
 import pytest
 import torch
 
@@ -11,6 +8,7 @@ from onbeat.streams.codec import GroupFailure
 from services.trainer import stats as stats_module
 from services.trainer.stats import IterationStats
 from tests.trainer_fixtures import job_config, make_group, train
+from tests.unit.objectives.test_every_objective import KINDS, advantages
 
 REWARDS = {"0-0": [0.0, 1.0, 0.25], "0-1": [1.0, 1.0, 0.0], "0-2": [0.5, 0.5, 0.5], "0-3": [-2.0, 3.0, 1.0]}
 
@@ -23,39 +21,18 @@ def published(tmp_path, rewards=REWARDS, objective=None, **sections):
     schedule = {"mode": "sync", "num_iterations": 1}
     config = job_config(objective={"type": "grpo"} | (objective or {}), schedule=schedule, **sections)
     _, job = train(config, groups_of(rewards), tmp_path, arrivals=4)
-    (advantages,) = job.advantages
-    return advantages
+    (shown,) = job.advantages
+    return shown
 
 
-def by_grpo(rewards):
-    """(r - mean) / (standard deviation + 1e-4)."""
-    return [round((reward - fmean(rewards)) / (stdev(rewards) + 1e-4), 4) for reward in rewards]
+def by_hand(kind, rewards):
+    return pytest.approx(advantages(kind, rewards, list(REWARDS.values())), abs=1.01e-4)
 
 
-def by_reinforce_pp(rewards):
-    """Centred in the group, scaled by all groups."""
-    centred = [reward - fmean(own) for own in REWARDS.values() for reward in own]
-    scale = math.sqrt(fmean(each**2 for each in centred))
-    return [round((reward - fmean(rewards)) / scale, 4) for reward in rewards]
-
-
-BY_HAND = {
-    "grpo": by_grpo,
-    "dapo": by_grpo,
-    "gspo": by_grpo,
-    "cispo": by_grpo,
-    "dr_grpo": lambda rewards: [round(reward - fmean(rewards), 4) for reward in rewards],
-    "rloo": lambda rewards: [round((reward - fmean(rewards)) * 3 / 2, 4) for reward in rewards],
-    "reinforce_pp": by_reinforce_pp,
-}
-
-
-@pytest.mark.parametrize("kind", BY_HAND)
+@pytest.mark.parametrize("kind", KINDS)
 def test_advantages_are_the_objectives_and_zero_where_untrained(kind, tmp_path):
     found = published(tmp_path, objective={"type": kind})
-    assert found.keys() == REWARDS.keys()
-    for group_id, rewards in REWARDS.items():
-        assert found[group_id] == pytest.approx(BY_HAND[kind](rewards), abs=1.01e-4), group_id
+    assert found == {group_id: by_hand(kind, rewards) for group_id, rewards in REWARDS.items()}
     assert found["0-2"] == [0.0, 0.0, 0.0]
 
 
@@ -82,12 +59,12 @@ def test_penalty_in_the_reward_is_part_of_the_advantage(tmp_path, monkeypatch):
     second = {group_id.replace("0-", "1-"): rewards for group_id, rewards in REWARDS.items()}
     later = [make_group(group_id, 4, (2, 3, 4), version=1, rewards=own) for group_id, own in second.items()]
     _, job = train(config, [*groups_of(REWARDS), *later], tmp_path, arrivals=4)
-    advantages = job.advantages[1]  # the policy has left the reference
-    flat = [advantage for group_id in second for advantage in advantages[group_id]]
+    shown = job.advantages[1]  # the policy has left the reference
+    flat = [advantage for group_id in second for advantage in shown[group_id]]
     used = torch.cat(penalised)[-len(flat) :]
     assert flat == pytest.approx(used.tolist(), abs=1e-4)
-    assert advantages["1-0"] != pytest.approx(by_grpo(REWARDS["0-0"]), abs=1e-3)
-    assert any(advantages["1-2"])  # equal rewards, unequal penalties
+    assert shown["1-0"] != by_hand("grpo", REWARDS["0-0"])
+    assert any(shown["1-2"])  # equal rewards, unequal penalties
 
 
 def test_pairs_have_no_advantages(tmp_path):
