@@ -3,6 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
+import ssl
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ from services.broker.connection import connection_class
 from services.broker.settings import Settings
 from services.broker.views.live import JobStreams
 from tests.conftest import free_port
-from tests.waiting import eventually
+from tests.waiting import eventually, wait_until
 
 LEASE_S = 30.0
 
@@ -107,6 +111,38 @@ async def serving(
         await asyncio.wait_for(running, 30.0)
 
 
+def start_service(service: str, folder: Path, **env: str) -> subprocess.Popen[bytes]:
+    """Start a service as its users do; its log is `folder/log`."""
+    names = {f"ONBEAT_{name}": value for name, value in env.items()} | {"ONBEAT_DATA_DIR": str(folder)}
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-m", f"services.{service}"]
+        return subprocess.Popen(command, env=os.environ | names, stdout=log, stderr=log)
+
+
+@contextlib.contextmanager
+def broker_process(
+    folder: Path, redis_url: str, trusted: ssl.SSLContext | bool = True, **env: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL and the process of a broker that is ready."""
+    write_prompts(folder)
+    port = free_port()
+    url = f"{'https' if 'TLS_CERT' in env else 'http'}://127.0.0.1:{port}"
+    process = start_service("broker", folder, REDIS_URL=redis_url, PORT=str(port), **env)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/readyz", verify=trusted, trust_env=False).status_code == 200
+        return False
+
+    try:
+        wait_until(is_ready, "the broker is ready", 60.0)
+        yield url, process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
@@ -148,6 +184,12 @@ async def start_training(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) 
     return epoch
 
 
+async def started_job(ledger: Ledger, **sections: Any) -> tuple[str, str]:
+    """A job with a trainer, which has published version 0. Returns (job id, epoch)."""
+    job_id = await create_job(ledger, **sections)
+    return job_id, await start_training(ledger, job_id)
+
+
 async def wait_open(ledger: Ledger, job_id: str, iteration: int) -> None:
     async def is_open() -> bool:
         return await ledger.iterations.state(job_id, iteration) is IterationState.OPEN
@@ -161,8 +203,7 @@ def tasks_for(iteration: int, num_groups: int = 2) -> list[PromptTask]:
 
 async def open_job(ledger: Ledger, num_groups: int = 2) -> tuple[str, str]:
     """A running job with iteration 0 open; returns (job id, epoch)."""
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0, num_groups)) == ""
     return job_id, epoch
 
@@ -224,3 +265,12 @@ async def commit(
     advantages = {g.group_id: [response.reward - 0.5 for response in g.responses] for g in groups if g.responses}
     report = (metrics, used, is_published, advantages)
     return await ledger.trainer.commit(job_id, epoch, iteration, version, digest, *report)
+
+
+async def train(ledger: Ledger, job_id: str, epoch: str, iterations: range, rollout_s: float = 0.0) -> None:
+    """Be rollout and trainer of these iterations, each of which a broker opens."""
+    for iteration in iterations:
+        await wait_open(ledger, job_id, iteration)
+        await asyncio.sleep(rollout_s)
+        await drain(ledger, job_id)
+        assert await commit(ledger, job_id, epoch, iteration, reward_mean=0.5, **{"train/loss": 1.0 + iteration})

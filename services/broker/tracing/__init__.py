@@ -1,7 +1,5 @@
-"""Committed iterations as OpenTelemetry traces.
+"""Committed iterations as OpenTelemetry traces. Imported only when traces are exported: it needs OpenTelemetry's SDK.
 
-exporter    which iterations are left, and what became of them
 tree        the trace of an iteration: the spans of services/broker/views/spans.py under the prompts that they belong to
-steps       when the trainer worked on each group
-collector   the way to a collector, the only module that imports OpenTelemetry
+exporter    which iterations are left, and the way to the collector
 """

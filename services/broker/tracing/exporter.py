@@ -13,181 +13,171 @@ come again then, with the same ids.
 import asyncio
 import contextlib
 import logging
+import ssl
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
 
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from redis.exceptions import RedisError
 
 from onbeat.errors import JobNotFound
-from onbeat.streams.inspection import existing_jobs
+from onbeat.network import is_loopback
+from onbeat.streams.inspection import existing_jobs, newest_events
 from onbeat.streams.ledger import Ledger
 from onbeat.streams.records import Fields, first_iteration
 from onbeat.types import JobState
 from services.broker.metrics import TraceMeters
 from services.broker.settings import Settings
-from services.broker.tracing.collector import SPANS_AT_ONCE, Collector, CollectorRefused, CollectorUnavailable
-from services.broker.tracing.tree import JobHistory, TraceSpan, read_history, read_trace, trace_id
+from services.broker.tracing.tree import read_trace, trace_id
 
 logger = logging.getLogger(__name__)
+# We log what becomes of each trace, and once per RETRY_S that the collector is away.
+logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
 
 LOOK_S = 1.0
+RETRY_S = 30.0  # between two tries to reach an unavailable collector
 MAX_BEHIND = 1000  # committed iterations of a job that are still exported
 CATCH_UP_S = 3600.0  # a job that has been over for longer is left alone
-AT_ONCE = 20  # iterations of a job before other jobs have their turn
-MAX_REST_S = 60.0  # the longest retry delay of an unavailable collector, and the time between two warnings
 CLOSE_S = 3.0  # for iterations committed just before this broker ends
-
-
-# Data from another trainer or rollout implementation raises these when it cannot be read or sent.
+SPANS_AT_ONCE = 512  # per request
+RETRYABLE = frozenset({429, 502, 503, 504})  # those that the protocol names; all others are final
+GRACE_S = 1.0  # beyond the exporter's own deadline, which a collector that sends single bytes can pass
+# Data from another trainer or rollout implementation raises these when it cannot be read.
 ODD = (ValueError, TypeError, LookupError, ArithmeticError)
 
 
-class Outage:
-    """The retry delay of an unavailable collector, which doubles, and the time of the last warning."""
+class CollectorUnavailable(Exception):
+    """The collector cannot take spans now; a later try may succeed."""
 
-    def __init__(self) -> None:
-        self._delay_s, self._over_at = 0.0, 0.0  # by time.monotonic(), as `_warned_at`
-        self._warned_at = -MAX_REST_S
 
-    def is_resting(self) -> bool:
-        return time.monotonic() < self._over_at
+class Collector:
+    """A collector's client: the exporter of OpenTelemetry's SDK, which blocks, in a thread with a deadline."""
 
-    def begin(self) -> None:
-        """Note a failure: the next delay begins."""
-        self._delay_s = min(MAX_REST_S, max(LOOK_S, 2 * self._delay_s))
-        self._over_at = time.monotonic() + self._delay_s
+    def __init__(self, settings: Settings) -> None:
+        assert settings.otlp_endpoint is not None, "tracing is off"
+        self.url = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
+        self._timeout_s = settings.otlp_timeout_s
+        system, session = ssl.get_default_verify_paths(), requests.Session()
+        # No proxy between us and this machine.
+        session.trust_env = not is_loopback(urlsplit(settings.otlp_endpoint).hostname or "")
+        session.hooks["response"].append(self._note)
+        self._exporter = OTLPSpanExporter(
+            self.url,
+            certificate_file=str(settings.otlp_tls_ca or system.cafile or system.capath or ""),
+            headers=settings.otlp_headers(),
+            timeout=self._timeout_s,
+            session=session,
+        )
+        self._answer: requests.Response | None = None  # to the last request
+        self._sending: Future[SpanExportResult] | None = None
 
-    def end(self) -> bool:
-        """Note a success. Returns whether there was an outage."""
-        if not self._delay_s:
-            return False
-        self._delay_s, self._warned_at = 0.0, -MAX_REST_S
-        return True
+    def _note(self, answer: requests.Response, **_: Any) -> None:
+        self._answer = answer
 
-    def warn(self, message: str) -> None:
-        """Log a warning, at most once per MAX_REST_S."""
-        if time.monotonic() - self._warned_at >= MAX_REST_S:
-            self._warned_at = time.monotonic()
-            logger.warning("%s", message)
+    async def send(self, spans: Sequence[ReadableSpan]) -> str:
+        """Send spans, and return '' or why they will never be taken. Raises CollectorUnavailable."""
+        if self._sending is not None and not self._sending.done():
+            raise CollectorUnavailable("it has not answered the last request")
+        self._answer = None
+        self._sending = self._export(spans)
+        try:
+            async with asyncio.timeout(self._timeout_s + GRACE_S):
+                result = await asyncio.wrap_future(self._sending)
+        except TimeoutError as error:
+            raise CollectorUnavailable(f"no answer within {self._timeout_s:g} s") from error
+        if result is SpanExportResult.SUCCESS:
+            return ""
+        answer = self._answer
+        if answer is None or answer.status_code in RETRYABLE:
+            raise CollectorUnavailable(f"it answered {answer.status_code}" if answer is not None else "no answer")
+        return f"it answered {answer.status_code}: {answer.text[:200]!r}"
+
+    def _export(self, spans: Sequence[ReadableSpan]) -> Future[SpanExportResult]:
+        """Export in a thread that does not keep the process from ending."""
+        future: Future[SpanExportResult] = Future()
+        future.set_running_or_notify_cancel()  # who waits for it may be cancelled, it may not
+        threading.Thread(
+            target=lambda: future.set_result(self._exporter.export(spans)), name="traces", daemon=True
+        ).start()
+        return future
+
+    def close(self) -> None:
+        self._exporter.shutdown()
 
 
 class Tracer:
-    """The exporter of one broker. No failure here ends the broker."""
+    """The exporter of one broker. No failure here ends the broker; `close` comes after the end of `run`."""
 
     def __init__(self, ledger: Ledger, settings: Settings, meters: TraceMeters) -> None:
         self._collector = Collector(settings)
         self._ledger, self._meters, self._every = ledger, meters, settings.trace_every_iterations
-        self._settled: set[str] = set()  # jobs that will have nothing left to export
-        self._outage = Outage()
-        self._stopping = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._settled: set[str] = set()  # jobs that have nothing left to export
+        self._retry_at = 0.0  # by time.monotonic()
 
-    def start(self) -> None:
+    async def run(self) -> None:
         logger.info("traces go to %s", self._collector.url)
-        self._task = asyncio.create_task(self._run(), name="traces")
-        self._task.add_done_callback(log_crash)
+        while True:
+            await self.step()
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Export the last committed iterations, if that is quick, and leave the rest to other brokers."""
-        self._stopping.set()
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=CLOSE_S)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.step()
         self._collector.close()
 
-    async def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._stopping.is_set()
-            try:
-                await self.step()
-            except RedisError as error:
-                self._outage.warn(f"traces are exported later: {type(error).__name__}: {error}")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._stopping.wait()
-
     async def step(self) -> None:
-        """Look at every job once, unless the retry delay of the collector is not over."""
-        if self._outage.is_resting():
+        """Look at every job once, unless the retry delay is not over."""
+        if time.monotonic() < self._retry_at:
             return
-        now = await self._ledger.now()
-        job_ids = [*await self._ledger.lists.started(), *await self._ledger.lists.ended_since(now - CATCH_UP_S)]
-        self._settled &= set(job_ids)
-        jobs = await existing_jobs(self._ledger, [each for each in job_ids if each not in self._settled])
         try:
+            now = await self._ledger.now()
+            job_ids = [*await self._ledger.lists.started(), *await self._ledger.lists.ended_since(now - CATCH_UP_S)]
+            self._settled &= set(job_ids)
+            jobs = await existing_jobs(self._ledger, [each for each in job_ids if each not in self._settled])
             for job_id, fields in jobs.items():
-                await self._try_to_follow(job_id, fields)
-        except CollectorUnavailable as problem:
+                try:
+                    await self._follow(job_id, fields)
+                except JobNotFound:  # it was deleted meanwhile
+                    continue
+                except ODD:
+                    logger.exception("job %s has no more traces: it cannot be read", job_id)
+                    self._settled.add(job_id)
+        except (CollectorUnavailable, RedisError) as problem:
             self._meters.failures.inc()
-            self._outage.begin()
-            self._outage.warn(f"no traces to {self._collector.url} for now: {problem}")
-
-    # ---- one job -------------------------------------------------------------------------------------------------
-
-    async def _try_to_follow(self, job_id: str, fields: Fields) -> None:
-        """Export the next iterations of a job, if it is still there and can be read. Raises CollectorUnavailable."""
-        try:
-            await self._follow(job_id, fields)
-        except JobNotFound:
-            return
-        except ODD:
-            logger.exception("job %s has no traces: it cannot be read", job_id)
-            self._settled.add(job_id)
+            self._retry_at = time.monotonic() + RETRY_S
+            logger.warning(
+                "no traces to %s for %g s: %s: %s", self._collector.url, RETRY_S, type(problem).__name__, problem
+            )
 
     async def _follow(self, job_id: str, fields: Fields) -> None:
-        """Export the next iterations. Raises JobNotFound and CollectorUnavailable."""
-        first = max(await self._ledger.iterations.next_untraced(job_id), first_iteration(fields))
+        """Export the next iterations of a job. Raises JobNotFound and CollectorUnavailable."""
         num_committed = int(fields["next_iteration"])
-        if first >= num_committed and JobState(fields["state"]).is_final:
+        next_untraced = await self._ledger.iterations.next_untraced(job_id)
+        left = range(max(next_untraced, first_iteration(fields), num_committed - MAX_BEHIND), num_committed)
+        if not left and JobState(fields["state"]).is_final:
             self._settled.add(job_id)
-        oldest = max(first, num_committed - MAX_BEHIND)
-        if oldest > first:
-            num_missed = sum(iteration % self._every == 0 for iteration in range(first, oldest))
-            self._meters.traces.labels("missed").inc(num_missed)
-            logger.warning("job %s: iterations %d to %d get no traces, they are too old", job_id, first, oldest - 1)
-            await self._ledger.iterations.record_traced(job_id, oldest)  # so that they are counted once
-        history: JobHistory | None = None
-        for iteration in range(oldest, min(oldest + AT_ONCE, num_committed)):
+        events = await newest_events(self._ledger, job_id) if left else []
+        for iteration in left:
             if iteration % self._every == 0:
-                history = history or await read_history(self._ledger, job_id, iteration)
-                await self._export(history, iteration)
+                spans = await read_trace(self._ledger, fields, events, iteration)
+                outcome = "missed" if spans is None else await self._send(job_id, iteration, spans)
+                self._meters.traces.labels(outcome).inc()
             await self._ledger.iterations.record_traced(job_id, iteration + 1)
 
-    async def _export(self, history: JobHistory, iteration: int) -> None:
-        """Export an iteration. Raises JobNotFound and CollectorUnavailable: it is still to be done then."""
-        job_id = history.job_id
-        try:
-            spans = await read_trace(self._ledger, history, iteration)
-        except ODD:
-            logger.exception("job %s: iteration %d cannot be made a trace", job_id, iteration)
-            spans = None
-        if spans is None:
-            self._meters.traces.labels("missed").inc()
-            return
-        try:
-            await self._send(job_id, iteration, spans)
-        except CollectorRefused as problem:
-            self._meters.traces.labels("refused").inc()
-            self._outage.warn(
-                f"{self._collector.url} refuses the trace of iteration {iteration} of job {job_id}: {problem}"
-            )
-            return
-        except ODD:
-            self._meters.traces.labels("refused").inc()
-            logger.exception("job %s: the trace of iteration %d cannot be sent", job_id, iteration)
-            return
-        self._meters.traces.labels("exported").inc()
-        logger.info("job %s: iteration %d is trace %s", job_id, iteration, trace_id(job_id, iteration))
-
-    async def _send(self, job_id: str, iteration: int, spans: Sequence[TraceSpan]) -> None:
+    async def _send(self, job_id: str, iteration: int, spans: Sequence[ReadableSpan]) -> str:
+        """Send a trace, and return what became of it. Raises CollectorUnavailable."""
         for first in range(0, len(spans), SPANS_AT_ONCE):
-            await self._collector.send(job_id, iteration, spans[first : first + SPANS_AT_ONCE])
-            if self._outage.end():
-                logger.info("%s answers again", self._collector.url)
-
-
-def log_crash(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s: crashed", task.get_name(), exc_info=error)
+            if refusal := await self._collector.send(spans[first : first + SPANS_AT_ONCE]):
+                logger.warning("the trace of iteration %d of job %s is refused: %s", iteration, job_id, refusal)
+                return "refused"
+        logger.info("job %s: iteration %d is trace %s", job_id, iteration, trace_id(job_id, iteration))
+        return "exported"

@@ -11,19 +11,24 @@ is the same span. All moments are by the Redis clock.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
+from typing import Any
 
-from onbeat.streams.inspection import EVENTS_AT_ONCE, iteration_hashes
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
+
+from onbeat import __version__
 from onbeat.streams.ledger import Ledger
-from onbeat.streams.records import Fields, first_iteration, read_iterations
+from onbeat.streams.records import Fields, read_iterations
 from onbeat.types import Event, IterationRecord, Span
-from services.broker.tracing.steps import Steps, TrainedGroup, find_steps
 from services.broker.views.spans import (
     TRAINER,
     AcceptedGroup,
-    Held,
     group_spans,
     read_groups,
     read_held,
@@ -31,6 +36,7 @@ from services.broker.views.spans import (
     weight_spans,
 )
 
+BROKER = "broker"  # the lane of spans in which a group waits
 MAX_MESSAGE = 200  # characters of a failure
 OF_RECORD = (
     *("policy_version", "num_groups", "num_failed_groups", "num_responses", "prompt_tokens", "response_tokens"),
@@ -41,8 +47,11 @@ OF_GROUP = (
     *("group_id", "worker_id", "policy_version", "num_responses"),
     *("prompt_tokens", "response_tokens", "reward_mean"),
 )
+SCOPE = InstrumentationScope("onbeat", __version__)
+SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
-Attributes = Mapping[str, str | int | float]
+
+# ---- the terms of OpenTelemetry --------------------------------------------------------------------------------------
 
 
 def trace_id(job_id: str, iteration: int) -> str:
@@ -55,194 +64,224 @@ def span_id(job_id: str, iteration: int, path: str) -> str:
     return sha256(f"{job_id}/{iteration}/{path}".encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class TraceSpan:
-    path: str  # unique in its trace; its end distinguishes it from others of its name
-    name: str
-    parent: str  # path; '' of the root
-    start: float  # Unix seconds
-    end: float
-    service: str  # broker | rollout | trainer
-    instance: str = ""  # worker id; '' if the ledger does not have it
-    attributes: Attributes | None = None
-    link: tuple[int, str] | None = None  # iteration and path of a span that belongs to it, perhaps of another trace
-    error: str = ""
+def context_of(job_id: str, iteration: int, path: str) -> SpanContext:
+    trace, span = trace_id(job_id, iteration), span_id(job_id, iteration, path)
+    return SpanContext(int(trace, 16), int(span, 16), is_remote=False, trace_flags=SAMPLED)
 
 
-@dataclass(frozen=True)
-class JobHistory:
-    """The data that the traces of several iterations of a job are made from."""
+@cache
+def resource_of(service: str, instance: str) -> Resource:
+    own = {"service.name": f"onbeat-{service}", "service.version": __version__}
+    return Resource(own | ({"service.instance.id": instance} if instance else {}))
 
-    job_id: str
-    fields: Fields
-    events: list[Event]  # they begin before the first of these iterations, oldest first
 
-    @property
-    def num_updates(self) -> int:
-        return int(json.loads(self.fields["config"]).get("training", {}).get("num_updates_per_iteration", 1))
+def to_nanoseconds(time_s: float) -> int:
+    """Convert seconds to nanoseconds, in whole microseconds: a float does not hold more. Raises OverflowError."""
+    time_ns = round(time_s * 1e6) * 1000
+    if not 0 <= time_ns < 2**63:
+        raise OverflowError(f"{time_s:g} s is no time of a span")
+    return time_ns
 
-    def trainer_at(self, time: float) -> str:
-        """Return the trainer's id; '' if it is unknown because another trainer has taken over since."""
-        takeovers = [(event.time, str(event.data["owner"])) for event in self.events if event.kind == "job.taken_over"]
-        known = [owner for at, owner in takeovers if at <= time]
-        if known:
-            return known[-1]
-        return "" if takeovers else self.fields.get("owner", "")
+
+def known_attributes(source: object, names: Iterable[str]) -> dict[str, Any]:
+    known = ((name, getattr(source, name)) for name in names)
+    return {f"onbeat.{name}": value for name, value in known if value is not None}
+
+
+class Trace:
+    """The spans of one iteration. `trainer`: the id of the trainer; '' if it is unknown."""
+
+    def __init__(self, job_id: str, iteration: int, trainer: str) -> None:
+        self.job_id, self.iteration, self.trainer = job_id, iteration, trainer
+        self.spans: list[ReadableSpan] = []
+
+    def span(self, kind: str, lane: str, start: float, end: float) -> Span:
+        return Span(lane=lane, kind=kind, start=start, end=max(start, end), iteration=self.iteration)
+
+    def add(
+        self,
+        span: Span,
+        path: str,
+        parent: str = "iteration",
+        *,
+        attributes: dict[str, Any] | None = None,
+        link: tuple[int, str] | None = None,
+        error: str = "",
+    ) -> None:
+        """Add a span under the path of another one; '' for the root. `link`: iteration and path of a related span."""
+        service, instance = {BROKER: (BROKER, ""), TRAINER: (TRAINER, self.trainer)}.get(
+            span.lane, ("rollout", span.lane)
+        )
+        self.spans.append(
+            ReadableSpan(
+                name=span.kind,
+                context=context_of(self.job_id, self.iteration, path),
+                parent=context_of(self.job_id, self.iteration, parent) if parent else None,
+                resource=resource_of(service, instance),
+                attributes=attributes,
+                links=[Link(context_of(self.job_id, *link))] if link else [],
+                status=Status(StatusCode.ERROR, error) if error else Status(),
+                start_time=to_nanoseconds(span.start),
+                end_time=to_nanoseconds(span.end),
+                instrumentation_scope=SCOPE,
+            )
+        )
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-async def read_history(ledger: Ledger, job_id: str, first_iteration: int) -> JobHistory:
-    """Read the history for the traces from `first_iteration` on. Raises JobNotFound."""
-    fields = await ledger.jobs.fields(job_id)
-    version = int((await ledger.iterations.fields(job_id, first_iteration)).get("policy_version", "0"))
-    since = float(fields["created_at"])
-    if version > 0:  # the iteration before made it, and it was pulled as soon as it was announced
-        since = float((await ledger.iterations.fields(job_id, version - 1)).get("opened_at", since))
-    events: list[Event] = []
-    cursor = f"{int(since * 1000) - 1}-0"
-    while page := await ledger.event_log.read(job_id, cursor, count=EVENTS_AT_ONCE):
-        events += page
-        cursor = page[-1].id
-    return JobHistory(job_id, fields, events)
-
-
-async def read_trace(ledger: Ledger, job: JobHistory, iteration: int) -> list[TraceSpan] | None:
-    """Return the trace of a committed iteration, the root first; None when its groups are no longer kept.
+async def read_trace(ledger: Ledger, job: Fields, events: Sequence[Event], iteration: int) -> list[ReadableSpan] | None:
+    """Return the trace of a committed iteration, the root last; None when its groups are no longer kept.
 
     Raises JobNotFound, and ValueError for data that another trainer implementation may have written.
     """
-    (record,) = await read_iterations(ledger, job.job_id, iteration - 1, 1)
-    numbers = range(max(first_iteration(job.fields), iteration - 1), iteration + 1)
-    *earlier, own = [each.fields for each in await iteration_hashes(ledger, job.job_id, numbers)]
-    groups = list((await read_groups(ledger, job.job_id, iteration)).values())
+    job_id = job["id"]
+    records = {each.iteration: each for each in await read_iterations(ledger, job_id, iteration - 2, 2)}
+    record, previous = records[iteration], records.get(iteration - 1)
+    groups = list((await read_groups(ledger, job_id, iteration)).values())
     if None in groups or record.committed_at is None:
         return None
+    has_changed = any(event.kind == "job.taken_over" and event.time > record.committed_at for event in events)
+    trace = Trace(job_id, iteration, "" if has_changed else job.get("owner", ""))
+    held = await read_held(ledger, job_id, [record.policy_version])
+    for event in updates_for(events, record, previous):
+        for span in weight_spans([event], held):
+            version = span.iteration
+            link = (version - 1, "publish") if version else None
+            path = f"{span.kind}/{span.lane}/{event.id}"
+            trace.add(span, path, attributes={"onbeat.policy_version": version}, link=link)
+    own = await ledger.iterations.fields(job_id, iteration)
     trained = [span for span in trainer_spans(iteration, own) if span.kind != "wait"]
-    recorded = await ledger.iterations.micro_batches(job.job_id, iteration)
+    num_updates = int(json.loads(job["config"]).get("training", {}).get("num_updates_per_iteration", 1))
+    recorded = await ledger.iterations.micro_batches(job_id, iteration)
     num_replicas = int(json.loads(own.get("metrics", "{}")).get("num_training_devices", 1))
-    steps = find_steps(trained, recorded, job.num_updates, record.num_groups, num_replicas, record.committed_at)
-    trainer = job.trainer_at(record.committed_at)
-    held = await read_held(ledger, job.job_id, [record.policy_version])
-    spans = [
-        *hand_over_spans(updates_for(job.events, record, earlier), held),
-        *(span for group in groups if group for span in group_tree(group, record, steps, trainer)),
-        *step_spans(trained, trainer),
-    ]
-    return [root_span(job, record, spans), *spans]
+    steps = find_steps(trained, recorded, num_updates, record.num_groups, num_replicas)
+    for group in groups:
+        if group is not None:
+            number = update_of(group.group_id, num_updates, record.num_groups)
+            add_group(trace, group, record, steps.get(group.group_id, Step(number, None)))
+    add_steps(trace, trained)
+    add_root(trace, job, record)
+    return trace.spans
 
 
-def updates_for(events: Iterable[Event], record: IterationRecord, earlier: Sequence[Fields]) -> list[Event]:
-    """Return the events of rollouts that began to serve the iteration's weights. In `bounded` several iterations may
+def updates_for(events: Iterable[Event], record: IterationRecord, previous: IterationRecord | None) -> Iterator[Event]:
+    """Yield the events of rollouts that began to serve the iteration's weights. In `bounded` several iterations may
     have the same version: each event belongs to the first of them that was committed after it, and so to one trace."""
-    since = 0.0
-    for fields in earlier:
-        if int(fields["policy_version"]) == record.policy_version:
-            since = float(fields.get("committed_at", "0"))
-    until = record.committed_at or 0.0
-    return [
-        event
-        for event in events
-        if event.kind == "worker.updated"
-        and event.data["policy_version"] == record.policy_version
-        and since < event.time <= until
-    ]
+    version, until = record.policy_version, record.committed_at or 0.0
+    since = (previous.committed_at or 0.0) if previous and previous.policy_version == version else 0.0
+    for event in events:
+        is_update = event.kind == "worker.updated" and event.data["policy_version"] == version
+        if is_update and since < event.time <= until:
+            yield event
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------------
 
 
-def root_span(job: JobHistory, record: IterationRecord, spans: Sequence[TraceSpan]) -> TraceSpan:
-    """Return a span around all others: pulling the weights may begin before the opening, and a clock may be off."""
-    attributes: dict[str, str | int | float] = {
-        "onbeat.job_id": job.job_id,
-        "onbeat.job_name": job.fields.get("name", ""),
-        "onbeat.iteration": record.iteration,
-    }
-    return TraceSpan(
-        path="iteration",
-        name="iteration",
-        parent="",
-        start=min([record.opened_at, *(span.start for span in spans)]),
-        end=max([record.committed_at or record.opened_at, *(span.end for span in spans)]),
-        service="broker",
-        attributes=attributes | known_attributes(record, OF_RECORD),
-    )
+def add_root(trace: Trace, job: Fields, record: IterationRecord) -> None:
+    """Add a span around all others: pulling the weights may begin before the opening, and a clock may be off."""
+    about = {"job_id": job["id"], "job_name": job.get("name", ""), "iteration": record.iteration}
+    start, end = record.opened_at, record.committed_at or record.opened_at
+    for span in trace.spans:
+        start, end = min(start, (span.start_time or 0) / 1e9), max(end, (span.end_time or 0) / 1e9)
+    attributes = {f"onbeat.{name}": value for name, value in about.items()} | known_attributes(record, OF_RECORD)
+    trace.add(trace.span("iteration", BROKER, start, end), "iteration", parent="", attributes=attributes)
 
 
-def known_attributes(source: object, names: Iterable[str]) -> dict[str, str | int | float]:
-    known = ((name, getattr(source, name)) for name in names)
-    return {f"onbeat.{name}": value for name, value in known if value is not None}
-
-
-def hand_over_spans(events: Iterable[Event], held: Held) -> Iterator[TraceSpan]:
-    """Yield pull and load spans."""
-    for event in events:
-        for span in weight_spans([event], held):
-            yield TraceSpan(
-                path=f"{span.kind}/{span.lane}/{event.id}",
-                name=span.kind,
-                parent="iteration",
-                start=span.start,
-                end=span.end,
-                service="rollout",
-                instance=span.lane,
-                attributes={"onbeat.policy_version": span.iteration},
-                link=(span.iteration - 1, "publish") if span.iteration else None,
-            )
-
-
-def group_tree(group: AcceptedGroup, record: IterationRecord, steps: Steps, trainer: str) -> Iterator[TraceSpan]:
-    """Yield a group's span and those inside it."""
-    step = steps.of(group.group_id, group.accepted_at)
-    measured = group_spans(group, record.opened_at)
-    whole = TraceSpan(
-        path=f"group/{group.group_id}",
-        name="group",
-        parent="iteration",
-        start=record.opened_at,
-        end=max(step.end, step.used_at),
-        service="broker",
-        attributes=known_attributes(group, OF_GROUP),
-        error=group.failure[:MAX_MESSAGE],
-    )
-    yield whole
-
-    def child(name: str, start: float, end: float, service: str, instance: str = "", number: str = "") -> TraceSpan:
-        path = f"{whole.path}/{name}{number}"
-        return TraceSpan(path, name, whole.path, start, max(start, end), service, instance)
-
+def add_group(trace: Trace, group: AcceptedGroup, record: IterationRecord, step: "Step") -> None:
+    """Add a group's span and those inside it."""
+    whole, measured = f"group/{group.group_id}", group_spans(group, record.opened_at)
     began_at = measured[0].start if measured else group.accepted_at
-    yield child("wait_for_rollout", record.opened_at, began_at, "broker")
+    begun_at = used_at = record.committed_at or group.accepted_at
+    if step.optimizer:
+        begun_at, used_at = step.optimizer.start, step.optimizer.end
+    start, end = group.accepted_at, max(group.accepted_at, begun_at)
+    if step.micro_batch:
+        start, end = step.micro_batch.start, step.micro_batch.end
+    attributes, error = known_attributes(group, OF_GROUP), group.failure[:MAX_MESSAGE]
+    own = trace.span("group", BROKER, record.opened_at, max(end, used_at))
+    trace.add(own, whole, attributes=attributes, error=error)
+
+    def add_child(span: Span, number: str = "", **more: Any) -> None:
+        trace.add(span, f"{whole}/{span.kind}{number}", whole, **more)
+
+    add_child(trace.span("wait_for_rollout", BROKER, record.opened_at, began_at))
     for index, span in enumerate(measured):  # the spans of episodes come several times
-        number = f"-{index}" if group.in_engine else ""
-        yield child(span.kind, span.start, span.end, "rollout", span.lane, number)
-    yield child("wait_for_trainer", group.accepted_at, step.start, "broker")
-    yield replace(
-        child("micro_batch", step.start, step.end, "trainer", trainer),
-        attributes=step_attributes(step),
-        link=(record.iteration, f"optimizer/{step.update}") if steps.updates else None,
-    )
+        add_child(span, f"-{index}" if group.in_engine else "")
+    add_child(trace.span("wait_for_trainer", BROKER, group.accepted_at, start))
+    link = (record.iteration, f"optimizer/{step.update}") if step.optimizer else None
+    add_child(trace.span("micro_batch", TRAINER, start, end), attributes=step.attributes(), link=link)
 
 
-def step_attributes(step: TrainedGroup) -> Attributes:
-    attributes: dict[str, str | int | float] = {"onbeat.update": step.update}
-    if step.index is not None:
-        attributes |= {"onbeat.micro_batch": step.index, "onbeat.trainer_rank": step.rank}
-    if not step.is_timed:
-        attributes["onbeat.is_timed"] = False
-    return attributes
-
-
-def step_spans(trained: Sequence[Span], trainer: str) -> Iterator[TraceSpan]:
-    """Yield the trainer's spans for the iteration as a whole. Its snapshot and its announcement are one `publish`."""
-
-    def span(path: str, kind: str, start: float, end: float) -> TraceSpan:
-        return TraceSpan(path, kind, "iteration", start, end, TRAINER, trainer)
-
-    for index, each in enumerate(each for each in trained if each.kind == "optimizer"):
-        yield span(f"optimizer/{index}", "optimizer", each.start, each.end)
+def add_steps(trace: Trace, trained: Sequence[Span]) -> None:
+    """Add the trainer's spans for the iteration as a whole. Its snapshot and its announcement are one `publish`."""
+    for index, span in enumerate(span for span in trained if span.kind == "optimizer"):
+        trace.add(span, f"optimizer/{index}")
     for kind in ("publish", "checkpoint"):
-        if same := [each for each in trained if each.kind == kind]:
-            yield span(kind, kind, min(each.start for each in same), max(each.end for each in same))
+        if same := [span for span in trained if span.kind == kind]:
+            start, end = min(span.start for span in same), max(span.end for span in same)
+            trace.add(trace.span(kind, TRAINER, start, end), kind)
+
+
+# ---- which span of the trainer belongs to a group --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training of a group."""
+
+    update: int  # number of the optimizer step in the iteration
+    optimizer: Span | None  # None: the trainer reported none, or an unexpected number
+    micro_batch: Span | None = None  # None: it was at an unknown time between acceptance and optimizer step
+    index: int | None = None  # number of the micro-batch, in the order of recording; None: not recorded
+    rank: int = 0  # rank of the trainer's replica
+
+    def attributes(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = {"onbeat.update": self.update}
+        if self.index is not None:
+            attributes |= {"onbeat.micro_batch": self.index, "onbeat.trainer_rank": self.rank}
+        return attributes if self.micro_batch else attributes | {"onbeat.is_timed": False}
+
+
+def find_steps(
+    trained: Sequence[Span],
+    recorded: Sequence[tuple[int, list[str]]],
+    num_updates: int,
+    num_groups: int,
+    num_replicas: int,
+) -> dict[str, Step]:
+    """Match groups with the trainer's spans, which are those of its first rank, in order and without names.
+
+    recorded: (rank, group ids) of each micro-batch, in order; rank 0 also has those of replicas that are gone.
+    """
+    optimizers = [span for span in trained if span.kind == "optimizer"]
+    is_known = len(optimizers) == num_updates
+    steps: dict[str, Step] = {}
+    for number in range(num_updates):
+        optimizer = optimizers[number] if is_known else None
+        since = optimizers[number - 1].end if is_known and number else 0.0
+        until = optimizer.start if optimizer else 0.0
+        spans = [span for span in trained if span.kind == "micro_batch" and since <= span.start < until]
+        batches = [
+            (index, rank, ids)
+            for index, (rank, ids) in enumerate(recorded)
+            if update_of(ids[0], num_updates, num_groups) == number
+        ]
+        # One span more is the last, the row without gradient of an update without signal.
+        is_clear = len(spans) - sum(rank % num_replicas == 0 for _, rank, _ in batches) in (0, 1)
+        in_order = iter(spans if is_clear else ())
+        for index, rank, ids in batches:
+            span = next(in_order, None) if rank % num_replicas == 0 else None
+            steps |= dict.fromkeys(ids, Step(number, optimizer, span, index, rank))
+    return steps
+
+
+def update_of(group_id: str, num_updates: int, num_groups: int) -> int:
+    """Return the number of the update that trains a group, by its place in the iteration, as in the trainer.
+
+    >>> [update_of(f"7-{index}", num_updates=2, num_groups=5) for index in range(5)]
+    [0, 0, 0, 1, 1]
+    """
+    return int(group_id.rpartition("-")[2]) * num_updates // num_groups
