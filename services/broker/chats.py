@@ -30,7 +30,6 @@ class ChatLimits:
 class TrainedModel:
     job_id: str
     name: str
-    pool: str
     state: JobState
     created_at: float
 
@@ -135,5 +134,4 @@ class ChatDesk:
 
 def model_of(job_id: str, fields: dict[str, str]) -> TrainedModel:
     """Return the model of a job. Raises ValueError or LookupError for a record that cannot be read."""
-    created_at, state = float(fields["created_at"]), JobState(fields["state"])
-    return TrainedModel(job_id, fields["name"], fields["pool"], state, created_at)
+    return TrainedModel(job_id, fields["name"], JobState(fields["state"]), float(fields["created_at"]))

@@ -66,8 +66,9 @@ class Gate:
         sent = bearer_token(headers)
         key = self._keys.find(sent) if sent else None
         if key is None:
-            wait_s = self._failures.wait_s(address_of(scope))
-            return refuse_failures(wait_s) if wait_s else refuse_unknown(has_key=bool(sent))
+            if wait_s := self._failures.wait_s(address_of(scope)):
+                return refuse_haste(wait_s, "too many requests without a valid API key from this address")
+            return refuse_unknown(has_key=bool(sent))
         scope[CALLER] = key
         if too_hasty := self._refuse_haste(key.id):
             return too_hasty
@@ -115,10 +116,6 @@ def refuse_unknown(*, has_key: bool) -> ProblemResponse:
         detail = "send an API key as 'Authorization: Bearer KEY'; the onbeat command takes it from ONBEAT_API_KEY"
         challenge = 'Bearer realm="onbeat"'
     return problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": challenge})
-
-
-def refuse_failures(wait_s: float) -> ProblemResponse:
-    return refuse_haste(wait_s, "too many requests without a valid API key from this address")
 
 
 def refuse_haste(wait_s: float, what: str) -> ProblemResponse:

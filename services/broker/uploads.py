@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO
 
+from starlette.exceptions import HTTPException
+
 from onbeat.disk_space import GB, free_bytes
-from onbeat.errors import OnbeatError
 from onbeat.types import DATASETS_FOLDER, DatasetRecord
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -25,14 +26,6 @@ UPLOADING = ".upload-"
 LEFTOVER_S = 86_400.0  # an upload that is older has lost its broker
 MIN_FREE_BYTES = GB  # that are left on the disk, which Redis may share
 CHECK_BYTES = 64 << 20  # the free disk space is checked so often
-
-
-class UploadRefused(OnbeatError):
-    """The file cannot be taken. `status`: that of the HTTP answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Uploads:
@@ -51,18 +44,18 @@ class Uploads:
     async def receive(self, name: str, chunks: AsyncIterator[bytes], sha256: str | None) -> tuple[DatasetRecord, bool]:
         """Store a file; also return whether it is new. `sha256`: what its digest must be, where the sender knows it.
 
-        Raises UploadRefused, also where another file has the name.
+        Raises HTTPException, also where another file has the name.
         """
         try:
             with self._draft() as draft:
                 digest = await receive_into(draft, chunks)
                 if sha256 not in (None, digest):
                     message = f"what arrived has the SHA-256 {digest}, not {sha256}; the file changed, send it again"
-                    raise UploadRefused(422, message)
+                    raise HTTPException(422, message)
                 return await asyncio.to_thread(self._publish, draft, name, digest)
         except OSError as error:
             message = f"the broker cannot write to its data folder: {error.strerror or error}; ask whoever runs it"
-            raise UploadRefused(507, message) from error
+            raise HTTPException(507, message) from error
 
     def remove(self, name: str) -> bool:
         """Remove a file. Return False where there is none."""
@@ -72,7 +65,7 @@ class Uploads:
             return False
         except OSError as error:
             message = f"the broker cannot remove it: {error.strerror or error}; ask whoever runs it"
-            raise UploadRefused(507, message) from error
+            raise HTTPException(507, message) from error
         self._note(name).unlink(missing_ok=True)
         return True
 
@@ -97,7 +90,7 @@ class Uploads:
         except FileExistsError as error:
             if self._digest(target) != digest:
                 message = f"there is another file {name}, and files are never changed; take another name"
-                raise UploadRefused(409, message) from error
+                raise HTTPException(409, message) from error
             return self._record(target), False
         self._write_note(target, digest)
         return self._record(target), True
@@ -138,13 +131,13 @@ class Uploads:
 
 
 async def receive_into(draft: IO[bytes], chunks: AsyncIterator[bytes]) -> str:
-    """Write the chunks, and return their SHA-256. Raises UploadRefused when the disk is nearly full."""
+    """Write the chunks, and return their SHA-256. Raises HTTPException when the disk is nearly full."""
     digest, num_bytes, next_check = hashlib.sha256(), 0, 0
     async for chunk in chunks:
         if num_bytes >= next_check:
             if free_bytes(Path(draft.name).parent) < MIN_FREE_BYTES:
                 message = f"the broker's disk has less than {MIN_FREE_BYTES / GB:g} GB free; free some space there"
-                raise UploadRefused(507, message)
+                raise HTTPException(507, message)
             next_check = num_bytes + CHECK_BYTES
         await asyncio.to_thread(draft.write, chunk)
         digest.update(chunk)

@@ -6,10 +6,10 @@ from pathlib import Path
 from onbeat.config import JobConfig
 from onbeat.errors import JobNotFound
 from onbeat.streams.ledger import Ledger
-from services.broker.admission.review import FieldError
+from services.broker.admission.models import Complaint
 
 
-async def review_fork(ledger: Ledger, config: JobConfig) -> list[FieldError]:
+async def review_fork(ledger: Ledger, config: JobConfig) -> list[Complaint]:
     """Check that the checkpoint of the fork exists and fits: what is wrong, and what to do."""
     if config.fork is None:
         return []
@@ -17,11 +17,11 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[FieldError]:
     try:
         fields = await ledger.jobs.fields(parent)
     except JobNotFound as error:
-        return [FieldError(field="fork.job", message=str(error))]
+        return [("fork.job", str(error))]
     of_parent = json.loads(fields["config"])
     if of_parent["model"]["path"] != config.model.path or of_parent.get("lora") != config.model_dump()["lora"]:
         message = f"a fork trains the model of job {parent}, {of_parent['model']['path']}, with the same [lora]"
-        return [FieldError(field="model.path", message=message)]
+        return [("model.path", message)]
     newest = int(fields.get("checkpoint_iteration", "0"))
     kept = kept_checkpoints(fields.get("checkpoint", ""))
     if wanted in kept or (not kept and 0 < wanted <= newest):  # not kept: its trainer has another disk
@@ -29,7 +29,7 @@ async def review_fork(ledger: Ledger, config: JobConfig) -> list[FieldError]:
     known = f"there are those after {', '.join(map(str, kept))}" if kept else f"its newest is after {newest}"
     message = f"job {parent} has no checkpoint after {wanted} iterations; " + (known if newest else "it has none yet")
     remedy = "; take one of them, or let the next job keep more (checkpoint.every_iterations, checkpoint.keep)"
-    return [FieldError(field="fork.iteration", message=message + remedy)]
+    return [("fork.iteration", message + remedy)]
 
 
 def kept_checkpoints(newest: str) -> list[int]:

@@ -7,7 +7,7 @@ from onbeat.errors import CannotResume
 from onbeat.streams.ledger import Extension, Ledger
 from onbeat.streams.records import following_evaluation
 from onbeat.types import JobState
-from services.broker.admission.review import Admission, FieldError, JobRefused
+from services.broker.admission.review import Admission, JobRefused
 
 
 async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_iterations: int | None) -> None:
@@ -24,7 +24,7 @@ async def resume_over(ledger: Ledger, admission: Admission, job_id: str, num_ite
     if num_iterations is not None:
         if num_iterations <= num_before:
             message = f"the job has done {num_before} iterations; give a larger total, got {num_iterations}"
-            raise JobRefused([FieldError(field="num_iterations", message=message)])
+            raise JobRefused([("num_iterations", message)])
         config, every = config.extended(num_iterations), config.evaluation and config.evaluation.every_iterations
         due = following_evaluation(num_before, every, num_iterations) if every else None
         extension = Extension(config.model_dump(mode="json"), num_iterations, due)

@@ -9,15 +9,13 @@ from importlib.metadata import entry_points
 from itertools import zip_longest
 from typing import Any
 
-from pydantic import BaseModel
-
 from onbeat.config import DataConfig, JobConfig, RowData
 from onbeat.config.explain import show
 from onbeat.errors import OnbeatError
 from onbeat.installed import ENVIRONMENTS, REWARDS
 from onbeat.rewards import HTTP_REWARD, RewardConfig
 from services.broker.admission.hub import review_hub_model
-from services.broker.admission.models import review_model
+from services.broker.admission.models import Complaint, review_model
 from services.broker.admission.rewards import compares_with_answer, review_on_data
 from services.broker.datasets import DatasetError, DatasetSpec, PromptItem
 from services.broker.datasets.procedural import nearest
@@ -46,18 +44,12 @@ class RewardUse:
     data: Sequence[tuple[str, DataConfig]]
 
 
-class FieldError(BaseModel):
-    field: str
-    message: str
-    line: int | None = None  # where it is in the TOML that was sent
-
-
 class JobRefused(OnbeatError):
     """The job cannot run as it is; nothing was created."""
 
-    def __init__(self, errors: list[FieldError]) -> None:
-        super().__init__("; ".join(f"{error.field}: {error.message}" for error in errors))
-        self.errors = errors
+    def __init__(self, complaints: list[Complaint]) -> None:
+        super().__init__("; ".join(f"{field}: {message}" for field, message in complaints))
+        self.complaints = complaints
 
 
 class Admission:
@@ -69,53 +61,53 @@ class Admission:
 
     async def review(self, config: JobConfig) -> list[str]:
         """Return the notes of `examine`. Raises JobRefused with everything that is wrong."""
-        errors, notes = await self.examine(config)
-        if errors:
-            raise JobRefused(errors)
+        complaints, notes = await self.examine(config)
+        if complaints:
+            raise JobRefused(complaints)
         return notes
 
-    async def examine(self, config: JobConfig) -> tuple[list[FieldError], list[str]]:
+    async def examine(self, config: JobConfig) -> tuple[list[Complaint], list[str]]:
         """Return everything that is wrong, and what the job's events should say about its data. The data is not opened
         while numbers or options are impossible."""
         unusable = review_numbers(config) + review_free_values(config)
-        errors = unusable + review_environment(config)
+        complaints = unusable + review_environment(config)
         to_try: list[tuple[RewardUse, int]] = []  # with the number of groups of its pattern
         for use in reward_uses(config):
             of_pattern, num_groups = await self._review_pattern(use)
             of_reward = review_reward(use, num_groups)
-            errors += of_reward + of_pattern
+            complaints += of_reward + of_pattern
             if use.field.startswith("reward") and use.reward.name != HTTP_REWARD and not of_reward:
                 to_try.append((use, num_groups))
-        errors += [FieldError(field=f, message=m) for f, m in review_model(config, self._has_model_folders)]
+        complaints += review_model(config, self._has_model_folders)
         if self._has_model_folders:
-            errors += [FieldError(field=f, message=m) for f, m in await review_hub_model(config.model.path)]
+            complaints += await review_hub_model(config.model.path)
         notes: list[str] = []
         if not unusable:
             of_data, first = await self._review_data(config, notes)
-            errors += of_data
+            complaints += of_data
             for use, num_groups in to_try:
                 async with self._trials:
-                    complaints, of_trial = await review_on_data(use.field, use.reward, first, num_groups)
-                errors += [FieldError(field=f, message=m) for f, m in complaints]
-                notes += of_trial
-        return errors, notes
+                    of_trial, more_notes = await review_on_data(use.field, use.reward, first, num_groups)
+                complaints += of_trial
+                notes += more_notes
+        return complaints, notes
 
-    async def _review_data(self, config: JobConfig, notes: list[str]) -> tuple[list[FieldError], PromptItem | None]:
+    async def _review_data(self, config: JobConfig, notes: list[str]) -> tuple[list[Complaint], PromptItem | None]:
         """Open all data, and add to the notes. Return the first thing that is wrong with each, and the first prompt."""
-        errors, first = [], None
+        complaints, first = [], None
         try:
             (first,), note = await self._process.read_noted(DatasetSpec.of_job(config), 0, 1)
             notes += [note] * bool(note)
         except DatasetError as error:
-            errors.append(FieldError(field=error.field, message=error.message))
+            complaints.append((error.field, error.message))
         for held_out in config.held_out:
             try:
                 await read_set(held_out, config.seed, self._process, num_prompts=1)
             except DatasetError as error:
-                errors.append(FieldError(field=error.field, message=error.message))
-        return errors, first
+                complaints.append((error.field, error.message))
+        return complaints, first
 
-    async def _review_pattern(self, use: RewardUse) -> tuple[list[FieldError], int]:
+    async def _review_pattern(self, use: RewardUse) -> tuple[list[Complaint], int]:
         """Return what is wrong with the reward's pattern, and its number of groups; 0 without one."""
         option, options = PATTERN_OPTIONS.get(use.reward.name), use.reward.options
         if option is None or (option not in options and option != "pattern"):
@@ -126,25 +118,25 @@ class Admission:
         if not problem:
             return [], num_groups
         message = f"reward {use.reward.name} needs a regular expression here; {show(pattern)} {problem}"
-        return [FieldError(field=f"{use.field}.options.{option}", message=message)], 0
+        return [(f"{use.field}.options.{option}", message)], 0
 
 
-def review_numbers(config: JobConfig) -> list[FieldError]:
-    errors = []
+def review_numbers(config: JobConfig) -> list[Complaint]:
+    complaints = []
     rollout = config.rollout
     num_responses = rollout.num_prompts_per_iteration * rollout.num_samples_per_prompt
     if num_responses > MAX_RESPONSES_PER_ITERATION:
         message = f"{num_responses} responses in one iteration; at most {MAX_RESPONSES_PER_ITERATION} are allowed, "
         message += "lower it"
-        errors.append(FieldError(field="rollout.num_prompts_per_iteration", message=message))
+        complaints.append(("rollout.num_prompts_per_iteration", message))
     if DatasetSpec.of_job(config).num_items > MAX_PROMPTS_PER_JOB:
         message = f"at most {MAX_PROMPTS_PER_JOB} prompts in all iterations together; "
         message += "lower it or the prompts per iteration"
-        errors.append(FieldError(field="schedule.num_iterations", message=message))
-    return errors
+        complaints.append(("schedule.num_iterations", message))
+    return complaints
 
 
-def review_free_values(config: JobConfig) -> list[FieldError]:
+def review_free_values(config: JobConfig) -> list[Complaint]:
     """Check that the options, which are free-form, are at least JSON that every service can read."""
     options: dict[str, Any] = {f"{use.field}.options": use.reward.options for use in reward_uses(config)}
     if config.environment is not None:
@@ -152,13 +144,13 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
     options |= {
         f"{field}.options": data.options for field, data in data_sections(config) if data.type == "reasoning_gym"
     }
-    errors = [
-        FieldError(field=f"{field}.max_prompt_tokens", message="only training data has this; leave it out")
+    complaints = [
+        (f"{field}.max_prompt_tokens", "only training data has this; leave it out")
         for field, data in data_sections(config)
         if field != "data" and isinstance(data, RowData) and data.max_prompt_tokens is not None
     ]
-    errors += [
-        FieldError(field=f"{field}.on_too_long", message="refuse needs max_prompt_tokens, the length that it allows")
+    complaints += [
+        (f"{field}.on_too_long", "refuse needs max_prompt_tokens, the length that it allows")
         for field, data in data_sections(config)
         if isinstance(data, RowData) and data.on_too_long == "refuse" and data.max_prompt_tokens is None
     ]
@@ -166,10 +158,8 @@ def review_free_values(config: JobConfig) -> list[FieldError]:
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, TypeError) as error:
-            errors.append(
-                FieldError(field=field, message=f"not plain JSON ({error}); use finite numbers and valid text")
-            )
-    return errors
+            complaints.append((field, f"not plain JSON ({error}); use finite numbers and valid text"))
+    return complaints
 
 
 def data_sections(config: JobConfig) -> list[tuple[str, DataConfig]]:
@@ -197,47 +187,45 @@ def uses_in(field: str, section: OneOrSeveral, data: Sequence[tuple[str, DataCon
     return [RewardUse(f"{field}.{index}", reward, data) for index, reward in enumerate(section)]
 
 
-def review_environment(config: JobConfig) -> list[FieldError]:
+def review_environment(config: JobConfig) -> list[Complaint]:
     installed = entry_points(group=ENVIRONMENTS).names
     if config.environment is None or config.environment.name in installed:
         return []
     message = f"no environment {config.environment.name!r} is installed; {nearest(config.environment.name, installed)}"
-    return [FieldError(field="environment.name", message=message)]
+    return [("environment.name", message)]
 
 
-def review_reward(use: RewardUse, num_groups: int = 0) -> list[FieldError]:
+def review_reward(use: RewardUse, num_groups: int = 0) -> list[Complaint]:
     """Check the reward without its data's content. `num_groups`: of its pattern."""
     name, installed = use.reward.name, entry_points(group=REWARDS).names
     if name == HTTP_REWARD:
         return review_service(use)
     if name not in installed:
         message = f"no reward {name!r} is installed; {nearest(name, {*installed, HTTP_REWARD})}"
-        return [FieldError(field=f"{use.field}.name", message=message)]
+        return [(f"{use.field}.name", message)]
     for field, data in use.data:
         if name == "reasoning_gym" and isinstance(data, RowData):
             message = f"scores only data of type reasoning_gym, {field} has rows; use exact, regex or math with rows"
-            return [FieldError(field=f"{use.field}.name", message=message)]
+            return [(f"{use.field}.name", message)]
         if compares_with_answer(use.reward, num_groups) and isinstance(data, RowData) and data.answer_field is None:
             message = f"reward {name} compares with an answer; name the field that holds it, or take another reward"
-            return [FieldError(field=f"{field}.answer_field", message=message)]
+            return [(f"{field}.answer_field", message)]
     return review_options(use)
 
 
-def review_options(use: RewardUse) -> list[FieldError]:
+def review_options(use: RewardUse) -> list[Complaint]:
     """Check the options of a reward that comes with Onbeat; the broker cannot know the options of others."""
     name = use.reward.name
     known = REWARD_OPTIONS.get(name, use.reward.options)
     remedy = f"it has: {', '.join(known)}" if known else "it has none"
     return [
-        FieldError(
-            field=f"{use.field}.options", message=f"reward {name} has no option {option[:MAX_SHOWN]!r}; {remedy}"
-        )
+        (f"{use.field}.options", f"reward {name} has no option {option[:MAX_SHOWN]!r}; {remedy}")
         for option in use.reward.options
         if option not in known
     ]
 
 
-def review_service(use: RewardUse) -> list[FieldError]:
+def review_service(use: RewardUse) -> list[Complaint]:
     """Check the form of the name only: the services are named in the settings of the rollouts."""
     service = use.reward.options.get("service")
     if isinstance(service, str) and SERVICE_NAME.fullmatch(service):
@@ -246,4 +234,4 @@ def review_service(use: RewardUse) -> list[FieldError]:
         f"reward http needs the name of a service here (letters, digits, _ . -; at most 64), got {show(service)}; "
         "its address is in ONBEAT_REWARD_SERVICES of the rollouts"
     )
-    return [FieldError(field=f"{use.field}.options.service", message=message)]
+    return [(f"{use.field}.options.service", message)]

@@ -3,10 +3,10 @@
 from onbeat.config import JobConfig
 from onbeat.streams.ledger import Ledger
 from onbeat.types import SILENT_S
-from services.broker.admission.review import FieldError
+from services.broker.admission.models import Complaint
 
 
-async def review_trackers(ledger: Ledger, config: JobConfig) -> list[FieldError]:
+async def review_trackers(ledger: Ledger, config: JobConfig) -> list[Complaint]:
     """Find trackers that no living trainer of the pool has. Without a trainer nothing is known."""
     if not config.tracking:
         return []
@@ -16,10 +16,10 @@ async def review_trackers(ledger: Ledger, config: JobConfig) -> list[FieldError]
     if not known or len(known) < len(alive):
         return []
     return [
-        FieldError(
-            field=f"tracking.{index}.type",
-            message=f"{tracker.type} is not installed where the trainers of pool {config.pool} run; install it "
-            "there and restart them, or leave the tracker out",
+        (
+            f"tracking.{index}.type",
+            f"{tracker.type} is not installed where the trainers of pool {config.pool} run; install it there and "
+            "restart them, or leave the tracker out",
         )
         for index, tracker in enumerate(config.tracking)
         if not any(tracker.type in installed for installed in known)

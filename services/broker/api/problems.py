@@ -17,11 +17,10 @@ from onbeat.config.explain import explain_errors
 from onbeat.errors import GroupsTrimmed, IllegalTransition, JobDeleted, JobNotFound
 from onbeat.streams.connection import explain_refusal
 from services.broker.admission.quota import QuotaExceeded
-from services.broker.admission.review import FieldError, JobRefused
+from services.broker.admission.review import JobRefused
 from services.broker.api.context import context_of
 from services.broker.api.review import examine_the_rest
-from services.broker.api.toml_body import MalformedToml, name_lines
-from services.broker.uploads import UploadRefused
+from services.broker.api.toml_body import FieldError, MalformedToml, field_errors
 from services.broker.views.alike import StillReading
 from services.broker.views.groups import GroupNotFound
 from services.broker.views.live import TooManyWatchers
@@ -95,7 +94,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(MalformedToml, on_malformed_toml)
     app.add_exception_handler(JobRefused, on_refused)
-    app.add_exception_handler(UploadRefused, on_refused_upload)
     for kind in REFUSALS:
         app.add_exception_handler(kind, on_refusal)
     app.add_exception_handler(RedisError, on_redis_error)
@@ -119,17 +117,13 @@ async def on_invalid_request(request: Request, error: Exception) -> ProblemRespo
     if any(details["type"] == "json_invalid" for details in error.errors()):
         reason = str(error.errors()[0].get("ctx", {}).get("error", "syntax error"))
         return problem(400, "Malformed JSON", f"the body is not valid JSON: {reason}")
-    errors = [FieldError(field=f, message=m) for f, m in explain_errors(error.errors(), error.body)]
+    complaints = explain_errors(error.errors(), error.body)
     if getattr(request.scope["route"], "path", None) in JOB_PATHS and isinstance(error.body, dict):
-        wrong = [each.field for each in errors]
+        wrong = [field for field, _ in complaints]
         misspelt = [f for f, each in zip(wrong, error.errors(), strict=False) if each["type"] == "extra_forbidden"]
-        errors += await examine_the_rest(context_of(request), error.body, wrong, misspelt)
-    return problem(
-        422,
-        "Invalid request",
-        "Nothing was created or changed. Correct the fields and send it again.",
-        name_lines(request, errors),
-    )
+        complaints += await examine_the_rest(context_of(request), error.body, wrong, misspelt)
+    detail = "Nothing was created or changed. Correct the fields and send it again."
+    return problem(422, "Invalid request", detail, field_errors(request, complaints))
 
 
 async def on_malformed_toml(_: Request, error: Exception) -> ProblemResponse:
@@ -159,12 +153,7 @@ def methods_of(request: Request) -> set[str]:
 async def on_refused(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, JobRefused)
     detail = "Nothing was created. Correct the fields and send it again."
-    return problem(422, "Job refused", detail, name_lines(request, error.errors))
-
-
-async def on_refused_upload(_: Request, error: Exception) -> ProblemResponse:
-    assert isinstance(error, UploadRefused)
-    return problem(error.status, HTTPStatus(error.status).phrase, str(error))
+    return problem(422, "Job refused", detail, field_errors(request, error.complaints))
 
 
 async def on_refusal(_: Request, error: Exception) -> ProblemResponse:

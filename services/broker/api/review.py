@@ -8,7 +8,8 @@ from redis.exceptions import RedisError
 
 from onbeat.config import JobConfig
 from services.broker.admission.fork import review_fork
-from services.broker.admission.review import FieldError, JobRefused
+from services.broker.admission.models import Complaint
+from services.broker.admission.review import JobRefused
 from services.broker.admission.trackers import review_trackers
 from services.broker.api.context import Context
 
@@ -21,20 +22,20 @@ ANY_NUMBERS = {
 
 async def review(broker: Context, config: JobConfig) -> list[str]:
     """Return notes about the job's data. Raises JobRefused with everything that is wrong."""
-    errors, notes = await examine(broker, config)
-    if errors:
-        raise JobRefused(errors)
+    complaints, notes = await examine(broker, config)
+    if complaints:
+        raise JobRefused(complaints)
     return notes
 
 
-async def examine(broker: Context, config: JobConfig) -> tuple[list[FieldError], list[str]]:
-    errors, notes = await broker.admission.examine(config)
-    return errors + await review_fork(broker.ledger, config) + await review_trackers(broker.ledger, config), notes
+async def examine(broker: Context, config: JobConfig) -> tuple[list[Complaint], list[str]]:
+    complaints, notes = await broker.admission.examine(config)
+    return complaints + await review_fork(broker.ledger, config) + await review_trackers(broker.ledger, config), notes
 
 
 async def examine_the_rest(
     broker: Context, body: Any, wrong: Sequence[str], misspelt: Sequence[str]
-) -> list[FieldError]:
+) -> list[Complaint]:
     """Return what is wrong besides the fields that the schema refuses; nothing if there is no job without them.
 
     `misspelt`: those of them that are no keys. Their sections may lack the right ones, so nothing is said about these.
@@ -43,14 +44,14 @@ async def examine_the_rest(
     if config is None:
         return []
     try:
-        errors, _ = await examine(broker, config)
+        complaints, _ = await examine(broker, config)
     except RedisError:  # the fields are wrong all the same
         return []
     sections = {section_of(field) for field in misspelt}
     return [
-        error
-        for error in errors
-        if section_of(error.field) not in sections and not any(overlap(error.field, field) for field in wrong)
+        (field, message)
+        for field, message in complaints
+        if section_of(field) not in sections and not any(overlap(field, each) for each in wrong)
     ]
 
 

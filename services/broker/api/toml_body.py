@@ -2,23 +2,32 @@
 
 import re
 import tomllib
-from collections.abc import Callable, Coroutine, Iterator
-from email.message import Message
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from onbeat.errors import OnbeatError
-from services.broker.admission.review import FieldError
+from services.broker.admission.models import Complaint
 
 MEDIA_TYPE = "application/toml"
 MAX_CHARACTERS = 65_536  # tomllib takes about a second for a million
-MAX_LINES, MAX_STATEMENT_LINES = 2000, 50  # lines that are searched for a field
 LONG_KEY = re.compile(r"(?:[^\s.=]+\s*\.\s*){33}")  # a.b.c...: its time grows with the square of its parts
 AT_LINE = re.compile(r"\(at line (\d+), column \d+\)")
+NAME = r"""(?P<path>(?:[\w-]+|"[^"]*"|'[^']*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"]*"|'[^']*'))*)"""
+HEADER = re.compile(rf"[ \t]*(?P<brackets>\[\[?)[ \t]*{NAME}[ \t]*\]")
+KEY = re.compile(rf"[ \t]*{NAME}[ \t]*=")
+LONG_QUOTES = re.compile(r"\"{3}|'{3}")  # of strings over several lines
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class FieldError(BaseModel):
+    field: str
+    message: str
+    line: int | None = None  # where it is in the TOML that was sent
 
 
 class MalformedToml(OnbeatError):
@@ -36,7 +45,8 @@ class TomlRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_either(request: Request) -> Response:
-            if self.body_field is None or media_type_of(request) != MEDIA_TYPE:
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if self.body_field is None or media_type != MEDIA_TYPE:
                 return await handle(request)
             text = decode(await request.body())
             request.state.toml = text
@@ -59,12 +69,6 @@ class TomlRequest(Request):
 
     async def json(self) -> Any:
         return self._parsed
-
-
-def media_type_of(request: Request) -> str:
-    header = Message()
-    header["content-type"] = request.headers.get("content-type", "")
-    return header.get_content_type()
 
 
 def decode(body: bytes) -> str:
@@ -90,13 +94,10 @@ def parse(text: str) -> dict[str, Any]:
         raise MalformedToml(str(error), int(found[1]) if found else None) from error
 
 
-def name_lines(request: Request, errors: list[FieldError]) -> list[FieldError]:
-    """Add to each error the line of its field, or of the section that the field is missing in, if TOML was sent."""
-    text = getattr(request.state, "toml", None)
-    if text is None:
-        return errors
-    lines = dict(lines_of(text))
-    return [error.model_copy(update={"line": line_of(error.field, lines)}) for error in errors]
+def field_errors(request: Request, complaints: Iterable[Complaint]) -> list[FieldError]:
+    """Return the complaints, if TOML was sent with the line of each field, or of the section that it is missing in."""
+    lines = lines_of(getattr(request.state, "toml", ""))
+    return [FieldError(field=field, message=message, line=line_of(field, lines)) for field, message in complaints]
 
 
 def line_of(field: str, lines: dict[str, int]) -> int | None:
@@ -110,66 +111,34 @@ def line_of(field: str, lines: dict[str, int]) -> int | None:
     return lines.get(field)
 
 
-def lines_of(text: str) -> Iterator[tuple[str, int]]:
-    """Yield (dotted path, line) of each table and key. Stops at a statement that is longer than MAX_STATEMENT_LINES.
+def lines_of(text: str) -> dict[str, int]:
+    """Return the line of each table and key that begins a line, by its dotted path. The text is valid TOML.
 
-    >>> dict(lines_of('name = "a"\\n[model]\\npath = "b"'))
-    {'name': 1, 'model': 2, 'model.path': 3}
+    >>> lines_of('name = "a"\\n[model]\\npath = "b"\\n[[tracking]]\\ntype = "wandb"')
+    {'name': 1, 'model': 2, 'model.path': 3, 'tracking': 4, 'tracking.0': 4, 'tracking.0.type': 5}
     """
-    section: tuple[str, ...] = ()
-    counts: dict[tuple[str, ...], int] = {}  # tables of each array so far
-    for number, statement in statements(text):
-        parsed = tomllib.loads(statement)
-        if not statement.lstrip().startswith("["):
-            yield from ((".".join(section + path), number) for path in paths_in(parsed))
+    lines: dict[str, int] = {}
+    arrays: dict[str, int] = {}  # arrays of tables so far, and the number of their last table
+    section, open_quotes = "", ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        is_inside = bool(open_quotes)
+        if not is_inside and line.lstrip().startswith("#"):
             continue
-        *_, name = paths_in(parsed)
-        if statement.lstrip().startswith("[["):
-            name = name[:-1]  # without the index of the only table
-            counts[name] = counts.get(name, -1) + 1
-        section = numbered(name, counts)
-        yield ".".join(section), number
-
-
-def statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each header or key with its value, which may go over several lines."""
-    pending, start = "", 0
-    for number, line in enumerate(text.split("\n")[:MAX_LINES], start=1):
-        if not pending:
-            start = number
-        pending += line + "\n"
-        try:
-            is_empty = not tomllib.loads(pending)
-        except tomllib.TOMLDecodeError:
-            if number - start >= MAX_STATEMENT_LINES:
-                return
+        for quotes in LONG_QUOTES.findall(line):
+            open_quotes = "" if quotes == open_quotes else open_quotes or quotes
+        if is_inside or not (found := HEADER.match(line) or KEY.match(line)):
             continue
-        if not is_empty:
-            yield start, pending
-        pending = ""
-
-
-def paths_in(parsed: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every table, list item and value, outer ones first.
-
-    >>> list(paths_in({"a": {"b": [{}]}}))
-    [('a',), ('a', 'b'), ('a', 'b', '0')]
-    """
-    for key, value in parsed.items():
-        yield (path := (*before, key))
-        inner = {str(index): item for index, item in enumerate(value)} if isinstance(value, list) else value
-        if isinstance(inner, dict):
-            yield from paths_in(inner, path)
-
-
-def numbered(name: tuple[str, ...], counts: dict[tuple[str, ...], int]) -> tuple[str, ...]:
-    """
-    >>> numbered(("tracking", "tags"), {("tracking",): 1})
-    ('tracking', '1', 'tags')
-    """
-    path: tuple[str, ...] = ()
-    for end in range(1, len(name) + 1):
-        path = (*path, name[end - 1])
-        if name[:end] in counts:
-            path = (*path, str(counts[name[:end]]))
-    return path
+        path = ".".join(part.strip(" \t\"'") for part in found["path"].split("."))
+        if found.re is KEY:
+            lines.setdefault(f"{section}.{path}".lstrip("."), number)
+            continue
+        for array, last in arrays.items():  # outer ones first
+            if path.startswith(f"{array}."):
+                path = f"{array}.{last}{path[len(array) :]}"
+        lines.setdefault(path, number)
+        if found["brackets"] == "[[":
+            arrays[path] = arrays.get(path, -1) + 1
+            path = f"{path}.{arrays[path]}"
+            lines[path] = number
+        section = path
+    return lines

@@ -126,15 +126,12 @@ class Alike:
         while entries := await self._ledger.audit_log.rollouts(job_id, prompts.cursor, SLICE):
             for entry, payload in entries:
                 try:
-                    prompts.add(place_of(entry, decode_group(payload)))
+                    group = decode_group(payload)
+                    prompts.add(Place(entry, digest_of(group.prompt_text), summary_of(group)))
                 except ValueError:  # an entry of another program
                     continue
             prompts.cursor = entries[-1][0]
             await asyncio.sleep(0)
-
-
-def place_of(entry: str, group: RolloutGroup) -> Place:
-    return Place(entry, digest_of(group.prompt_text), summary_of(group))
 
 
 def digest_of(prompt: str) -> bytes:

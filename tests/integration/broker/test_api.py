@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from onbeat.streams import keys
+from onbeat.streams.connection import connect
 from onbeat.streams.inspection import existing_jobs
 from onbeat.streams.keys import JobKeys
 from onbeat.streams.ledger import Ledger
@@ -30,7 +32,7 @@ from tests.broker_fixtures import (
     wait_open,
     write_prompts,
 )
-from tests.conftest import unfinished
+from tests.conftest import free_port, unfinished
 from tests.waiting import eventually
 
 
@@ -66,19 +68,6 @@ async def test_submitted_job_is_pending_and_can_be_read_back(broker: httpx.Async
     assert (record["state"], record["num_iterations"], record["next_iteration"]) == ("PENDING", 3, 0)
     assert record["config"]["optimizer"]["learning_rate"] == 1e-6  # with the defaults that it will run with
     assert (await broker.get(response.headers["location"])).json() == record
-
-
-async def test_jobs_are_listed_newest_first_and_by_state(broker: httpx.AsyncClient) -> None:
-    ids = [await submit(broker) for _ in range(3)]
-    await broker.post(f"/v1/jobs/{ids[1]}:cancel")
-    listed = [job["id"] for job in (await broker.get("/v1/jobs")).json()["jobs"]]
-    assert [job_id for job_id in listed if job_id in ids] == ids[::-1]
-    cancelled = [job["id"] for job in (await broker.get("/v1/jobs?state=CANCELLED")).json()["jobs"]]
-    assert ids[1] in cancelled
-    assert not {ids[0], ids[2]} & set(cancelled)
-    assert len((await broker.get("/v1/jobs?limit=1")).json()["jobs"]) == 1
-    problem_of(await broker.get("/v1/jobs?state=SLEEPING"), 422)
-    problem_of(await broker.get("/v1/jobs?limit=501"), 422)
 
 
 async def test_lists_are_read_in_parts_and_finished_jobs_on_request(
@@ -132,123 +121,57 @@ async def test_same_idempotency_key_is_the_same_job(broker: httpx.AsyncClient, l
     assert job_id not in await unfinished(ledger)
 
 
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("unknown key", {"rolout": {}}, "rolout", "did you mean rollout?"),
-    ("unknown nested key", {"rollout": {"num_sample": 2}}, "rollout.num_sample", "did you mean"),
-    ("wrong type", {"seed": "abc"}, "seed", "valid integer"),
-    ("wrong name", {"name": "a b"}, "name", "match pattern"),
-    ("not finite", {"rollout": {"temperature": 0}}, "rollout.temperature", "greater than or equal to 0.01"),
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"rolout": {}}, "rolout", "did you mean rollout?"),
     (
-        "huge group",
-        {"rollout": {"num_samples_per_prompt": 10**30}},
-        "rollout.num_samples_per_prompt",
-        "or equal to 1024",
-    ),
-    (
-        "huge iteration",
-        {"rollout": {"num_prompts_per_iteration": 10_000, "num_samples_per_prompt": 1024}},
+        {"rollout": {"num_prompts_per_iteration": 10000, "num_samples_per_prompt": 1024}},
         "rollout.num_prompts_per_iteration",
         "10240000 responses in one iteration",
     ),
-    ("huge job", {"schedule": {"num_iterations": 10**9}}, "schedule.num_iterations", "or equal to 1000000"),
+    ({"rollout": {"max_response_tokens": 8192}}, "rollout.max_response_tokens", "context of 8192 tokens; lower it"),
+    ({"model": {"max_context_tokens": 8}}, "rollout.max_response_tokens", "context of 8 tokens"),
+    ({"model": {"max_context_tokens": 9000}}, "model.max_context_tokens", "the model supports 8192"),
+    ({"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
+    ({"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
+    ({"model": {"path": "org/na me"}}, "model.path", "no hub id"),
+    ({"model": {"path": "/a\x00b"}}, "model.path", "is no folder"),
+    ({"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),
+    ({"reward": {"name": "reasoning_gym"}}, "reward.name", "use exact, regex or math"),
+    ({"data": {"answer_field": None}}, "data.answer_field", "name the field that holds it"),
     (
-        "response as long as the context",
-        {"rollout": {"max_response_tokens": 8192}},
-        "rollout.max_response_tokens",
-        "context of 8192 tokens; lower it",
-    ),
-    (
-        "response as long as the job's own context",
-        {"model": {"max_context_tokens": 8}},
-        "rollout.max_response_tokens",
-        "context of 8 tokens",
-    ),
-    (
-        "context beyond the model",
-        {"model": {"max_context_tokens": 9000}},
-        "model.max_context_tokens",
-        "the model supports 8192",
-    ),
-    ("unknown bundled model", {"model": {"path": "bundled:gpt"}}, "model.path", "bundled:smollm2-135m-instruct"),
-    ("no such folder", {"model": {"path": "/no/such/model"}}, "model.path", "is no folder"),
-    ("malformed hub id", {"model": {"path": "org/na me"}}, "model.path", "no hub id"),
-    ("null byte", {"model": {"path": "/a\0b"}}, "model.path", "is no folder"),
-    ("unknown reward", {"reward": {"name": "exactt"}}, "reward.name", "did you mean exact?"),
-    ("reward of a task on a file", {"reward": {"name": "reasoning_gym"}}, "reward.name", "use exact, regex or math"),
-    ("reward without answers", {"data": {"answer_field": None}}, "data.answer_field", "name the field that holds it"),
-    (
-        "broken pattern",
         {"reward": {"name": "regex", "options": {"pattern": "("}}},
         "reward.options.pattern",
         "needs a regular expression",
     ),
+    ({"tracking": [{"type": "wand"}]}, "tracking.0", "set tracking.0.type to one of: mlflow, trackio"),
+    ({"tracking": [{"type": "wandb", "entty": "x"}]}, "tracking.0.entty", "did you mean entity?"),
     (
-        "unknown tracker",
-        {"tracking": [{"type": "wand"}]},
-        "tracking.0",
-        "set tracking.0.type to one of: mlflow, trackio",
-    ),
-    (
-        "unknown key of a tracker",
-        {"tracking": [{"type": "wandb", "entty": "x"}]},
-        "tracking.0.entty",
-        "did you mean entity?",
-    ),
-    (
-        "check of a whole section",
-        {"schedule": {"mode": "bounded", "publish_above_kl": 0.1}},
-        "schedule.publish_above_kl",
-        "set that to 2 or more",
-    ),
-    ("true as a number", {"schedule": {"num_iterations": True}}, "schedule.num_iterations", "should be a number"),
-    (
-        "option that the reward does not have",
         {"reward": {"name": "regex", "options": {"pattern": "a", "flags": "i"}}},
         "reward.options",
         "has no option 'flags'; it has: pattern",
     ),
-    ("no pattern", {"reward": {"name": "regex"}}, "reward.options.pattern", "needs a regular expression"),
+    ({"reward": [{"name": "exact"}, {"name": "regex"}]}, "reward.1.options.pattern", "needs a regular expression"),
+    ({"data": {"path": "gone.jsonl"}}, "data.path", "upload it with `onbeat data push`"),
+    ({"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
+    ({"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
     (
-        "no pattern of the second reward",
-        {"reward": [{"name": "exact"}, {"name": "regex"}]},
-        "reward.1.options.pattern",
-        "needs a regular expression",
-    ),
-    ("misspelt key of a reward", {"reward": [{"name": "exact", "wight": 2}]}, "reward.0.wight", "did you mean weight?"),
-    ("unknown second reward", {"reward": [{"name": "exact"}, {"name": "exat"}]}, "reward.1.name", "exact"),
-    ("missing file", {"data": {"path": "gone.jsonl"}}, "data.path", "upload it with `onbeat data push`"),
-    ("escaping file", {"data": {"path": "../../etc/passwd"}}, "data.path", "outside the broker's data folder"),
-    ("missing field", {"data": {"prompt_field": "text"}}, "data.prompt_field", "line 1 has no 'text'; it has: answer"),
-    (
-        "missing held-out file",
-        {"evaluation": {"data": {"type": "jsonl", "path": "gone.jsonl"}}},
-        "evaluation.data.path",
-        "upload it with `onbeat data push`",
-    ),
-    (
-        "held-out data without answers",
         {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl", "answer_field": None}}},
         "evaluation.data.answer_field",
         "name the field that holds it",
     ),
     (
-        "huge evaluation",
-        {"evaluation": {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 10**6}},
-        "evaluation.num_prompts",
-        "or equal to 10000",
-    ),
-    (
-        "missing file of the second set",
         {
             "evaluation": {
-                "sets": [{"name": n, "data": {"type": "jsonl", "path": f"{n}.jsonl"}} for n in ("prompts", "b")]
+                "sets": [
+                    {"name": "prompts", "data": {"type": "jsonl", "path": "prompts.jsonl"}},
+                    {"name": "b", "data": {"type": "jsonl", "path": "b.jsonl"}},
+                ]
             }
         },
         "evaluation.sets.1.data.path",
         "upload it with `onbeat data push`",
     ),
     (
-        "reward of a set",
         {"evaluation": {"sets": [{"name": "a", "data": {"type": "jsonl", "path": "a"}, "reward": {"name": "regx"}}]}},
         "evaluation.sets.0.reward.name",
         "regex",
@@ -256,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sections", "field", "message"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED])
+@pytest.mark.parametrize(("sections", "field", "message"), REFUSED)
 async def test_impossible_job_is_refused_with_field_and_remedy(
     broker: httpx.AsyncClient, ledger: Ledger, sections: dict[str, Any], field: str, message: str
 ) -> None:
@@ -282,110 +205,6 @@ async def test_pattern_that_is_slow_to_compile_holds_up_nobody(broker: httpx.Asy
     await submit(broker, reward={"name": "regex", "options": {"pattern": "a+"}})
 
 
-def write_weights(folder: Path, name: str = "w") -> None:
-    header = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    (folder / "tokenizer.json").write_text("{}")
-
-
-async def test_model_that_is_not_whole_is_refused_by_what_is_missing(broker: httpx.AsyncClient, tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-
-    async def refusal() -> str:
-        answer = await broker.post("/v1/jobs", json=job_body(model={"path": str(folder)}))
-        return str(problem_of(answer, 422)["errors"][0]["message"])
-
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert "has no weights; save the model as safetensors" in await refusal()
-    (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    assert "has pickled weights (pytorch_model.bin)" in await refusal()
-    write_weights(folder)
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    for content, what in {
-        b"": "ends after 0 bytes",
-        whole[:20]: "ends after 20 bytes, within its header",
-        whole[:-3]: "3 bytes are missing at its end",
-        (8).to_bytes(8, "little") + b"no JSON.": "its header is no header of safetensors",
-    }.items():
-        weights.write_bytes(content)
-        message = await refusal()
-        assert f"{weights} is not whole: " in message
-        assert what in message
-    weights.write_bytes(whole)
-    (folder / "tokenizer.json").unlink()
-    assert "has no tokenizer; save it into the same folder" in await refusal()
-    (folder / "tokenizer.json").write_text("{}")
-    await submit(broker, model={"path": str(folder)})
-
-
-async def test_model_that_generates_no_text_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
-    write_weights(tmp_path)
-    body = job_body(model={"path": str(tmp_path)})
-    for name, is_refused in {
-        "BertForMaskedLM": True,
-        "LlamaForSequenceClassification": True,
-        "LlamaForCausalLM": False,
-    }.items():
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "architectures": [name]}))
-        answer = await broker.post("/v1/jobs", json=body)
-        if is_refused:
-            (error,) = problem_of(answer, 422)["errors"]
-            assert f"is a {name}, which generates no text" in error["message"]
-        else:
-            assert answer.status_code == 201
-
-
-async def test_vocabulary_that_is_not_the_weights_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
-    write_weights(tmp_path, name="model.embed_tokens.weight")  # of 2 tokens
-    body = job_body(model={"path": str(tmp_path)})
-    for text in ({"vocab_size": 3}, {"text_config": {"vocab_size": 3}}):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | text))
-        (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
-        assert "has vocab_size = 3, but the embedding of the weights has 2 tokens" in error["message"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2}))
-    await submit(broker, model={"path": str(tmp_path)})
-
-
-async def test_model_folder_bounds_the_response(broker: httpx.AsyncClient, tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    model = {"model": {"path": str(folder)}}
-    refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
-    assert "has no readable config.json" in refused["errors"][0]["message"]
-    (folder / "config.json").write_text("{")
-    refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
-    assert "not valid JSON" in refused["errors"][0]["message"]
-    for odd in ("[]", "{}"):
-        (folder / "config.json").write_text(odd)
-        refused = problem_of(await broker.post("/v1/jobs", json=job_body(**model)), 422)
-        assert "names no model_type" in refused["errors"][0]["message"]
-    config = {"model_type": "llama", "text_config": {"max_position_embeddings": 64}}
-    (folder / "config.json").write_text(json.dumps(config))
-    write_weights(folder)
-    await submit(broker, **model, rollout={"max_response_tokens": 63})
-    refused = problem_of(
-        await broker.post("/v1/jobs", json=job_body(**model, rollout={"max_response_tokens": 64})), 422
-    )
-    assert refused["errors"][0]["field"] == "rollout.max_response_tokens"
-
-
-async def test_a_rotary_table_that_depends_on_the_length_is_refused(broker: httpx.AsyncClient, tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512}
-    config = {"model_type": "phi3", "max_position_embeddings": 4096, "rope_parameters": rope}
-    (folder / "config.json").write_text(json.dumps(config))
-    write_weights(folder)
-    for length in (None, 513):
-        body = job_body(model={"path": str(folder), "max_context_tokens": length})
-        (error,) = problem_of(await broker.post("/v1/jobs", json=body), 422)["errors"]
-        assert error["field"] == "model.max_context_tokens"
-        assert "set it to 512 or less" in error["message"]
-    await submit(broker, model={"path": str(folder), "max_context_tokens": 512})
-
-
 async def test_hub_ids_and_unseen_folders_are_left_to_the_trainer(ledger: Ledger, tmp_path: Path) -> None:
     write_prompts(tmp_path)
     async with running_broker(ledger, tmp_path, has_model_folders=False) as broker:
@@ -401,7 +220,7 @@ async def test_options_that_are_no_json_are_refused(broker: httpx.AsyncClient) -
         assert problem_of(answer, 422)["errors"][0]["field"] == "reward.options", value
 
 
-@pytest.mark.parametrize("depth", [33, 252, 253, 254, 255, 400, 900])
+@pytest.mark.parametrize("depth", [33, 253, 900])
 async def test_deeply_nested_options_are_refused_at_the_door(
     broker: httpx.AsyncClient, ledger: Ledger, depth: int
 ) -> None:
@@ -484,7 +303,8 @@ async def test_malformed_requests_are_problems_too(broker: httpx.AsyncClient) ->
     problem_of(await broker.get("/v1/nothing"), 404)
     problem_of(await broker.delete("/v1/jobs"), 405)
     problem_of(await broker.post("/v1/jobs/x:explode"), 405)
-    problem_of(await broker.get("/v1/jobs/x/events?after=yesterday"), 422)
+    for query in ("jobs/x/events?after=yesterday", "jobs?state=SLEEPING", "jobs?limit=501"):
+        problem_of(await broker.get(f"/v1/{query}"), 422)
 
 
 # ---- a job as TOML -----------------------------------------------------------------------------------------------
@@ -803,21 +623,6 @@ async def test_weights_by_version_have_trainer_and_rollout_numbers(broker: httpx
     assert f"onbeat_weight_received_bytes{gauges} 40.0" in text
 
 
-async def test_weight_gauges_keep_the_last_version_that_is_served(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    job_id = await submit(broker)
-    epoch = await start_training(ledger, job_id)
-    await ledger.versions.engine_ready(job_id, 0, "w1", update_of(1000))
-    await wait_open(ledger, job_id, 0)
-    await drain(ledger, job_id)
-    await ledger.versions.announce(
-        job_id, epoch, 1, "127.0.0.1:1", "d1", PublishedWeights(full_bytes=1000, encode_s=0.5, publish_s=0.75)
-    )
-    await commit(ledger, job_id, epoch, 0)
-    text = (await broker.get("/metrics")).text
-    assert f'onbeat_weight_received_bytes{{job_id="{job_id}"}} 1000.0' in text
-    assert f'onbeat_weight_open_seconds{{job_id="{job_id}"}}' not in text  # it joined
-
-
 async def test_weight_gauges_skip_versions_that_were_not_published(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await submit(broker, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 4})
     epoch = await start_training(ledger, job_id)
@@ -835,10 +640,9 @@ async def test_weight_gauges_skip_versions_that_were_not_published(broker: httpx
     assert f"{received} 20.0" in (await broker.get("/metrics")).text
 
 
-async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    data = {"type": "jsonl", "path": "prompts.jsonl"}
-    sets = [{"name": "easy", "data": data, "num_prompts": 1}, {"name": "hard", "data": data, "solved_at": 2.0}]
-    job_id = await submit(broker, evaluation={"sets": sets, "num_prompts": 2, "num_samples_per_prompt": 2})
+async def evaluate(broker: httpx.AsyncClient, ledger: Ledger, **evaluation: Any) -> tuple[str, dict[str, Any]]:
+    """A job whose evaluation 0 is done, and its record."""
+    job_id = await submit(broker, evaluation=evaluation)
     await start_training(ledger, job_id)
 
     async def is_done() -> bool:
@@ -847,6 +651,13 @@ async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClie
 
     await eventually("evaluation 0 is done", is_done)
     (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
+    return job_id, record
+
+
+async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClient, ledger: Ledger) -> None:
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
+    sets = [{"name": "easy", "data": data, "num_prompts": 1}, {"name": "hard", "data": data, "solved_at": 2.0}]
+    job_id, record = await evaluate(broker, ledger, sets=sets, num_prompts=2, num_samples_per_prompt=2)
     assert (record["num_groups"], record["reward_mean"], record["pass_at_k"]) == (3, 0.5, 1.0)
     assert (record["metrics"]["easy/pass_at_k"], record["metrics"]["hard/pass_at_k"]) == (1.0, 0.0)
     assert record["message"] == "reward 0.500 easy, 0.500 hard"
@@ -857,16 +668,8 @@ async def test_named_sets_have_scores_series_and_samples(broker: httpx.AsyncClie
 
 
 async def test_evaluations_samples_and_series_of_a_run(broker: httpx.AsyncClient, ledger: Ledger) -> None:
-    held_out = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "num_prompts": 2, "num_samples_per_prompt": 2}
-    job_id = await submit(broker, evaluation=held_out)
-    await start_training(ledger, job_id)
-
-    async def is_done() -> bool:
-        await drain(ledger, job_id)
-        return await ledger.evaluations.state(job_id, 0) is EvaluationState.DONE
-
-    await eventually("evaluation 0 is done", is_done)
-    (record,) = (await broker.get(f"/v1/jobs/{job_id}/evaluations")).json()["evaluations"]
+    data = {"type": "jsonl", "path": "prompts.jsonl"}
+    job_id, record = await evaluate(broker, ledger, data=data, num_prompts=2, num_samples_per_prompt=2)
     assert (record["evaluation"], record["policy_version"], record["state"]) == (0, 0, "DONE")
     assert (record["reward_mean"], record["reward_std"], record["pass_at_k"]) == (0.5, 0.5, 1.0)
     assert (record["response_tokens_mean"], record["truncated_frac"], record["num_accepted"]) == (2.0, 0.0, 2)
@@ -886,18 +689,30 @@ async def test_openapi_has_the_schema_of_a_job_and_of_a_problem(broker: httpx.As
     assert "application/problem+json" in spec["paths"]["/v1/jobs"]["post"]["responses"]["422"]["content"]
 
 
-async def test_answer_while_redis_is_away(tmp_path: Path) -> None:
-    from onbeat.streams.connection import connect
-    from tests.conftest import free_port
-
+@pytest_asyncio.fixture
+async def unreachable() -> AsyncIterator[Ledger]:
+    """A ledger whose Redis is away."""
     client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
-    async with running_broker(Ledger(client), tmp_path) as broker:
+    yield Ledger(client)
+    await client.aclose()
+
+
+async def test_answer_while_redis_is_away(unreachable: Ledger, tmp_path: Path) -> None:
+    async with running_broker(unreachable, tmp_path) as broker:
         assert "ONBEAT_REDIS_URL" in problem_of(await broker.get("/readyz"), 503)["detail"]
         answer = await broker.get("/v1/jobs")
         assert "Nothing is lost" in problem_of(answer, 503)["detail"]
         assert answer.headers["retry-after"] == "2"
         assert (await broker.get("/livez")).status_code == 200
-    await client.aclose()
+
+
+async def test_broker_is_not_ready_when_its_conductor_gave_up(unreachable: Ledger, tmp_path: Path) -> None:
+    async with running_broker(unreachable, tmp_path, redis_retry_s=0.01) as broker:
+
+        async def has_given_up() -> bool:
+            return "control loop has ended" in (await broker.get("/readyz")).text
+
+        await eventually("the conductor gives up", has_given_up)
 
 
 async def test_refused_redis_command_differs_from_an_unreachable_redis(
@@ -915,17 +730,3 @@ async def test_refused_redis_command_differs_from_an_unreachable_redis(
     assert refused.status_code == 503
     assert refused.json()["error"]["message"].startswith("Redis refused a command: WRONGTYPE ")
     assert [line.levelname for line in caplog.records if "WRONGTYPE" in line.getMessage()] == ["ERROR"] * 2
-
-
-async def test_broker_is_not_ready_when_its_conductor_gave_up(tmp_path: Path) -> None:
-    from onbeat.streams.connection import connect
-    from tests.conftest import free_port
-
-    client = connect(f"redis://127.0.0.1:{free_port()}", retry_s=1)
-    async with running_broker(Ledger(client), tmp_path, redis_retry_s=0.01) as broker:
-
-        async def has_given_up() -> bool:
-            return "control loop has ended" in (await broker.get("/readyz")).text
-
-        await eventually("the conductor gives up", has_given_up)
-    await client.aclose()

@@ -4,7 +4,7 @@ import pytest
 
 from services.broker.api.toml_body import line_of, lines_of
 
-JOB = '''# a comment
+JOB = '''# a comment with """
 name = "a"  # another
 
 [data]
@@ -13,7 +13,7 @@ prompt = """
 two
 lines"""
 operators = [
-  "+",
+  "name = 5",
   "-",
 ]
 
@@ -26,6 +26,12 @@ tags.run = "x"
 
 [objective.kl]
 coef = 0
+
+[[evaluation.sets]]
+[[evaluation.sets]]
+[[evaluation.sets.reward]]
+[evaluation.sets.reward.options]
+pattern = 'x = 5'
 '''
 
 
@@ -45,13 +51,9 @@ coef = 0
         ("tracking.1.tags.run", 19),
         ("objective.kl.coef", 22),
         ("objective.kl.estimator", 21),  # missing: its section
+        ("evaluation.sets.1.reward.0.options.pattern", 28),
         ("model.path", None),
     ],
 )
 def test_field_has_the_line_it_is_written_on(field: str, line: int | None) -> None:
-    assert line_of(field, dict(lines_of(JOB))) == line
-
-
-def test_lines_after_an_endless_statement_are_unknown() -> None:
-    text = "first = 1\nlong = [\n" + "1,\n" * 1000 + "]\nlast = 2\n"
-    assert dict(lines_of(text)) == {"first": 1}
+    assert line_of(field, lines_of(JOB)) == line

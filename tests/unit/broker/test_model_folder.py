@@ -1,0 +1,87 @@
+"""What the broker sees of a model that lies in a folder, and refuses before a trainer tries it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.config import JobConfig
+from services.broker.admission.models import review_model
+from tests.broker_fixtures import job_body
+
+LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+
+
+def write_model(folder: Path, tensor: str = "w", **config: Any) -> None:
+    """A whole model, with one tensor of two rows."""
+    header = json.dumps({tensor: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+
+
+def complaint(folder: Path, **model: Any) -> tuple[str, str]:
+    """The field and the message of the only one; empty without one."""
+    config = JobConfig.model_validate(job_body(model={"path": str(folder)} | model))
+    (found,) = review_model(config, has_model_folders=True) or [("", "")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("config.json", None, "has no readable config.json"),
+        ("config.json", b"{", "config.json is not valid JSON"),
+        ("config.json", b"[]", "config.json names no model_type"),
+        ("config.json", b"{}", "config.json names no model_type"),
+        ("tokenizer.json", None, "has no tokenizer; save it into the same folder"),
+        ("model.safetensors", None, "has no weights; save the model as safetensors"),
+        ("model.safetensors", b"", "model.safetensors is not whole: it ends after 0 bytes"),
+        ("model.safetensors", bytes([80, *bytes(19)]), "it ends after 20 bytes, within its header"),
+        ("model.safetensors", (8).to_bytes(8, "little") + b"no JSON.", "its header is no header of safetensors"),
+        (
+            "model.safetensors",
+            (63).to_bytes(8, "little") + b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}  ' + bytes(5),
+            "3 bytes are missing at its end",
+        ),
+    ],
+)
+def test_model_that_is_not_whole_is_refused_by_what_is_missing(
+    tmp_path: Path, file: str, content: bytes | None, what: str
+) -> None:
+    write_model(tmp_path)
+    assert complaint(tmp_path) == ("", "")
+    (tmp_path / file).unlink() if content is None else (tmp_path / file).write_bytes(content)
+    field, message = complaint(tmp_path)
+    assert (field, what in message) == ("model.path", True), message
+
+
+def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "has pickled weights (pytorch_model.bin)" in (complaint(tmp_path))[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "field", "what"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, {}, "model.path", "is a BertForMaskedLM, which generates no text"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, {}, "model.path", "which generates no text"),
+        ({"architectures": ["LlamaForCausalLM"]}, {}, "", ""),
+        ({"vocab_size": 3}, {}, "model.path", "vocab_size = 3, but the embedding of the weights has 2 tokens"),
+        ({"text_config": {"vocab_size": 3}}, {}, "model.path", "has vocab_size = 3, but the embedding"),
+        ({"vocab_size": 2}, {}, "", ""),
+        ({"text_config": {"max_position_embeddings": 9}}, {}, "", ""),  # responses have 8 tokens
+        ({"text_config": {"max_position_embeddings": 8}}, {}, "rollout.max_response_tokens", "context of 8 tokens"),
+        ({"rope_parameters": LONG_ROPE}, {}, "model.max_context_tokens", "set it to 512 or less"),
+        ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 513}, "model.max_context_tokens", "512 or less"),
+        ({"rope_parameters": LONG_ROPE}, {"max_context_tokens": 512}, "", ""),
+    ],
+)
+def test_model_that_does_not_fit_is_refused_by_its_configuration(
+    tmp_path: Path, config: dict[str, Any], model: dict[str, int], field: str, what: str
+) -> None:
+    write_model(tmp_path, "model.embed_tokens.weight", **config)
+    found, message = complaint(tmp_path, **model)
+    assert (found, what in message) == (field, True), message
