@@ -53,8 +53,8 @@ PAGES = {
     "job": ("#/jobs/long", "[data-testid=chart-reward] canvas", 1),
     "samples": ("#/jobs/long/samples", "[data-testid=sample]", 10),
     "samples of 10,000": ("#/jobs/wide/samples", "[data-testid=sample]", 10),
-    "timeline": ("#/jobs/long/timeline", "[data-testid=timeline] [role=slider]", 2),
-    "timeline of 1,000 groups": ("#/jobs/wide/timeline", "[data-testid=timeline] [role=slider]", 2),
+    "timeline": ("#/jobs/long/timeline", "[data-testid=timeline] [role=slider]", 1),
+    "timeline of 1,000 groups": ("#/jobs/wide/timeline", "[data-testid=timeline] [role=slider]", 1),
 }
 
 # `answered` is the time from the event of the first click to the frame after it, in milliseconds.

@@ -61,7 +61,7 @@ async def take_all(browser: Browser, url: str, job: str, other: str) -> None:
     phone = {"viewport": PHONE, "device_scale_factor": 2, "is_mobile": True, "has_touch": True, "color_scheme": "dark"}
     await save(await open_page(browser, url, f"#/jobs/{job}", "job", **phone), "job-phone", height=1000)
     page = await open_page(browser, url, f"#/jobs/{other}/samples?max=0", "samples")  # it learns slowly
-    await page.get_by_test_id("sample").get_by_role("link", name="All of group").first.click()
+    await page.get_by_test_id("sample").get_by_role("link", name="Open group").first.click()
     await expect(drawn(page, "group")).to_be_visible()
     await page.get_by_test_id("response").first.locator(".token.level-3, .token.level-2, .token").first.hover()
     await save(page, "group", height=1000)

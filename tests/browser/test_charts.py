@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import random
 import tomllib
 from collections.abc import AsyncIterator
@@ -18,7 +17,7 @@ from onbeat.config import JobConfig
 DASHBOARD = Path(__file__).parents[2] / "services" / "broker" / "dashboard"
 ORIGIN = "http://dashboard.test"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
-PAGE = '<!doctype html><link rel="stylesheet" href="style.css"><link rel="stylesheet" href="pages.css"><main></main>'
+PAGE = '<!doctype html><link rel="stylesheet" href="style.css"><main></main>'
 
 
 async def serve(route: Route) -> None:
@@ -60,26 +59,6 @@ async def test_trailing_mean_is_that_of_the_last_points(modules: Page) -> None:
     for index, (x, mean) in enumerate(found):
         last = [y for _, y in points[max(0, index - 6) : index + 1]]
         assert (x, mean) == (index, pytest.approx(sum(last) / len(last)))
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.2, 1.1), (0.00012, 0.00013), (3, 1e7), (-5e-8, 2e-8), (41, 59)])
-async def test_ticks_are_round_evenly_apart_and_within(modules: Page, low: float, high: float) -> None:
-    ticks = await call(modules, "spans.js", "(m, [low, high]) => m.ticks(low, high, 5)", [low, high])
-    assert 2 <= len(ticks) <= 8
-    assert all(low <= tick <= high for tick in ticks)
-    step = ticks[1] - ticks[0]
-    mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
-    assert min(abs(mantissa - wanted) for wanted in (1, 2, 5)) < 1e-6
-    assert [b - a for a, b in itertools.pairwise(ticks)] == pytest.approx([step] * (len(ticks) - 1))
-
-
-async def test_ticks_have_no_trace_of_binary_fractions(modules: Page) -> None:
-    assert await call(modules, "spans.js", "(m) => m.ticks(0, 0.7, 7)") == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-
-
-async def test_ticks_of_odd_domains(modules: Page) -> None:
-    assert await call(modules, "spans.js", "(m) => m.ticks(4, 4)") == [4]
-    assert await call(modules, "spans.js", "(m) => m.ticks(NaN, NaN)") == []
 
 
 @pytest.mark.parametrize(
@@ -185,13 +164,10 @@ async def test_overlap_of_both_sides_equals_a_count_of_moments(modules: Page) ->
 
 
 async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> None:
-    timeline = {"start": 0, "end": 30, "iterations": [4, 5, 6], "lanes": [], "spans": []}
-    records = [
-        {"iteration": 4, "committed_at": 9},
-        {"iteration": 5, "committed_at": 21},
-        {"iteration": 6, "committed_at": None},
-    ]
-    found = await call(modules, "spans.js", "(m, [t, r]) => m.bands(t, r)", [timeline, records])
+    times = [("trainer", 4, 7), ("trainer", 4, 9), ("trainer", 5, 21), ("w", 5, 25), ("w", 6, 28)]
+    spans = [{"lane": lane, "iteration": iteration, "end": end} for lane, iteration, end in times]
+    timeline = {"start": 0, "end": 30, "iterations": [4, 5, 6], "spans": spans}
+    found = await call(modules, "spans.js", "(m, a) => m.bands(a)", timeline)
     assert [(band["iteration"], band["start"], band["end"]) for band in found] == [(4, 0, 9), (5, 9, 21), (6, 21, 30)]
 
 
@@ -201,7 +177,7 @@ async def test_bands_of_iterations_lie_from_commit_to_commit(modules: Page) -> N
 async def test_series_accept_points_in_any_order_and_keep_the_newest(modules: Page) -> None:
     script = """(m) => {
         const series = new m.Series();
-        series.load({ "train/kl": [[0, 1], [2, 3]] });
+        series.addAll({ "train/kl": [[0, 1], [2, 3]] });
         series.add(4, { "train/kl": 5 });
         series.add(3, { "train/kl": 4 });
         const tokens = { "iteration/prompt_tokens": 30, "iteration/response_tokens": 10 };
@@ -221,7 +197,7 @@ async def test_parts_and_named_sets_have_lines_of_their_own(modules: Page) -> No
         const series = new m.Series();
         const names = ["reward/right_mean", "reward/right_std", "reward/short_mean", "train/odd"];
         names.push("eval/reward_mean", "eval/pass_at_k", "eval/reward/right_mean");
-        series.load(Object.fromEntries(names.map((name) => [name, [[0, 1]]])));
+        series.addAll(Object.fromEntries(names.map((name) => [name, [[0, 1]]])));
         const linesOf = (chart) => series.lines(chart).map(({ name }) => name);
         const charts = () => Object.fromEntries(m.CHARTS.map((chart) => [chart.id, linesOf(chart)]));
         const single = charts();
@@ -333,14 +309,6 @@ async def test_open_table_of_a_chart_grows_with_it(modules: Page) -> None:
     await expect(modules.locator("tbody th")).to_have_text([str(x) for x in range(7)])
 
 
-async def test_value_that_comes_late_has_its_row_in_order(modules: Page) -> None:
-    await draw(modules, [{"name": "a", "points": [[0, 0], [2, 2]]}])
-    await modules.get_by_text("Values").click()
-    for xs in ([0, 1, 2], [0, 1, 2, 3]):
-        await redraw(modules, ("a", [[x, x] for x in xs]))
-    await expect(modules.locator("tbody tr")).to_have_text(["0 0", "1 1", "2 2", "3 3"], use_inner_text=True)
-
-
 async def value(page: Page, index: int) -> str:
     return str(await call(page, "format.js", "(m, a) => m.number(a, 3)", walk(5)[index][1]))
 
@@ -367,8 +335,8 @@ async def test_odd_series_are_drawn(modules: Page) -> None:
 
 BAND = """(m, rewards) => {
     const series = new m.Series();
-    series.load({ reward: rewards.map((y, x) => [x, y]), spread: rewards.map((_, x) => [x, 0.5]) });
-    return series.line({ name: "mean", series: "reward", spread: "spread" });
+    series.addAll({ reward: rewards.map((y, x) => [x, y]), spread: rewards.map((_, x) => [x, 0.5]) });
+    return series.line("mean", "reward", "spread");
 }"""
 
 

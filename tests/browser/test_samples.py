@@ -12,7 +12,7 @@ PROMPTS = Content().prompts
 
 
 async def rewards(page: Page) -> set[str]:
-    return set(await page.get_by_test_id("sample").locator(".whole .bar-value").all_inner_texts())
+    return set(await page.get_by_test_id("sample").locator(".whole .num").all_inner_texts())
 
 
 async def test_samples_are_filtered_by_reward_and_iteration(visit: Visitor, gallery: Gallery) -> None:

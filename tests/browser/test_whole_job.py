@@ -65,10 +65,13 @@ async def shows_both_sides_of_the_pipeline(page: Page) -> None:
     await page.get_by_role("navigation", name="Pages of this job").get_by_role("link", name="Timeline").click()
     await expect(page.get_by_role("heading", level=1, name="Timeline of")).to_be_focused()  # the page is there
     timeline = page.get_by_test_id("timeline")
-    for lane, kinds in (("trainer", "micro-batch|optimizer|publish|wait"), ("rollout-0", "generat|scor|pull|load")):
-        slider = timeline.get_by_role("slider", name=lane)
-        await slider.focus()
-        await page.keyboard.press("ArrowRight")
+    slider = timeline.get_by_role("slider")
+    await slider.focus()
+    for key, lane, kinds in (
+        ("ArrowRight", "trainer", "micro-batch|optimizer|publish|wait"),
+        ("ArrowDown", "rollout-0", "generat|scor|pull|load"),
+    ):
+        await page.keyboard.press(key)
         description = re.compile(rf"{lane}: .*({kinds}).*(iteration|policy version) \d", re.IGNORECASE)
         await expect(slider).to_have_attribute("aria-valuetext", description)
         await expect(page.get_by_test_id("timeline-readout")).to_have_text(description)
@@ -80,7 +83,7 @@ async def shows_responses_token_by_token(page: Page) -> None:
     sample = page.get_by_test_id("sample").first
     await expect(sample).to_contain_text("say ")
     await expect(sample.get_by_text("known after the commit")).to_have_count(0)
-    await sample.get_by_role("link", name="All of group").click()
+    await sample.get_by_role("link", name="Open group").click()
     detail = page.get_by_test_id("group-detail")
     await expect(detail.get_by_test_id("response")).to_have_count(4)
     await detail.locator("[data-index='0']").first.hover()

@@ -23,6 +23,13 @@ export class ApiError extends Error {
   }
 }
 
+/** Whether the broker refused, and the page is still there; a defect of the page is thrown again. */
+export function isRefusal(error, signal) {
+  if (signal?.aborted) return false;
+  if (!(error instanceof ApiError)) throw error;
+  return true;
+}
+
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 export const forgetKey = () => sessionStorage.removeItem(KEY);
@@ -218,10 +225,13 @@ function shown(signal) {
   });
 }
 
-/** Calls `look` now and every so often until `signal` fires; not while the page is hidden, and at once when it is back. */
-export async function poll(ms, signal, look) {
-  while (!signal.aborted) {
-    if (!document.hidden) await look();
+/**
+ * Calls `look` now, if the page has not just looked, and every so often until `signal` fires; not while the page is hidden,
+ * and at once when it is back.
+ */
+export async function poll(ms, signal, look, hasLooked = false) {
+  for (let isDue = !hasLooked; !signal.aborted; isDue = true) {
+    if (isDue && !document.hidden) await look();
     const woken = new AbortController();
     const wake = () => document.hidden || woken.abort();
     document.addEventListener("visibilitychange", wake);

@@ -3,7 +3,7 @@
 import { ApiError, forgetKey, get, hasKey, setKey } from "./api.js";
 import { announce, Component, createRef, html, marked, render } from "./parts.js";
 
-// A module's show(main, params, signal) renders into an empty <main>; `signal` fires when the page is left.
+// A module's show(main, params, signal) renders into an empty <main>, and resolves then; `signal` fires when the page is left.
 const ROUTES = [
   { path: /^\/$/, nav: "jobs", load: () => import("./jobs.js") },
   { path: /^\/new$/, nav: "new", load: () => import("./new.js") },
@@ -32,14 +32,13 @@ async function navigate() {
   forgetButton.hidden = !hasKey();
   render(null, main);
   if (!isFirst) window.scrollTo(0, 0);
-  whenHeaded(signal, !isFirst);
   try {
-    if (!route) return render(NOTHING_HERE, main);
-    const { show } = await route.load().catch(cannotLoad);
+    const { show } = route ? await route.load().catch(cannotLoad) : { show: () => render(NOTHING_HERE, main) };
     if (!signal.aborted) await show(main, params, signal);
   } catch (error) {
     if (!signal.aborted) showFailure(error);
   }
+  if (!signal.aborted) announceHeading(!isFirst);
 }
 
 function cannotLoad(error) {
@@ -72,19 +71,12 @@ function markCurrent(nav) {
   }
 }
 
-/** The first <h1> names the document and, after a move, takes the focus, so that screen readers say where they are. */
-function whenHeaded(signal, isMove) {
-  const look = () => {
-    const heading = main.querySelector("h1");
-    if (!heading) return;
-    observer.disconnect();
-    document.title = `${heading.textContent} · Onbeat`;
-    heading.tabIndex = -1;
-    if (isMove && !main.contains(document.activeElement)) heading.focus({ preventScroll: true });
-  };
-  const observer = new MutationObserver(look);
-  observer.observe(main, { childList: true, subtree: true });
-  signal.addEventListener("abort", () => observer.disconnect());
+/** The <h1> names the document and, after a move, takes the focus, so that screen readers say where they are. */
+function announceHeading(isMove) {
+  const heading = main.querySelector("h1");
+  document.title = `${heading.textContent} · Onbeat`;
+  heading.tabIndex = -1;
+  if (isMove && !main.contains(document.activeElement)) heading.focus({ preventScroll: true });
 }
 
 const NOTHING_HERE = html`

@@ -2,9 +2,8 @@
 // screen readers: arrow keys move through the points, and the values are read out in words.
 
 import { number, percent } from "./format.js";
-import { Component, createRef, html } from "./parts.js";
+import { Component, createRef, Fold, html, moved, Table } from "./parts.js";
 import { nearest } from "./series.js";
-import { colourOf, onThemeChange } from "./theming.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3], [12, 4], [4, 2], [1, 2], [8, 2, 1, 2]]; // not by colour alone
@@ -14,6 +13,66 @@ const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignif
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -10, PageUp: 10 };
 const FONT = "11px system-ui, sans-serif";
 const LABEL_PX = 6.5; // width of a digit in that font
+
+// ---- what uPlot draws: as wide as its element, in the colours of the theme ------------------------------------------
+
+const plots = new Set(); // that are on the page
+const colours = new Map();
+
+function onThemeChange() {
+  colours.clear();
+  for (const plot of plots) plot.chart?.redraw(false);
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", onThemeChange);
+new MutationObserver(onThemeChange).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+
+/** A CSS variable as the theme has it now: the variable itself holds both themes. */
+export function colourOf(name, alpha = 1) {
+  const key = `${name} ${alpha}`;
+  if (!colours.has(key)) {
+    const probe = document.createElement("span");
+    probe.style.color = `color-mix(in srgb, var(${name}) ${100 * alpha}%, transparent)`;
+    document.body.append(probe);
+    colours.set(key, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return colours.get(key);
+}
+
+/** `draw()` makes or refreshes `chart`, a uPlot in the element of `plot`, which is `width` by `height` pixels. */
+export class Plot extends Component {
+  plot = createRef();
+  width = 0; // as the browser reports after each layout; 0: not in sight
+
+  componentDidMount() {
+    plots.add(this);
+    this.observer = new ResizeObserver(([entry]) => this.resize(Math.floor(entry.contentRect.width)));
+    this.observer.observe(this.plot.current);
+  }
+
+  componentWillUnmount() {
+    plots.delete(this);
+    this.observer.disconnect();
+    this.chart?.destroy();
+  }
+
+  resize(width) {
+    if (width === this.width) return;
+    this.width = width;
+    if (this.chart && width) this.chart.setSize({ width, height: this.height });
+    this.draw(); // what came while it was out of sight
+  }
+
+  make(options, data) {
+    this.chart?.destroy();
+    const shared = { width: this.width, height: this.height, legend: { show: false } };
+    this.chart = new uPlot({ ...shared, ...options }, data, this.plot.current);
+    this.chart.root.setAttribute("aria-hidden", "true");
+  }
+}
+
+// ---- a chart -------------------------------------------------------------------------------------------------------
 
 /** What is pointed at in one chart is shown in all that share a pointer. */
 export class Pointer {
@@ -30,20 +89,16 @@ export class Pointer {
  * change. `isPercent`: values are shares. `isLog`: a logarithmic scale, as long as all values are above 0. `domain`: the
  * least that the y axis shows. `level`: of the heading. `height`: of the plot, in pixels.
  */
-export class Chart extends Component {
-  state = { at: null, isOpen: false };
-  plot = createRef();
-  width = 0; // of the plot, as the browser reports after each layout; 0: not in sight
+export class Chart extends Plot {
+  state = { at: null };
 
   get pointer() {
     return this.props.pointer ?? (this.own ??= new Pointer());
   }
 
   componentDidMount() {
+    super.componentDidMount();
     this.pointer.charts.add(this);
-    this.observer = new ResizeObserver(([entry]) => this.resize(Math.floor(entry.contentRect.width)));
-    this.observer.observe(this.plot.current);
-    this.forget = onThemeChange(() => this.chart?.redraw(false));
   }
 
   componentDidUpdate({ lines, isSmooth }) {
@@ -51,10 +106,8 @@ export class Chart extends Component {
   }
 
   componentWillUnmount() {
+    super.componentWillUnmount();
     this.pointer.charts.delete(this);
-    this.observer.disconnect();
-    this.forget();
-    this.chart?.destroy();
   }
 
   shouldComponentUpdate(props, state) {
@@ -75,22 +128,12 @@ export class Chart extends Component {
       return;
     }
     this.shape = shape;
-    this.chart?.destroy();
-    const options = optionsOf(this.props, series, bands, canBeLog);
     const hooks = { draw: [() => this.placeCursor()] };
-    this.chart = new uPlot({ ...options, width: this.width, height: this.height, hooks }, data, this.plot.current);
-    this.chart.root.setAttribute("aria-hidden", "true");
+    this.make({ ...optionsOf(this.props, series, bands, canBeLog), hooks }, data);
   }
 
   get height() {
     return this.props.height ?? 168;
-  }
-
-  resize(width) {
-    if (width === this.width) return;
-    this.width = width;
-    if (this.chart && width) this.chart.setSize({ width, height: this.height });
-    this.draw(); // what came while it was out of sight
   }
 
   // ---- pointing at a value -----------------------------------------------------------------------------------------
@@ -117,12 +160,9 @@ export class Chart extends Component {
   onKey(event) {
     const xs = xsOf(this.props.lines);
     const index = this.state.at === null ? xs.length - 1 : nearest(xs, this.state.at);
-    const ends = { Home: 0, End: xs.length - 1 };
-    const wanted = ends[event.key] ?? index + STEPS[event.key];
-    if (event.key === "Escape") this.pointer.point(null);
-    if (Number.isNaN(wanted) || !xs.length) return;
-    event.preventDefault();
-    this.pointer.point(xs[Math.min(xs.length - 1, Math.max(0, wanted))]);
+    if (event.key === "Escape") return this.pointer.point(null);
+    const to = moved(event, STEPS, index, xs.length - 1);
+    if (to !== null) this.pointer.point(xs[to]);
   }
 
   // ---- words -------------------------------------------------------------------------------------------------------
@@ -139,7 +179,7 @@ export class Chart extends Component {
     return isPercent ? percent(value, value < 0.1 ? 1 : 0) : number(value, this.digits);
   }
 
-  render({ title, unit = "", description = "", lines, level = 3, height = 168, testId, isWide }, { at, isOpen }) {
+  render({ title, unit = "", description = "", lines, level = 3, height = 168, testId, isWide }, { at }) {
     const xs = xsOf(lines);
     const x = at ?? xs.at(-1) ?? null;
     // Pointing at nothing shows the newest value of each, which some lines have not at the same x.
@@ -178,39 +218,29 @@ export class Chart extends Component {
           onPointerLeave=${() => this.pointer.point(null)}
           onBlur=${() => this.pointer.point(null)}
         ></div>
-        <details class="chart-details" onToggle=${(event) => this.setState({ isOpen: event.target.open })}>
-          <summary aria-label=${summary}>${description ? "About, values" : "Values"}</summary>
-          ${description && html`<p class="chart-about">${description}</p>`}
-          <div class="chart-table" tabindex="0" role="region" aria-label="Values of ${title}">
-            ${isOpen && this.table(xs)}
-          </div>
-        </details>
+        <${Fold} className="chart-details" label=${summary} summary=${description ? "About, values" : "Values"} of=${() => this.values(xs)} />
       </figure>
     `;
   }
 
-  table(xs) {
-    const { title, unit, lines } = this.props;
+  values(xs) {
+    const { title, unit, lines, description } = this.props;
+    const rows = xs.map((x) => [number(x), ...lines.map((line) => this.words(valueAt(line, x)))]);
     return html`
-      <table>
-        <caption>${unit ? `${title}, ${unit}` : title}</caption>
-        <thead>
-          <tr>${["iteration", ...lines.map(({ name }) => name)].map((name) => html`<th scope="col">${name}</th>`)}</tr>
-        </thead>
-        <tbody>
-          ${xs.map(
-            (x) => html`<tr key=${x}>
-              <th scope="row">${number(x)}</th>
-              ${lines.map((line) => html`<td>${this.words(valueAt(line, x))}</td>`)}
-            </tr>`,
-          )}
-        </tbody>
-      </table>
+      ${description && html`<p class="help">${description}</p>`}
+      <${Table}
+        label="Values of ${title}"
+        caption=${unit ? `${title}, ${unit}` : title}
+        columns=${["iteration", ...lines.map(({ name }) => name)]}
+        rows=${rows}
+        numbersFrom=${1}
+        className="small"
+      />
     `;
   }
 }
 
-const Swatch = ({ index }) => html`
+export const Swatch = ({ index }) => html`
   <svg width="24" height="10" aria-hidden="true" class="swatch-line series-${(index % NUM_COLOURS) + 1}">
     <line x1="0" x2="24" y1="5" y2="5" stroke-dasharray=${DASHES[index % DASHES.length].join(" ") || null} />
   </svg>
@@ -291,7 +321,6 @@ function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
     isPointed: kind === "line" || kind === "faint",
   }));
   return {
-    legend: { show: false },
     padding: [8, 10, 0, 0],
     scales: {
       x: { time: false, range: (_, low, high) => (low === high && low !== null ? [low - 0.5, high + 0.5] : [low, high]) },
@@ -313,8 +342,6 @@ function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
     bands: bands.map(({ series: edges, index }) => ({ series: edges, fill: stroke(index, 0.16) })),
     cursor: {
       y: false,
-      drag: { x: false, y: false },
-      bind: Object.fromEntries(MOUSE.map((name) => [name, () => null])), // the pointer moves all linked charts
       points: { show: (chart, index) => chart.series[index].isPointed && document.createElement("div") },
     },
   };
@@ -323,7 +350,6 @@ function optionsOf({ isPercent, domain, height = 168 }, layers, bands, isLog) {
 const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, index) => from + index);
 const ROUND = powers(-15, 20).flatMap((power) => [1, 2, 5].map((factor) => Number(`${factor}e${power}`)));
 const WHOLE = ROUND.filter((step) => step >= 1);
-const MOUSE = ["mousedown", "mouseup", "click", "dblclick", "mousemove", "mouseleave", "mouseenter"];
 
 /** Of a logarithmic axis, for lines at powers of ten. */
 const onlyPowers = (values) => values.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));

@@ -1,9 +1,9 @@
-// Several jobs on the same axes: their curves, what they do differently, and how it went.
+// Several jobs on the same axes: their curves, their results, and what differs in their configurations.
 
-import { ApiError, get, pause, poll } from "./api.js";
-import { Chart, Pointer } from "./charts.js";
+import { ApiError, get, isRefusal, poll } from "./api.js";
+import { Chart, Pointer, Swatch } from "./charts.js";
 import { duration, number } from "./format.js";
-import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadge } from "./parts.js";
+import { addressOf, announce, Component, html, isOver, pathOf, render, StateBadge, Table } from "./parts.js";
 import { CHARTS, Series } from "./series.js";
 
 const MOST = 8; // jobs: as many as there are colours
@@ -41,7 +41,7 @@ async function load(ids, signal) {
 async function read(id, signal) {
   const [job, { metrics }] = await Promise.all([get(pathOf(id), {}, signal), get(`${pathOf(id)}/metrics`, {}, signal)]);
   const series = new Series();
-  series.load(metrics);
+  series.addAll(metrics);
   return { job, series, isGone: false };
 }
 
@@ -51,9 +51,8 @@ class Comparison extends Component {
   lines = new Map(); // by series, until their values change
   pointer = new Pointer();
 
-  async componentDidMount() {
-    await pause(REFRESH_MS, this.props.signal); // it has just been read
-    poll(REFRESH_MS, this.props.signal, () => this.refresh());
+  componentDidMount() {
+    poll(REFRESH_MS, this.props.signal, () => this.refresh(), true);
   }
 
   async refresh() {
@@ -63,8 +62,7 @@ class Comparison extends Component {
       try {
         await this.update(run);
       } catch (error) {
-        if (signal.aborted) return;
-        if (!(error instanceof ApiError)) throw error;
+        if (!isRefusal(error, signal)) return;
         if (error.status === 404) this.lose(run);
         else if (CONCERNS_ALL.includes(error.status)) break; // what is shown stays; the next look may do
       }
@@ -99,10 +97,10 @@ class Comparison extends Component {
   // ---- what is shown ----
 
   render(_, { notes, added }) {
-    const isShown = (chart, line, series) => series.of(line.series).length && series.lines(chart).length;
-    const shown = CHARTS.filter((chart) => chart.lines[0] && this.runs.some(({ series }) => isShown(chart, chart.lines[0], series)));
+    const isShown = (chart, series) => chart.lines && series.of(firstOf(chart)).length && series.lines(chart).length;
+    const shown = CHARTS.filter((chart) => this.runs.some(({ series }) => isShown(chart, series)));
     const charts = [
-      ...shown.map((chart, index) => this.chart(headOf(chart, index), chart.lines[0].series)),
+      ...shown.map((chart, index) => this.chart(headOf(chart, index), firstOf(chart))),
       ...added.map((name) => this.chart({ title: name }, name)),
     ];
     return html`
@@ -111,8 +109,8 @@ class Comparison extends Component {
         <a class="button" href="#/">Choose others</a>
       </div>
       ${notes.map((text) => html`<p class="notice warn">${text}</p>`)}
-      ${this.section("How it went", FACTS.map(([name, valueOf]) => [name, this.runs.map(valueOf)]))}
-      <section class="job-curves" aria-label="Curves">
+      ${this.section("Results", FACTS.map(([name, valueOf]) => [name, this.runs.map(valueOf)]))}
+      <section class="stack" aria-label="Curves">
         <div class="head"><h2>Curves</h2>${this.chooser(shown, added)}</div>
         <div class="charts">${charts}</div>
       </section>
@@ -128,7 +126,7 @@ class Comparison extends Component {
   }
 
   chooser(shown, added) {
-    const drawn = new Set([...shown.map(({ lines }) => lines[0].series), ...added]);
+    const drawn = new Set([...shown.map(firstOf), ...added]);
     const names = [...new Set(this.runs.flatMap(({ series }) => [...series.points.keys()]))].filter((name) => !drawn.has(name)).sort();
     const choose = (event) => event.target.value && this.setState({ added: [...added, event.target.value] });
     return html`
@@ -146,7 +144,7 @@ class Comparison extends Component {
     const configs = this.runs.map(({ job }) => flatten(job.config));
     const names = [...new Set(configs.flatMap((config) => [...config.keys()]))].filter((name) => name !== "name");
     const different = names.filter((name) => new Set(configs.map((config) => config.get(name))).size > 1);
-    const title = "What they do differently";
+    const title = "Configuration differences";
     if (different.length) {
       const code = (text) => html`<span class="mono">${text}</span>`;
       return this.section(title, different.map((name) => [code(name), configs.map((config) => code(config.get(name) ?? "–"))]));
@@ -159,38 +157,21 @@ class Comparison extends Component {
 
   /** Names of the jobs above their columns, in the colours of their curves. */
   section(title, rows) {
-    const head = ({ job }, index) => html`
-      <th scope="col">
-        <span class="swatch" style=${{ background: `var(--series-${index + 1})` }}></span>
-        <a href=${addressOf(job.id)}>${this.nameOf(job)}</a>
-      </th>
-    `;
+    const columns = this.runs.map(({ job }, index) => html`<${Swatch} index=${index} /> <a href=${addressOf(job.id)}>${this.nameOf(job)}</a>`);
     return html`
       <section class="stack">
         <h2>${title}</h2>
-        <div class="scroll" tabindex="0" role="region" aria-label=${title}>
-          <table class="compared">
-            <thead>
-              <tr><td></td>${this.runs.map(head)}</tr>
-            </thead>
-            <tbody>
-              ${rows.map(
-                ([name, cells]) => html`<tr>
-                  <th scope="row">${name}</th>
-                  ${cells.map((cell) => html`<td>${cell}</td>`)}
-                </tr>`,
-              )}
-            </tbody>
-          </table>
-        </div>
+        <${Table} label=${title} className="compared" columns=${["Job", ...columns]} rows=${rows.map(([name, cells]) => [name, ...cells])} />
       </section>
     `;
   }
 }
 
+const firstOf = ({ lines }) => lines[0][1];
+
 /** Of a chart of one job with several lines only the first is drawn: there is one for each job. */
 function headOf({ id, title, lines, unit, isPercent, isLog, domain }, index) {
-  const name = lines.length > 1 ? `${title}, ${lines[0].name}` : title;
+  const name = lines.length > 1 ? `${title}, ${lines[0][0]}` : title;
   return { title: name, unit, isPercent, isLog, domain, testId: `chart-${id}`, isWide: index === 0, height: index ? 168 : 260 };
 }
 

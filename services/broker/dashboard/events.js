@@ -1,6 +1,6 @@
 // The log of a job's events: newest first, with a filter. Screen readers are told of the important ones only.
 
-import { ApiError } from "./api.js";
+import { isRefusal } from "./api.js";
 import { clock } from "./format.js";
 import { announce, Component, html } from "./parts.js";
 
@@ -84,8 +84,7 @@ export class EventLog extends Component {
       this.setState({ isComplete: true }); // these were all
     } catch (error) {
       if (error.name === "AbortError") return; // the page was left
-      if (!(error instanceof ApiError)) throw error;
-      this.setState({ problem: `They could not be read: ${error.detail || error.title}` });
+      if (isRefusal(error)) this.setState({ problem: `They could not be read: ${error.message}` });
     } finally {
       this.setState({ isLoading: false });
     }

@@ -1,9 +1,9 @@
 // One prompt with all its responses, token by token, and the same prompt in other iterations at its side.
 
-import { ApiError, get, pause } from "./api.js";
+import { get, isRefusal, pause } from "./api.js";
 import { Chart } from "./charts.js";
 import { duration, number, percent } from "./format.js";
-import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "./parts.js";
+import { addressOf, Component, createRef, html, JobHead, moved, pathOf, render, Table } from "./parts.js";
 import { Rewards, scaleOf } from "./samples.js";
 
 const MOST_BESIDE = 4;
@@ -13,11 +13,12 @@ const ALIKE_WAITS_MS = [1000, 2000, 4000, 8000, 15_000]; // between looks while 
 export async function show(main, { id, group, beside = "" }, signal) {
   const others = beside.split(",").filter((each) => each && each !== group).slice(0, MOST_BESIDE - 1);
   const read = (each) => get(`${pathOf(id)}/groups/${encodeURIComponent(each)}`, {}, signal);
-  const [first, ...rest] = await Promise.allSettled([group, ...others].map(read));
-  if (first.status === "rejected") throw first.reason;
+  const [job, first, ...rest] = await Promise.allSettled([get(pathOf(id), {}, signal), ...[group, ...others].map(read)]);
+  const refused = [job, first].find(({ status }) => status === "rejected");
+  if (refused) throw refused.reason;
   const groups = [first, ...rest].filter(({ status }) => status === "fulfilled").map(({ value }) => value);
   const lost = rest.filter(({ status }) => status === "rejected").map(({ reason }) => reason.detail || reason.message);
-  if (!signal.aborted) render(html`<${GroupPage} id=${id} groups=${groups} lost=${lost} signal=${signal} />`, main);
+  if (!signal.aborted) render(html`<${GroupPage} job=${job.value} groups=${groups} lost=${lost} signal=${signal} />`, main);
 }
 
 const addressOfGroup = (id, group, beside = []) =>
@@ -33,21 +34,22 @@ class GroupPage extends Component {
     this.readout.current.textContent = words;
   }
 
-  render({ id, groups, lost, signal }, { areMarked, isPlain }) {
+  render({ job, groups, lost, signal }, { areMarked, isPlain }) {
     const [group] = groups;
     const ids = groups.map(({ group_id: each }) => each);
-    const title = ids.length > 1 ? `Groups ${ids.join(" and ")}` : `Group ${ids[0]}`;
+    const what = ids.length > 1 ? `Groups ${ids.join(" and ")}` : `Group ${ids[0]}`;
     return html`
-      <${JobHead} id=${id} title=${title} current="samples">
-        <p><a href="${addressOf(id)}/samples?iteration=${group.iteration}">All samples of iteration ${group.iteration}</a></p>
-      <//>
+      <${JobHead} job=${job} what=${what} current="samples" />
       ${lost.map((why) => html`<p class="notice warn">${why}</p>`)}
-      <section class="prompt" aria-labelledby="prompt-heading">
-        <h2 id="prompt-heading">Prompt</h2>
+      <section class="stack" aria-labelledby="prompt-heading">
+        <div class="head">
+          <h2 id="prompt-heading">Prompt</h2>
+          <a href="${addressOf(job.id)}/samples?iteration=${group.iteration}">All samples of iteration ${group.iteration}</a>
+        </div>
         <div class="text" tabindex="0" role="region" aria-label="Text of the prompt">${group.prompt || "(empty)"}</div>
         <p class="help">${number(group.num_prompt_tokens)} tokens</p>
       </section>
-      <section class="responses" aria-labelledby="responses-heading" data-testid="group-detail">
+      <section class="stack" aria-labelledby="responses-heading" data-testid="group-detail">
         <div class="head">
           <h2 id="responses-heading">Responses</h2>
           <div class="actions">${this.box("areMarked", "Show white space")}${this.box("isPlain", "Plain text")}</div>
@@ -60,7 +62,7 @@ class GroupPage extends Component {
           Point at a token, or move with the arrow keys.
         </p>
       </section>
-      <${SamePrompt} id=${id} group=${group.group_id} shown=${ids} signal=${signal} />
+      <${SamePrompt} id=${job.id} group=${group.group_id} shown=${ids} signal=${signal} />
     `;
   }
 
@@ -91,41 +93,39 @@ class GroupPage extends Component {
   response(group, response, index, areMarked, isPlain) {
     const name = `response ${index + 1} of group ${group.group_id}`;
     const tokens = group.tokens?.[index] ?? [];
-    const plain = html`
-      <div class="tokens plain" tabindex="0" role="region" aria-label="Text of ${name}">${response.response || "(empty)"}</div>
-    `;
-    const onPoint = (words) => this.point(`Response ${index + 1}, ${words}`);
-    const spoken = { tokens, name, areMarked, isPlain, onPoint };
+    const shown = { name, areMarked, isPlain, onPoint: (words) => this.point(`Response ${index + 1}, ${words}`) };
     return html`
       <article class="response" data-testid="response">
         <h4>Response ${index + 1}</h4>
         <${Rewards} sample=${response} scale=${this.scale}>${tokens.length > 0 && ` · mean probability ${percent(meanProbability(tokens))}`}<//>
-        ${response.turns.length ? turnsOf(response, spoken) : isPlain || !tokens.length ? plain : html`<${Tokens} ...${spoken} />`}
+        ${response.turns.length ? turnsOf(response.turns, tokens, shown) : html`<${Said} text=${response.response} tokens=${tokens} ...${shown} />`}
       </article>
     `;
   }
 }
 
+/** What the policy said: token by token, or as plain text. */
+const Said = ({ text, isPlain, ...spoken }) =>
+  isPlain || !spoken.tokens.length
+    ? html`<div class="tokens" tabindex="0" role="region" aria-label="Text of ${spoken.name}">${text || "(empty)"}</div>`
+    : html`<${Tokens} ...${spoken} />`;
+
 // ---- an episode, turn by turn ------------------------------------------------------------------------------------
 
 /** What came from the environment is plain; what the policy said is shown token by token: only that is trained. */
-function turnsOf({ turns }, { tokens, name, areMarked, isPlain, onPoint }) {
+function turnsOf(turns, tokens, { name, onPoint, ...shown }) {
   let start = 0;
   return html`
     <ol class="turns" data-testid="turns">
       ${turns.map((turn, index) => {
         const own = tokens.slice(start, start + turn.num_tokens);
         start += turn.num_tokens;
-        const title = `turn ${index + 1} of ${name}`;
+        const point = (words) => onPoint(`turn ${index + 1}, ${words}`);
         return html`
           <li class="turn" data-testid="turn">
             <p class="help">${factsOfTurn(turn, index).join(" · ")}</p>
             ${turn.messages.map(messageOf)}
-            ${
-              isPlain || !own.length
-                ? html`<div class="tokens plain" tabindex="0" role="region" aria-label="Text of ${title}">${turn.text || "(empty)"}</div>`
-                : html`<${Tokens} tokens=${own} name=${title} areMarked=${areMarked} onPoint=${(words) => onPoint(`turn ${index + 1}, ${words}`)} />`
-            }
+            <${Said} text=${turn.text} tokens=${own} name="turn ${index + 1} of ${name}" onPoint=${point} ...${shown} />
           </li>
         `;
       })}
@@ -137,14 +137,14 @@ function factsOfTurn(turn, index) {
   const from = turn.continues === null ? "the prompt" : `turn ${turn.continues + 1}`;
   return [
     `Turn ${index + 1}`,
-    ...(turn.is_fork ? [`history rewritten: shares only the beginning of ${from}`] : []),
-    ...(turn.num_observed_tokens ? [`${number(turn.num_observed_tokens)} tokens observed, not trained`] : []),
-    ...(turn.num_cached_tokens ? [`${number(turn.num_cached_tokens)} of its prompt from the engine's cache`] : []),
-    ...(turn.reward === null ? [] : [`reward ${number(turn.reward, 3)}`]),
+    turn.is_fork && `history rewritten: shares only the beginning of ${from}`,
+    turn.num_observed_tokens && `${number(turn.num_observed_tokens)} tokens observed, not trained`,
+    turn.num_cached_tokens && `${number(turn.num_cached_tokens)} of its prompt from the engine's cache`,
+    turn.reward !== null && `reward ${number(turn.reward)}`,
     `environment ${duration(turn.waited_s)}`,
     `generated in ${duration(turn.generate_s)}`,
-    ...(turn.finish_reason === "length" ? ["truncated"] : []),
-  ];
+    turn.finish_reason === "length" && "truncated",
+  ].filter(Boolean);
 }
 
 function messageOf({ role = "?", content, tool_calls: calls }) {
@@ -171,9 +171,7 @@ class SamePrompt extends Component {
     try {
       this.setState({ groups: await this.read() });
     } catch (error) {
-      if (this.props.signal.aborted) return;
-      if (!(error instanceof ApiError)) throw error;
-      this.setState({ problem: error.detail || error.title });
+      if (isRefusal(error, this.props.signal)) this.setState({ problem: error.message });
     }
   }
 
@@ -185,7 +183,7 @@ class SamePrompt extends Component {
       try {
         return (await get(path, {}, signal)).groups;
       } catch (error) {
-        if (!(error instanceof ApiError) || error.status !== 503) throw error;
+        if (error.status !== 503) throw error;
       }
       await pause(wait, signal);
     }
@@ -216,13 +214,9 @@ class SamePrompt extends Component {
   }
 
   found(id, group, groups, marked) {
-    const names = ["Beside", "Iteration", "Version", "Group", "Responses", "Mean reward"];
-    this.lines ??= [
-      {
-        name: "mean reward",
-        points: groups.filter((each) => each.reward_mean !== null).map((each) => [each.iteration, each.reward_mean]),
-      },
-    ];
+    const columns = ["Group", "Iteration", "Version", "Responses", "Mean reward"];
+    const points = groups.filter((each) => each.reward_mean !== null).map((each) => [each.iteration, each.reward_mean]);
+    this.lines ??= [{ name: "mean reward", points }];
     return html`
       <${Chart}
         title="Mean reward of this prompt"
@@ -230,15 +224,14 @@ class SamePrompt extends Component {
         description="One point per iteration in which it came."
         lines=${this.lines}
       />
-      <div class="scroll" tabindex="0" role="region" aria-label="Groups with the same prompt">
-        <table>
-          <caption>Mark up to ${MOST_BESIDE - 1} others</caption>
-          <thead>
-            <tr>${names.map((name) => html`<th scope="col" class=${name === "Beside" || name === "Group" ? "" : "num"}>${name}</th>`)}</tr>
-          </thead>
-          <tbody>${groups.toReversed().map((each) => this.row(id, group, each, marked))}</tbody>
-        </table>
-      </div>
+      <${Table}
+        label="Groups with the same prompt"
+        caption="Tick up to ${MOST_BESIDE - 1} others to show them side by side."
+        columns=${columns}
+        rows=${groups.toReversed().map((each) => this.row(id, group, each, marked))}
+        numbersFrom=${1}
+        className="small"
+      />
       <button
         class="button primary"
         type="button"
@@ -254,25 +247,18 @@ class SamePrompt extends Component {
   row(id, group, { group_id: each, iteration, policy_version: version, num_responses: count, reward_mean: reward }, marked) {
     const isThis = each === group;
     const isMarked = marked.includes(each);
-    return html`
-      <tr aria-current=${isThis ? "true" : null}>
-        <td>
-          <input
-            type="checkbox"
-            value=${each}
-            checked=${isThis || isMarked}
-            disabled=${isThis || (!isMarked && marked.length >= MOST_BESIDE - 1)}
-            aria-label="Group ${each} of iteration ${iteration} beside"
-            onChange=${(event) => this.mark(each, event.target.checked)}
-          />
-        </td>
-        <td class="num">${number(iteration)}</td>
-        <td class="num">${number(version)}</td>
-        <td>${isThis ? `${each} (this one)` : html`<a href=${addressOfGroup(id, each)}>${each}</a>`}</td>
-        <td class="num">${number(count)}</td>
-        <td class="num">${reward === null ? "failed" : number(reward)}</td>
-      </tr>
+    const name = html`
+      <input
+        type="checkbox"
+        value=${each}
+        checked=${isThis || isMarked}
+        disabled=${isThis || (!isMarked && marked.length >= MOST_BESIDE - 1)}
+        aria-label="Group ${each} of iteration ${iteration} beside"
+        onChange=${(event) => this.mark(each, event.target.checked)}
+      />${" "}
+      ${isThis ? `${each} (this one)` : html`<a href=${addressOfGroup(id, each)}>${each}</a>`}
     `;
+    return [name, number(iteration), number(version), number(count), reward === null ? "failed" : number(reward)];
   }
 }
 
@@ -340,11 +326,9 @@ class Tokens extends Component {
   }
 
   onKey(event) {
-    const last = this.props.tokens.length - 1;
-    const wanted = { Home: 0, End: last }[event.key] ?? this.current + STEPS[event.key];
-    if (Number.isNaN(wanted) || last < 0) return;
-    event.preventDefault();
-    this.point(Math.min(last, Math.max(0, wanted)));
+    const to = moved(event, STEPS, this.current, this.props.tokens.length - 1);
+    if (to === null) return;
+    this.point(to);
     this.root.current.children[this.current].scrollIntoView({ block: "nearest" });
   }
 

@@ -1,15 +1,14 @@
 // The page of a job, live: loaded whole at first, then followed by its stream. Drawn at most once per frame.
 
-import { ApiError, del, get, pause, poll, serverNow, stream } from "./api.js";
+import { ApiError, del, get, isRefusal, pause, poll, serverNow, stream } from "./api.js";
 import { Chart, Pointer } from "./charts.js";
 import { EventLog, EventStore } from "./events.js";
 import { number, toToml } from "./format.js";
 import {
-  announce, Component, confirmed, createRef, heartbeatTime, html, isOver, JobControls, JobTabs, pathOf, render,
-  showRefusal, StateBadge,
+  announce, Component, confirmed, createRef, Fold, heartbeatTime, html, isOver, JobControls, JobHead, pathOf, render, showRefusal,
 } from "./parts.js";
 import { CHARTS, Series } from "./series.js";
-import { aboutOf, Beat, Doctor, Newest, ProgressLine } from "./status.js";
+import { aboutOf, Beat, Doctor, Headline } from "./status.js";
 import { TimelinePanel } from "./timeline.js";
 
 const RECENT = 10; // iterations whose events are shown at first
@@ -43,7 +42,7 @@ async function load(path, signal) {
 }
 
 class JobPage extends Component {
-  state = { connection: "connecting", why: "", isSmooth: true, isMoreOpen: false };
+  state = { connection: "connecting", why: "", isSmooth: true };
   path = pathOf(this.props.first.job.id);
   job = this.props.first.job;
   diagnosis = this.props.first.diagnosis;
@@ -60,7 +59,7 @@ class JobPage extends Component {
 
   constructor(props) {
     super(props);
-    this.series.load(props.first.metrics);
+    this.series.addAll(props.first.metrics);
   }
 
   componentDidMount() {
@@ -77,8 +76,7 @@ class JobPage extends Component {
       const onMessage = (kind, data) => this.take(kind, data);
       await stream(`${this.path}/stream`, { after: first.cursor, signal, onMessage, onState: (state) => this.takeState(state) });
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      this.setState({ connection: "refused", why: error.detail });
+      if (isRefusal(error, signal)) this.setState({ connection: "refused", why: error.detail });
     }
     isDone.abort();
     await watching;
@@ -94,7 +92,7 @@ class JobPage extends Component {
         this.workers = workers.filter((worker) => worker.job_id === this.job.id);
         this.drawSoon();
       } catch (error) {
-        if (!(error instanceof ApiError) && !signal.aborted) throw error; // the stream's state shows the network
+        isRefusal(error, signal); // the stream's state shows the network
       }
     });
   }
@@ -125,8 +123,7 @@ class JobPage extends Component {
         this.gapAfter = null;
         return this.drawCurvesSoon();
       } catch (error) {
-        if (signal.aborted) return;
-        if (!(error instanceof ApiError)) throw error;
+        if (!isRefusal(error, signal)) return;
       }
       await pause(WORKERS_MS, signal);
     }
@@ -208,7 +205,7 @@ class JobPage extends Component {
   /** Of a chart of CHARTS, or of a single series; the same list until the values change. */
   linesOf(chart) {
     if (!this.lines.has(chart.id)) {
-      this.lines.set(chart.id, chart.lines ? this.series.lines(chart) : [this.series.line({ name: "value", series: chart.id })]);
+      this.lines.set(chart.id, CHARTS.includes(chart) ? this.series.lines(chart) : [this.series.line("value", chart.id)]);
     }
     return this.lines.get(chart.id);
   }
@@ -231,23 +228,13 @@ class JobPage extends Component {
     const { job } = this;
     const records = [...this.records.values()].sort((a, b) => a.iteration - b.iteration);
     const isErrorNews = job.error && !this.diagnosis.findings.some(({ sentence }) => sentence.includes(job.error));
+    const live = html`
+      <span class="live" data-testid="live" data-state=${connection}>${CONNECTIONS[connection]}${why && `: ${why}`}</span>
+    `;
     return html`
-      <header class="job-head">
-        <div class="head">
-          <div class="job-title">
-            <h1>${job.name}</h1>
-            <${StateBadge} job=${job} />
-            <span class="live muted" data-testid="live" data-state=${connection}>
-              ${why ? `${CONNECTIONS[connection]}: ${why}` : CONNECTIONS[connection]}
-            </span>
-          </div>
-          ${this.controls(job)}
-        </div>
-        <p class="muted job-id"><span class="mono">${job.id}</span> · ${aboutOf(job)}</p>
-        <${JobTabs} id=${job.id} current="" />
-      </header>
+      <${JobHead} job=${job} current="" live=${live} about=${aboutOf(job)}>${this.controls(job)}<//>
       ${isErrorNews && html`<p class="notice bad">${job.error}</p>`}
-      <${ProgressLine} job=${job} records=${records} />
+      <${Headline} job=${job} records=${records} series=${this.series} />
       <${Doctor} diagnosis=${this.diagnosis} job=${job} seenAt=${this.seenAt} />
       ${this.lead(job, records)}
       ${this.curves()}
@@ -266,21 +253,18 @@ class JobPage extends Component {
     <//>`;
   }
 
-  /** The reward, wide, beside the newest numbers and the open iteration. */
+  /** The reward, wide, beside the open iteration and the last one. */
   lead(job, records) {
     const [reward] = CHARTS;
     const heldOut = CHARTS.find(({ id }) => id === "held-out");
     return html`
       <div class="lead">
-        <div class="lead-charts">
+        <div class="stack">
           ${this.chart(reward, { level: 2, height: 360 }) ??
           html`<div class="empty"><p>The reward is shown from the first committed iteration on.</p></div>`}
           ${this.chart(heldOut, { level: 2, height: 180 })}
         </div>
-        <div class="lead-now">
-          <${Newest} series=${this.series} />
-          <${Beat} records=${records} workers=${this.workers} job=${job} now=${this.now} />
-        </div>
+        <${Beat} records=${records} series=${this.series} workers=${this.workers} job=${job} now=${this.now} />
       </div>
     `;
   }
@@ -291,7 +275,7 @@ class JobPage extends Component {
     if (!charts.length && !others.length) return null;
     const smooth = (event) => this.setState({ isSmooth: event.target.checked });
     return html`
-      <section class="job-curves" aria-labelledby="curves-heading">
+      <section class="stack" aria-labelledby="curves-heading">
         <div class="head">
           <h2 id="curves-heading">Curves</h2>
           <span class="actions">
@@ -300,26 +284,18 @@ class JobPage extends Component {
           </span>
         </div>
         <div class="charts">${charts}</div>
-        ${others.length > 0 && this.moreCurves(others)}
+        ${others.length > 0 && html`<${Fold} summary="${number(others.length)} more series" of=${() => this.others(others)} />`}
       </section>
     `;
   }
 
-  moreCurves(names) {
-    const toggle = (event) => this.setState({ isMoreOpen: event.target.open });
-    const charts = () => names.map((name) => this.chart({ id: name, title: name }));
-    return html`
-      <details class="more-charts" onToggle=${toggle}>
-        <summary>${number(names.length)} more series</summary>
-        <div class="charts">${this.state.isMoreOpen && charts()}</div>
-      </details>
-    `;
+  others(names) {
+    return html`<div class="charts">${names.map((name) => this.chart({ id: name, title: name }))}</div>`;
   }
 }
 
 /** A job's configuration, to read and to copy. */
 class Configuration extends Component {
-  state = { form: "TOML" };
   text = createRef();
 
   async copy() {
@@ -333,27 +309,17 @@ class Configuration extends Component {
     }
   }
 
-  shouldComponentUpdate(_, state) {
-    return state !== this.state; // a configuration never changes
+  shouldComponentUpdate() {
+    return false; // a configuration never changes
   }
 
-  render({ job }, { form }) {
-    const button = (name) => html`
-      <button class="button" type="button" aria-pressed=${String(name === form)} onClick=${() => this.setState({ form: name })}>
-        ${name}
-      </button>
+  render({ job }) {
+    const text = () => html`
+      <div class="stack">
+        <span><button class="button" type="button" onClick=${() => this.copy()}>Copy</button></span>
+        <pre tabindex="0" role="region" aria-label="Configuration" ref=${this.text}>${toToml(job.config)}</pre>
+      </div>
     `;
-    return html`
-      <details class="config" data-testid="config">
-        <summary><h2>Configuration</h2></summary>
-        <div class="actions">
-          <div class="choice" role="group" aria-label="Format">${["TOML", "JSON"].map(button)}</div>
-          <button class="button" type="button" onClick=${() => this.copy()}>Copy</button>
-        </div>
-        <pre class="config-text" tabindex="0" role="region" aria-label="Configuration" ref=${this.text}>
-          ${form === "TOML" ? toToml(job.config) : JSON.stringify(job.config, null, 2)}
-        </pre>
-      </details>
-    `;
+    return html`<${Fold} summary=${html`<h2>Configuration</h2>`} of=${text} />`;
   }
 }

@@ -1,8 +1,10 @@
 // The list of jobs: asked for again while it is in sight, since lists have no stream.
 
-import { ApiError, get, pause, poll, serverNow } from "./api.js";
+import { get, isRefusal, poll, serverNow } from "./api.js";
 import { ago, clock, duration, number } from "./format.js";
-import { addressOf, announce, Component, createRef, html, isOver, JobControls, Live, pathOf, Progress, render, StateBadge } from "./parts.js";
+import {
+  addressOf, announce, asOf, Component, createRef, elapsedOf, html, isOver, JobControls, Live, pathOf, Progress, render, StateBadge,
+} from "./parts.js";
 
 const REFRESH_MS = 3000;
 const TYPING_MS = 250; // until the broker is asked for what is typed
@@ -24,7 +26,6 @@ const paramsOf = ({ state, text, limit }) => ({ state, limit: text.trim() ? ALL 
 
 class JobsPage extends Component {
   state = {
-    jobs: this.props.jobs,
     filter: { state: this.props.state, text: this.props.text, limit: PAGE },
     selected: [],
     problem: "",
@@ -38,23 +39,22 @@ class JobsPage extends Component {
   sight = new IntersectionObserver((entries) => this.look(entries), { rootMargin: "100px" });
 
   componentDidMount() {
-    this.run();
+    this.follow();
   }
 
   componentWillUnmount() {
     this.sight.disconnect();
   }
 
-  async run() {
-    const { signal } = this.props;
-    await pause(REFRESH_MS, signal); // it has just been read
+  follow() {
     let slowness = 0; // a list that takes long is asked for less often
-    poll(REFRESH_MS, signal, async () => {
+    const look = async () => {
       if (slowness-- > 0) return;
       const started = performance.now();
       await this.refresh();
       slowness = Math.floor((performance.now() - started) / 500);
-    });
+    };
+    poll(REFRESH_MS, this.props.signal, look, true);
   }
 
   async refresh() {
@@ -66,11 +66,9 @@ class JobsPage extends Component {
       this.announceChanges(jobs);
       this.jobs = jobs;
       this.seenAt = Date.now() / 1000;
-      this.setState({ jobs, problem: "" }, () => this.readCurves());
+      this.setState({ problem: "" }, () => this.readCurves());
     } catch (error) {
-      if (signal.aborted || turn !== this.turn) return;
-      if (!(error instanceof ApiError)) throw error;
-      this.setState({ problem: `${error.title}. ${error.detail} The list is as of ${clock(this.seenAt)}; it goes on by itself.` });
+      if (isRefusal(error, signal) && turn === this.turn) this.setState({ problem: asOf(error, this.seenAt) });
     }
   }
 
@@ -83,7 +81,7 @@ class JobsPage extends Component {
   /** After a move of the user. */
   changed(job) {
     this.jobs = this.jobs.map((each) => (each.id === job.id ? job : each)); // or it would be announced as news
-    this.setState({ jobs: this.jobs });
+    this.setState({});
     this.refresh();
   }
 
@@ -93,8 +91,7 @@ class JobsPage extends Component {
     const filter = { ...this.state.filter, ...change };
     this.turn += 1; // an answer to the old question is not wanted any more
     this.setState({ filter }); // what is known is shown at once
-    const query = new URLSearchParams({ state: filter.state, q: filter.text.trim() });
-    for (const [name, value] of [...query]) if (!value) query.delete(name);
+    const query = new URLSearchParams(Object.entries({ state: filter.state, q: filter.text.trim() }).filter(([, value]) => value));
     history.replaceState(null, "", `#/${query.size ? `?${query}` : ""}`);
     clearTimeout(this.typing);
     this.typing = setTimeout(() => this.refresh(), TYPING_MS);
@@ -130,7 +127,7 @@ class JobsPage extends Component {
         this.setState({});
       }
     } catch (error) {
-      if (!(error instanceof ApiError) && !signal.aborted) throw error; // else the list says what is wrong
+      isRefusal(error, signal); // the list says what is wrong
     } finally {
       this.isReading = false;
     }
@@ -143,7 +140,8 @@ class JobsPage extends Component {
 
   // ---- what is shown ----
 
-  render({ signal: _ }, { jobs, filter, selected, problem }) {
+  render(_, { filter, selected, problem }) {
+    const { jobs } = this;
     const found = jobs.filter((job) => this.isFound(job));
     const shown = found.slice(0, filter.limit);
     const hasMore = found.length >= filter.limit && filter.limit < ALL;
@@ -309,10 +307,8 @@ class JobRow extends Component {
 
 /** How long it took or takes, and when that was. */
 function timeOf(job) {
-  const ended = job.finished_at ?? serverNow();
-  const took = job.started_at === null ? "" : duration(Math.max(1, Math.floor(ended - job.started_at)));
-  if (isOver(job)) return [took || "never ran", ago(job.finished_at)];
-  return job.started_at === null ? [duration(Math.max(1, Math.floor(ended - job.created_at))), "waiting"] : [took, "so far"];
+  if (isOver(job)) return [job.started_at === null ? "never ran" : elapsedOf(job), ago(job.finished_at)];
+  return job.started_at === null ? [duration(Math.max(1, Math.floor(serverNow() - job.created_at))), "waiting"] : [elapsedOf(job), "so far"];
 }
 
 /** The newest reward and the way there. */

@@ -1,7 +1,7 @@
-// What all pages are made of: Preact with htm, and the parts of a job that several pages show.
+// What all pages are made of: Preact with htm, and the parts that several pages show.
 
-import { ApiError, post, serverNow } from "./api.js";
-import { duration, number } from "./format.js";
+import { isRefusal, post, serverNow } from "./api.js";
+import { clock, duration, number } from "./format.js";
 import htm from "./vendor/htm.module.js";
 import { Component, createRef, h, render } from "./vendor/preact.module.js";
 
@@ -50,47 +50,52 @@ export const StateBadge = ({ job }) => html`
   </span>
 `;
 
+/** A bar of what is done, and of what of it has failed. */
+export const Meter = ({ done, total, failed = 0, label, tone = "" }) => html`
+  <span
+    class="meter ${tone}"
+    title=${label}
+    role="progressbar"
+    aria-valuemin="0"
+    aria-valuemax=${total}
+    aria-valuenow=${done}
+    aria-label=${label}
+  >
+    <span style=${{ width: `${(100 * (done - failed)) / (total || 1)}%` }}></span>
+    ${failed > 0 && html`<span class="failed" style=${{ width: `${(100 * failed) / total}%` }}></span>`}
+  </span>
+`;
+
 /** Committed iterations of all. */
-export function Progress({ job }) {
-  const [done, total] = [job.next_iteration, job.num_iterations];
-  const tone = { SUCCEEDED: "good", FAILED: "bad" }[job.state] ?? "";
-  const label = `${done} of ${total} iterations`;
-  return html`
-    <span
-      class="progress ${tone}"
-      data-testid="job-progress"
-      title=${label}
-      role="progressbar"
-      aria-valuemin="0"
-      aria-valuemax=${total}
-      aria-valuenow=${done}
-      aria-label=${label}
-    >
-      <span style=${{ width: `${(100 * done) / total}%` }}></span>
-    </span>
-  `;
+export function Progress({ job: { state, next_iteration: done, num_iterations: total } }) {
+  const tone = { SUCCEEDED: "good", FAILED: "bad" }[state];
+  return html`<${Meter} done=${done} total=${total} tone=${tone} label=${`${done} of ${total} iterations`} />`;
 }
 
-/** Links between the pages of a job. `current`: "", "timeline" or "samples". */
-export function JobTabs({ id, current }) {
-  const tabs = Object.entries({ "": "Overview", samples: "Samples", timeline: "Timeline" });
-  return html`
+/** How long it has run, or ran. */
+export const elapsedOf = (job) => duration(Math.max(1, Math.floor((job.finished_at ?? serverNow()) - job.started_at)));
+
+const TABS = { "": "Overview", samples: "Samples", timeline: "Timeline" };
+
+/** The same head on all pages of a job. `what`: is shown of it. `current`: a key of TABS. `live`: beside its state. */
+export const JobHead = ({ job, what, current, live, about, children }) => html`
+  <header class="job-head">
+    <div class="head">
+      <div class="job-title">
+        <h1>${what && html`<span class="visually-hidden">${what} of </span>`}${job.name}</h1>
+        <${StateBadge} job=${job} />
+        ${live}
+      </div>
+      ${children}
+    </div>
+    <p class="help job-id"><span class="mono">${job.id}</span>${about && ` · ${about}`}</p>
     <nav class="tabs" aria-label="Pages of this job">
-      ${tabs.map(
+      ${Object.entries(TABS).map(
         ([part, name]) => html`
-          <a href=${addressOf(id) + (part && `/${part}`)} aria-current=${part === current ? "page" : null}>${name}</a>
+          <a href=${addressOf(job.id) + (part && `/${part}`)} aria-current=${part === current ? "page" : null}>${name}</a>
         `,
       )}
     </nav>
-  `;
-}
-
-/** Head of a page that belongs to a job. */
-export const JobHead = ({ id, title, current, children }) => html`
-  <header class="job-head">
-    <h1>${title}</h1>
-    ${children ?? html`<p class="muted mono job-id">${id}</p>`}
-    <${JobTabs} id=${id} current=${current} />
   </header>
 `;
 
@@ -161,9 +166,8 @@ export async function confirmed({ heading, detail, yes, no }) {
 
 /** Shows what the broker said of a refusal. */
 export async function showRefusal(heading, error) {
-  if (error instanceof ApiError && error.status === 401) return; // the key form is there
-  if (!(error instanceof ApiError)) throw error;
-  await opened(heading, error.detail || error.title, html`<button class="button" value="ok">Close</button>`);
+  if (!isRefusal(error) || error.status === 401) return; // the key form is there
+  await opened(heading, error.message, html`<button class="button" value="ok">Close</button>`);
 }
 
 function opened(heading, detail, buttons) {
@@ -185,7 +189,7 @@ function opened(heading, detail, buttons) {
   });
 }
 
-// ---- words, tables and rollouts ----------------------------------------------------------------------------------
+// ---- words, tables and keys --------------------------------------------------------------------------------------
 
 /** A sentence of the broker with its `code`, and in a reader's words: "58 min" for 3483 s. `id`: of the page's job. */
 export const marked = (text, id) =>
@@ -196,25 +200,53 @@ const inWords = (text, id) =>
     .replace(/(?<![.\d])\d{2,} s\b/g, (time) => duration(parseInt(time)))
     .replace(/has been [A-Z]+/, (words) => words.toLowerCase());
 
-/** A table that may be wider than the page. `rows`: lists of cells, the first one names the row. */
-export const Table = ({ caption, columns, rows, className = "" }) => html`
-  <div class="scroll" tabindex="0" role="region" aria-label=${caption}>
-    <table class=${className}>
-      <caption>${caption}</caption>
+/**
+ * A table that may be wider than the page. `rows`: lists of cells, the first one names the row. `numbersFrom`: the first
+ * column of numbers. `label`: instead of a `caption`.
+ */
+export const Table = ({ caption, label = caption, columns, rows, numbersFrom = Infinity, className = "" }) => html`
+  <div class="scroll ${className}" tabindex="0" role="region" aria-label=${label}>
+    <table>
+      ${caption && html`<caption>${caption}</caption>`}
       <thead>
-        <tr>${columns.map((name) => html`<th scope="col">${name}</th>`)}</tr>
+        <tr>${columns.map((name, index) => html`<th scope="col" class=${index >= numbersFrom ? "num" : null}>${name}</th>`)}</tr>
       </thead>
       <tbody>
         ${rows.map(
           ([name, ...cells]) => html`<tr>
             <th scope="row">${name}</th>
-            ${cells.map((cell) => html`<td>${cell}</td>`)}
+            ${cells.map((cell, index) => html`<td class=${index + 1 >= numbersFrom ? "num" : null}>${cell}</td>`)}
           </tr>`,
         )}
       </tbody>
     </table>
   </div>
 `;
+
+/** Details whose content, `of()`, is made when somebody opens them. */
+export class Fold extends Component {
+  render({ summary, label, of, className }, { isOpen }) {
+    return html`
+      <details class=${className} onToggle=${(event) => this.setState({ isOpen: event.target.open })}>
+        <summary aria-label=${label}>${summary}</summary>
+        ${isOpen && of()}
+      </details>
+    `;
+  }
+}
+
+/** The place that a key moves to: from `index` by its step, to an end by Home and End. null: it is no such key. */
+export function moved(event, steps, index, last) {
+  const wanted = { Home: 0, End: last }[event.key] ?? index + steps[event.key];
+  if (Number.isNaN(wanted) || last < 0) return null;
+  event.preventDefault();
+  return Math.min(last, Math.max(0, wanted));
+}
+
+/** Why what is shown is not refreshed. */
+export const asOf = (error, seenAt) => `${error.title}. ${error.detail} This is as of ${clock(seenAt)}; it goes on by itself.`;
+
+// ---- rollouts ----------------------------------------------------------------------------------------------------
 
 const SILENT_S = 10; // as the broker's doctor counts it
 const NEWEST_S = 5; // the newest heartbeat of a pool is not older, if any of its rollouts lives
@@ -230,8 +262,8 @@ export function heartbeatTime(workers) {
 export const isSilent = (worker, now) => now - worker.last_seen_at > SILENT_S;
 
 /** Names and values side by side, without boxes: [[name, value, about], ...]. */
-export const Figures = ({ label, of }) => html`
-  <dl class="figures" aria-label=${label}>
+export const Figures = ({ label, of, className = "" }) => html`
+  <dl class="figures ${className}" aria-label=${label}>
     ${of.map(
       ([name, value, about]) => html`<div>
         <dt>${name}</dt>

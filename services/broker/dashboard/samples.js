@@ -1,6 +1,6 @@
 // What the model said: responses of an iteration or an evaluation, with a filter and pages.
 
-import { ApiError, get } from "./api.js";
+import { get, isRefusal } from "./api.js";
 import { number } from "./format.js";
 import { addressOf, Component, createRef, html, JobHead, pathOf, render } from "./parts.js";
 
@@ -72,7 +72,7 @@ class SamplesPage extends Component {
     try {
       this.job = await get(this.path, {}, this.props.signal);
     } catch (error) {
-      if (!(error instanceof ApiError) && !this.props.signal.aborted) throw error;
+      isRefusal(error, this.props.signal);
     }
   }
 
@@ -87,9 +87,7 @@ class SamplesPage extends Component {
       const found = await (wanted.evaluation ? this.readEvaluation(signal, wanted) : this.readIteration(signal, wanted));
       this.setState({ found, foundFor: wanted, problem: "", isBusy: false });
     } catch (error) {
-      if (signal.aborted) return;
-      if (!(error instanceof ApiError)) throw error;
-      this.setState({ found: [], problem: error.detail || error.title, isBusy: false });
+      if (isRefusal(error, signal)) this.setState({ found: [], problem: error.message, isBusy: false });
     }
   }
 
@@ -113,9 +111,9 @@ class SamplesPage extends Component {
     const samples = (found ?? []).slice(0, PAGE);
     const scale = scaleOf(samples);
     return html`
-      <${JobHead} id=${this.job.id} title="Samples of ${this.job.name}" current="samples" />
+      <${JobHead} job=${this.job} what="Samples" current="samples" />
       ${this.filters()}
-      <p class="muted" role="status" ref=${this.status}>${problem || (found && this.words(samples, foundFor))}</p>
+      <p class=${problem ? "notice bad" : "muted"} role="status" ref=${this.status}>${problem || (found && this.words(samples, foundFor))}</p>
       <div class="samples" aria-busy=${isBusy ? "true" : null}>
         ${samples.map((sample) => html`<${Sample} sample=${sample} scale=${scale} jobId=${this.job.id} isHeldOut=${foundFor.evaluation !== ""} />`)}
       </div>
@@ -201,13 +199,15 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
   return html`
     <article class="sample" data-testid="sample">
       <div class="sample-texts">
-        <h2 class="sample-name">Group ${group}, response ${(sample.index ?? 0) + 1}</h2>
+        <div class="head">
+          <h2 class="sample-name">Group ${group}, response ${(sample.index ?? 0) + 1}</h2>
+          ${!isHeldOut && html`<a href=${address}>Open group ${group}</a>`}
+        </div>
         <${TextBlock} name="Prompt" text=${sample.prompt} />
         <${TextBlock} name="Response" text=${sample.response} />
       </div>
       <div class="sample-facts">
         <${Rewards} sample=${sample} scale=${scale} isHeldOut=${isHeldOut} />
-        ${!isHeldOut && html`<p class="help"><a href=${address}>All of group ${group}</a></p>`}
       </div>
     </article>
   `;
@@ -215,9 +215,9 @@ function Sample({ sample, scale, jobId, isHeldOut }) {
 
 /** Text that somebody else wrote, as it is. */
 const TextBlock = ({ name, text }) => html`
-  <div class="text-block of-${name.toLowerCase()}">
+  <div class="text-block">
     <h3>${name}</h3>
-    <div class="text" tabindex="0" role="group" aria-label=${name}>${text || "(empty)"}</div>
+    <div class="text of-${name.toLowerCase()}" tabindex="0" role="group" aria-label=${name}>${text || "(empty)"}</div>
   </div>
 `;
 
@@ -232,40 +232,32 @@ export function scaleOf(samples) {
   };
 }
 
-/** The reward with its parts as bars, the advantage to either side of zero, and how it ended. */
-export const Rewards = ({ sample, scale, isHeldOut = false, children }) => html`
+/** The reward with its parts, the advantage to either side of zero, and how it ended. */
+export const Rewards = ({ sample: { reward, reward_parts: parts, advantage, ...sample }, scale, isHeldOut = false, children }) => html`
   <ul class="bars">
-    <${Bar} name="reward" value=${sample.reward} most=${scale.reward} className="whole" />
-    ${Object.entries(sample.reward_parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
+    <${Bar} name="reward" value=${reward} most=${scale.reward} className="whole" />
+    ${Object.entries(parts ?? {}).map(([name, value]) => html`<${Bar} name=${name} value=${value} most=${scale.reward} />`)}
+    ${!isHeldOut &&
+    (Number.isFinite(advantage)
+      ? html`<${Bar} name="advantage" value=${advantage} most=${scale.advantage} isSigned=${true} />`
+      : html`<li class="muted pending">advantage: known after the commit</li>`)}
   </ul>
-  ${!isHeldOut && html`<${Advantage} value=${sample.advantage} most=${scale.advantage} />`}
   <p class="help">
     ${number(sample.num_tokens)} tokens ·${" "}
     <span class=${sample.finish_reason === "length" ? "warn" : null}>${FINISHED[sample.finish_reason] ?? sample.finish_reason}</span>${children}
   </p>
 `;
 
-function Bar({ name, value, most, className = "" }) {
-  const width = `${(100 * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;
+function Bar({ name, value, most, className = "", isSigned = false }) {
+  const width = `${((isSigned ? 50 : 100) * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;
+  const side = isSigned ? { width, [value < 0 ? "right" : "left"]: "50%" } : { width };
   return html`
     <li class=${className}>
       <span class="bar-name">${name}</span>
-      <span class="bar-track" aria-hidden="true"><span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${{ width }}></span></span>
-      <span class="bar-value">${number(value || 0)}</span>
+      <span class=${isSigned ? "bar-track signed" : "bar-track"} aria-hidden="true">
+        <span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${side}></span>
+      </span>
+      <span class="num">${isSigned && value > 0 ? "+" : ""}${number(value || 0)}</span>
     </li>
   `; // not -0
-}
-
-function Advantage({ value, most }) {
-  if (value === null || value === undefined) return html`<p class="advantage muted">advantage: known after the commit</p>`;
-  const sign = value > 0 ? "+" : value < 0 ? "−" : "";
-  const width = `${(50 * Math.min(1, Math.abs(value) / most)).toFixed(1)}%`;
-  const side = value < 0 ? { width, right: "50%" } : { width, left: "50%" };
-  return html`
-    <p class="advantage">
-      <span class="bar-name">advantage</span>
-      <span class="bar-track both-ways" aria-hidden="true"><span class=${value < 0 ? "bar-fill negative" : "bar-fill"} style=${side}></span></span>
-      <span class="bar-value">${sign}${number(Math.abs(value))}</span>
-    </p>
-  `;
 }

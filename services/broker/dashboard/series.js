@@ -3,178 +3,121 @@
 const TOKENS_PER_S = "iteration/tokens_per_s"; // the broker tells its parts
 
 /**
- * A line is {name, series, spread}: `spread` is the series of what lies above and below. `pattern`: each series that it
- * matches is a line, too, named by its first group; `isInstead`: a line that is drawn only where nothing matches. A chart
- * is shown when one of its lines has values; `unlessZero`: and when one of them is not 0.
+ * `lines`: [name, series], each, with the series of what lies above and below as a third. `pattern`: each series that it
+ * matches is a line, named by its first group; then `lines` are not drawn. A chart is shown when one of its lines has
+ * values; `unlessZero`: and when one of them is not 0.
  */
 export const CHARTS = [
   {
-    id: "reward",
-    title: "Reward",
+    id: "reward", title: "Reward",
     description: "Mean of all responses, with one standard deviation around it.",
-    lines: [{ name: "mean", series: "iteration/reward_mean", spread: "iteration/reward_std" }],
+    lines: [["mean", "iteration/reward_mean", "iteration/reward_std"]],
   },
   {
-    id: "held-out",
-    title: "Held-out reward",
+    id: "held-out", title: "Held-out reward",
     description: "Of prompts that are never trained on, with one standard deviation around it.",
-    lines: [{ name: "mean", series: "eval/reward_mean", spread: "eval/reward_std", isInstead: true }],
+    lines: [["mean", "eval/reward_mean", "eval/reward_std"]],
     pattern: /^eval\/(?!reward\/)([^/]+)\/reward_mean$/,
   },
   {
-    id: "parts",
-    title: "Parts of the reward",
+    id: "parts", title: "Parts of the reward",
     description: "Mean of each, over the responses that have it.",
-    lines: [],
     pattern: /^reward\/(.+)_mean$/,
   },
   {
-    id: "held-out-parts",
-    title: "Parts of the held-out reward",
+    id: "held-out-parts", title: "Parts of the held-out reward",
     description: "Mean of each, over the responses that have it.",
-    lines: [],
     pattern: /^eval\/((?:[^/]+\/)?reward\/.+)_mean$/,
   },
   {
-    id: "solved",
-    title: "Solved prompts",
-    isPercent: true,
-    domain: [0, 1],
-    description:
-      "A response is solved from the reward solved_at on. Held out, pass at k: prompts of which any response is. In training: groups of which all responses are, and of which none is; neither teaches where rewards are equal.",
+    id: "solved", title: "Solved prompts", isPercent: true, domain: [0, 1],
+    description: "A response is solved from the reward solved_at on. Held out, pass at k: prompts of which any response is. In training: groups of which all responses are, and of which none is; neither teaches where rewards are equal.",
     lines: [
-      { name: "held out, at k", series: "eval/pass_at_k" },
-      { name: "trained, all", series: "rollout/solved_all_frac" },
-      { name: "trained, none", series: "rollout/solved_none_frac" },
+      ["held out, at k", "eval/pass_at_k"],
+      ["trained, all", "rollout/solved_all_frac"],
+      ["trained, none", "rollout/solved_none_frac"],
     ],
   },
   {
-    id: "mismatch",
-    title: "Mismatch",
-    unit: "nats",
-    isLog: true,
-    description:
-      "Gap of trainer's and rollouts' log probabilities of the same token, at the same weights. On-policy is as good as this is small.",
-    lines: [
-      { name: "mean", series: "iteration/mismatch_mean" },
-      { name: "largest", series: "iteration/mismatch_max" },
-    ],
+    id: "mismatch", title: "Mismatch", unit: "nats", isLog: true,
+    description: "Gap of trainer's and rollouts' log probabilities of the same token, at the same weights. On-policy is as good as this is small.",
+    lines: [["mean", "iteration/mismatch_mean"], ["largest", "iteration/mismatch_max"]],
   },
   {
-    id: "kl",
-    title: "KL",
-    unit: "nats",
+    id: "kl", title: "KL", unit: "nats",
     description: "Per trained token, to the reference policy.",
-    lines: [{ name: "to the reference", series: "train/kl" }],
+    lines: [["to the reference", "train/kl"]],
   },
   {
-    id: "entropy",
-    title: "Entropy",
-    unit: "nats",
+    id: "entropy", title: "Entropy", unit: "nats",
     description: "Mean over the trained tokens. Near 0 the policy has stopped exploring.",
-    lines: [{ name: "mean", series: "train/entropy" }],
+    lines: [["mean", "train/entropy"]],
   },
   {
-    id: "grad-norm",
-    title: "Gradient norm",
+    id: "grad-norm", title: "Gradient norm",
     description: "Before clipping.",
-    lines: [{ name: "norm", series: "train/grad_norm" }],
+    lines: [["norm", "train/grad_norm"]],
   },
   {
-    id: "grad-cosine",
-    title: "Gradient cosine",
+    id: "grad-cosine", title: "Gradient cosine",
     description: "With the gradient before. Near 1, stale gradients repeat each other; GAC then projects or skips.",
     domain: [-1, 1],
-    lines: [{ name: "cosine", series: "train/grad_cosine" }],
+    lines: [["cosine", "train/grad_cosine"]],
   },
   {
-    id: "learning-rate",
-    title: "Learning rate",
-    domain: [0, 0],
+    id: "learning-rate", title: "Learning rate", domain: [0, 0],
     description: "Of the iteration's last step, after warm-up and decay.",
-    lines: [{ name: "rate", series: "train/learning_rate" }],
+    lines: [["rate", "train/learning_rate"]],
   },
   {
-    id: "length",
-    title: "Response length",
-    unit: "tokens",
-    domain: [0, 0],
+    id: "length", title: "Response length", unit: "tokens", domain: [0, 0],
     description: "Of all responses. 95 of 100 are no longer than p95.",
     lines: [
-      { name: "mean", series: "rollout/response_tokens_mean" },
-      { name: "shortest", series: "rollout/response_tokens_min" },
-      { name: "p95", series: "rollout/response_tokens_p95" },
-      { name: "longest", series: "rollout/response_tokens_max" },
+      ["mean", "rollout/response_tokens_mean"],
+      ["shortest", "rollout/response_tokens_min"],
+      ["p95", "rollout/response_tokens_p95"],
+      ["longest", "rollout/response_tokens_max"],
     ],
   },
   {
-    id: "truncated",
-    title: "Truncated responses",
-    isPercent: true,
-    domain: [0, 0.1],
+    id: "truncated", title: "Truncated responses", isPercent: true, domain: [0, 0.1],
     description: "Share that was cut at rollout.max_response_tokens.",
-    lines: [{ name: "share", series: "rollout/truncated_frac" }],
+    lines: [["share", "rollout/truncated_frac"]],
   },
   {
-    id: "throughput",
-    title: "Throughput",
-    unit: "tokens/s",
-    domain: [0, 0],
-    description:
-      "Prompt and response tokens per second of wall clock. TPSPD is the same per device, trainers and rollouts counted.",
-    lines: [
-      { name: "all", series: TOKENS_PER_S },
-      { name: "TPSPD", series: "iteration/tpspd" },
-    ],
+    id: "throughput", title: "Throughput", unit: "tokens/s", domain: [0, 0],
+    description: "Prompt and response tokens per second of wall clock. TPSPD is the same per device, trainers and rollouts counted.",
+    lines: [["all", TOKENS_PER_S], ["TPSPD", "iteration/tpspd"]],
   },
   {
-    id: "idle",
-    title: "Idle share",
-    isPercent: true,
-    domain: [0, 1],
+    id: "idle", title: "Idle share", isPercent: true, domain: [0, 1],
     description: "Share of the wall clock in which a side waited.",
-    lines: [
-      { name: "trainer", series: "iteration/trainer_idle_frac" },
-      { name: "rollouts", series: "iteration/rollout_idle_frac" },
-    ],
+    lines: [["trainer", "iteration/trainer_idle_frac"], ["rollouts", "iteration/rollout_idle_frac"]],
   },
   {
-    id: "time",
-    title: "Time of an iteration",
-    unit: "s",
-    domain: [0, 0],
+    id: "time", title: "Time of an iteration", unit: "s", domain: [0, 0],
     description: "Generating and training overlap: the whole is less than their sum.",
     lines: [
-      { name: "whole", series: "iteration/wall_s" },
-      { name: "generate", series: "iteration/generate_s" },
-      { name: "train", series: "iteration/train_s" },
-      { name: "weight sync", series: "iteration/weight_sync_s" },
+      ["whole", "iteration/wall_s"],
+      ["generate", "iteration/generate_s"],
+      ["train", "iteration/train_s"],
+      ["weight sync", "iteration/weight_sync_s"],
     ],
   },
   {
-    id: "staleness",
-    title: "Staleness",
-    unit: "versions",
-    unlessZero: true,
-    domain: [0, 1],
+    id: "staleness", title: "Staleness", unit: "versions", unlessZero: true, domain: [0, 1],
     description: "Policy versions between generating and training, of the oldest token.",
-    lines: [{ name: "largest", series: "iteration/staleness_max" }],
+    lines: [["largest", "iteration/staleness_max"]],
   },
   {
-    id: "divergence",
-    title: "Divergence",
-    unit: "nats",
-    unlessZero: true,
+    id: "divergence", title: "Divergence", unit: "nats", unlessZero: true,
     description: "Estimated KL per token from the policy that generated to the one that trains, before its step.",
-    lines: [{ name: "mean", series: "train/divergence" }],
+    lines: [["mean", "train/divergence"]],
   },
   {
-    id: "clipped",
-    title: "Clipped tokens",
-    isPercent: true,
-    domain: [0, 0.01],
+    id: "clipped", title: "Clipped tokens", isPercent: true, domain: [0, 0.01],
     description: "Share of the trained tokens whose ratio was clipped.",
-    lines: [{ name: "share", series: "train/clipped_frac" }],
+    lines: [["share", "train/clipped_frac"]],
   },
 ];
 
@@ -182,20 +125,6 @@ export const CHARTS = [
 export class Series {
   constructor() {
     this.points = new Map(); // name -> [[x, y], ...], sorted by x
-  }
-
-  /** {name: [[x, y], ...]} of /metrics. */
-  load(metrics) {
-    for (const [name, points] of Object.entries(metrics)) this.points.set(name, points.slice());
-    const [prompt, response, wall] = ["prompt_tokens", "response_tokens", "wall_s"].map(
-      (name) => metrics[`iteration/${name}`] ?? [],
-    );
-    const rest = new Map(prompt);
-    const walls = new Map(wall);
-    const rates = response
-      .filter(([x]) => rest.has(x) && walls.get(x) > 0)
-      .map(([x, y]) => [x, (y + rest.get(x)) / walls.get(x)]);
-    if (rates.length) this.points.set(TOKENS_PER_S, rates);
   }
 
   /** {name: y} of one iteration or evaluation. The same x again replaces its value. */
@@ -208,11 +137,14 @@ export class Series {
     }
   }
 
-  /** {name: [[x, y], ...]}, in any order: what is new, or has come late. */
+  /** {name: [[x, y], ...]} of /metrics: all, or what is new or has come late. */
   addAll(metrics) {
     const byX = new Map();
     for (const [name, points] of Object.entries(metrics)) {
-      for (const [x, y] of points) byX.set(x, { ...byX.get(x), [name]: y });
+      for (const [x, y] of points) {
+        if (!byX.has(x)) byX.set(x, {});
+        byX.get(x)[name] = y;
+      }
     }
     for (const [x, values] of byX) this.add(x, values);
   }
@@ -222,39 +154,35 @@ export class Series {
   }
 
   last(name) {
-    const points = this.of(name);
-    return points.length ? points[points.length - 1][1] : null;
+    return this.of(name).at(-1)?.[1] ?? null;
   }
 
   /** What a chart of CHARTS draws; empty when it is not to be shown. */
   lines(chart) {
-    const lines = this.linesOf(chart).map((line) => this.line(line)).filter(({ points }) => points.length);
+    const lines = this.linesOf(chart).map((line) => this.line(...line)).filter(({ points }) => points.length);
     const isFlat = chart.unlessZero && lines.every(({ points }) => points.every(([, y]) => y === 0));
     return isFlat ? [] : lines;
   }
 
-  /** The lines of a chart, with those that its pattern finds. */
-  linesOf({ lines, pattern }) {
-    if (!pattern) return lines;
-    const found = [...this.points.keys()].filter((name) => pattern.test(name)).sort();
-    const matching = found.map((series) => ({ name: series.match(pattern)[1].replace("reward/", ""), series }));
-    return [...lines.filter(({ isInstead }) => !isInstead || !matching.length), ...matching];
+  /** The lines of a chart, or those that its pattern finds. */
+  linesOf({ lines = [], pattern }) {
+    const found = pattern ? [...this.points.keys()].filter((name) => pattern.test(name)).sort() : [];
+    return found.length ? found.map((series) => [series.match(pattern)[1].replace("reward/", ""), series]) : lines;
   }
 
-  line({ name, series, spread }) {
+  line(name, series, spread) {
     const points = this.of(series);
     const around = new Map(spread ? this.of(spread) : []);
     const isShare = points.every(([, y]) => y >= 0 && y <= 1); // one deviation around a share is a share
     const inside = (y) => (isShare ? Math.min(1, Math.max(0, y)) : y);
     const edges = ([x, y]) => [x, inside(y - around.get(x)), inside(y + around.get(x))];
-    const band = points.filter(([x]) => around.has(x)).map(edges);
-    return { name, points, band };
+    return { name, points, band: points.filter(([x]) => around.has(x)).map(edges) };
   }
 
   /** Names that are in no chart. */
   others() {
-    const lines = CHARTS.flatMap((chart) => [...chart.lines, ...this.linesOf(chart)]);
-    const shown = new Set(lines.flatMap(({ series, spread }) => [series, spread]));
+    const lines = CHARTS.flatMap((chart) => [...(chart.lines ?? []), ...this.linesOf(chart)]);
+    const shown = new Set(lines.flatMap(([, ...series]) => series));
     return [...this.points.keys()].filter((name) => !shown.has(name)).sort();
   }
 }

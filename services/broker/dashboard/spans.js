@@ -1,7 +1,6 @@
-// Arithmetic of timelines: which spans lie beside each other, what is covered, what lies where. Pure, no DOM.
+// Arithmetic of timelines: which spans lie beside each other, what is covered, what lies where. No DOM.
 
 export const TRAINER = "trainer";
-const WORK = new Set(["micro_batch"]); // what a trainer does while rollouts generate
 
 /**
  * Spans of one lane with the row that each is drawn in: [{span, row}], by start, and the number of rows. Spans of a
@@ -61,25 +60,20 @@ export function overlap(spans) {
   const of = (test) => union(spans.filter(test).map(({ start, end }) => [start, end]));
   return intersect(
     of(({ kind }) => kind === "generate"),
-    of(({ kind, lane }) => lane === TRAINER && WORK.has(kind)),
+    of(({ kind, lane }) => lane === TRAINER && kind === "micro_batch"),
   );
 }
 
 /**
- * [{iteration, start, end}]: where each iteration lies. From the commit before to its own; `records` tell when, else
- * the spans do. With several open at a time the bands overlap by their prompts, but not by their commits.
+ * [{iteration, start, end}]: where each iteration lies. From the end of the one before to the trainer's last span, which
+ * comes with the commit. With several open at a time the bands overlap by their prompts, but not by their commits.
  */
-export function bands(timeline, records) {
-  const known = new Map(records.map((record) => [record.iteration, record]));
+export function bands({ iterations, spans, start, end }) {
   const found = [];
-  for (const iteration of timeline.iterations) {
-    const own = timeline.spans.filter((span) => span.iteration === iteration && !isOver(span));
-    const record = known.get(iteration);
-    const before = found.length ? found[found.length - 1].end : timeline.start;
-    const ends = own.filter(({ lane }) => lane === TRAINER).map(({ end }) => end);
-    const end = record ? (record.committed_at ?? timeline.end) : ends.length ? Math.max(...ends) : timeline.end;
-    if (before < timeline.end)
-      found.push({ iteration, start: before, end: Math.min(Math.max(end, before), timeline.end) });
+  for (const iteration of iterations) {
+    const ends = spans.filter((span) => span.iteration === iteration && span.lane === TRAINER).map((span) => span.end);
+    const before = found.at(-1)?.end ?? start;
+    if (before < end) found.push({ iteration, start: before, end: ends.length ? Math.max(before, ...ends) : end });
   }
   return found;
 }
@@ -102,26 +96,4 @@ export function totals(spans) {
   const sums = new Map();
   for (const { kind, start, end } of spans) sums.set(kind, (sums.get(kind) ?? 0) + end - start);
   return sums;
-}
-
-// ---- axes --------------------------------------------------------------------------------------------------------
-
-/** Maps the domain's ends onto the range's ends. A domain of no width maps to the middle. */
-export function linear([d0, d1], [r0, r1]) {
-  if (d0 === d1) return () => (r0 + r1) / 2;
-  const slope = (r1 - r0) / (d1 - d0);
-  return (value) => r0 + (value - d0) * slope;
-}
-
-/** Round steps of 1, 2 or 5 times a power of ten: about `count` ticks within [low, high]. */
-export function ticks(low, high, count = 5) {
-  if (!(high > low)) return Number.isFinite(low) ? [low] : [];
-  const rough = (high - low) / Math.max(1, count);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5].find((factor) => factor * power >= rough * 0.999) ?? 10);
-  const first = Math.ceil(low / step - 1e-9);
-  const last = Math.floor(high / step + 1e-9);
-  // Divided where the step is below 1: 3 / 10 is 0.3, and 3 * 0.1 is not.
-  const value = (index) => (step < 1 ? index / Math.round(1 / step) : index * step);
-  return Array.from({ length: last - first + 1 }, (_, index) => value(first + index));
 }

@@ -1,49 +1,54 @@
 // How a job is doing: its newest numbers, what the doctor finds, the open iteration, and who generates.
 
-import { serverNow } from "./api.js";
 import { ago, clock, duration, number, percent } from "./format.js";
-import { Figures, html, isOver, isSilent, Live, marked, Progress } from "./parts.js";
+import { elapsedOf, Figures, html, isOver, isSilent, Live, marked, Meter, Progress } from "./parts.js";
 
 const RECENT = 10; // iterations that the time left is computed from
 const MOST_WORKERS = 8; // that are shown, the silent ones first
-const STEPS = [
-  { state: "OPEN", about: "prompts are out" },
-  { state: "DRAINED", about: "all groups are in" },
-  { state: "COMMITTED", about: "step done" },
-];
 const NEXT = {
   OPEN: "Rollouts generate; the trainer works on groups as they arrive.",
   DRAINED: "All groups are in. The trainer finishes, steps and publishes the next version.",
 };
 
+const VALUES = [
+  ["Truncated", "rollout/truncated_frac", "of the responses", percent],
+  ["Mismatch", "iteration/mismatch_mean", "mean gap of log-probabilities"],
+  ["Staleness", "iteration/staleness_max", "versions, 0 is on-policy"],
+  ["TPSPD", "iteration/tpspd", "tokens/s per device"],
+  ["Trainer idle", "iteration/trainer_idle_frac", "of the iteration", percent],
+  ["Rollouts idle", "iteration/rollout_idle_frac", "of the iteration", percent],
+];
 const BEFORE = {
   PENDING: "The job begins when a trainer takes it.",
   RUNNING: "The first one opens when the trainer has loaded the model and published its weights.",
   PAUSED: "Resume the job to open the first one.",
 };
 
-// ---- progress ----------------------------------------------------------------------------------------------------
+// ---- the reward, and how far it is -------------------------------------------------------------------------------
 
-/** How far it is, how long it took, and how long it may take. */
-export const ProgressLine = ({ job, records }) => html`
-  <div class="job-progress-row">
-    <${Progress} job=${job} />
-    <span>${number(job.next_iteration)} of ${number(job.num_iterations)} iterations</span>
-    <span class="muted"><${Live} of=${() => timeOf(job, records)} /></span>
-  </div>
-`;
+/** The first thing to look at: the newest rewards, how they moved, and how far the job is. */
+export function Headline({ job, records, series }) {
+  const rewards = [["Reward", "iteration/reward_mean", gain(series)], ["Held-out reward", "eval/reward_mean", "newest evaluation"]]
+    .filter(([, name]) => series.last(name) !== null)
+    .map(([name, of, about]) => [name, series.last(of), about]);
+  const progress = [
+    "Iterations",
+    html`${number(job.next_iteration)}<small> of ${number(job.num_iterations)}</small>`,
+    html`<${Progress} job=${job} /><${Live} of=${() => timeOf(job, records)} />`,
+  ];
+  return html`<${Figures} label="Reward and progress" className="headline" of=${[...rewards, progress]} />`;
+}
 
 function timeOf(job, records) {
   if (!job.started_at) return `submitted ${ago(job.created_at)}`;
-  const elapsed = duration(Math.max(1, Math.floor((job.finished_at ?? serverNow()) - job.started_at)));
-  if (isOver(job)) return `took ${elapsed}, ended ${ago(job.finished_at)}`;
+  if (isOver(job)) return `took ${elapsedOf(job)}, ended ${ago(job.finished_at)}`;
   const walls = records
     .filter(({ wall_s: wall, iteration }) => wall && iteration > 0) // the first one contains the engine's start
     .slice(-RECENT)
     .map(({ wall_s: wall }) => wall);
-  if (job.state !== "RUNNING" || !walls.length) return `${elapsed} so far`;
+  if (job.state !== "RUNNING" || !walls.length) return `${elapsedOf(job)} so far`;
   const each = walls.reduce((sum, wall) => sum + wall, 0) / walls.length;
-  return `${elapsed} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
+  return `${elapsedOf(job)} so far, about ${duration((job.num_iterations - job.next_iteration) * each)} left`;
 }
 
 /** What is known of it, beside its id. */
@@ -55,41 +60,15 @@ export const aboutOf = (job) =>
     job.dtype && `computes in ${job.dtype}`,
   ].filter(Boolean).join(" · ");
 
-// ---- the newest numbers --------------------------------------------------------------------------------------------
-
-/** The rewards, large; below them, whether the update is sound and what it costs. */
-export function Newest({ series }) {
-  const known = (rows) => rows.filter(([, name]) => series.last(name) !== null);
-  const rewards = [["Reward", "iteration/reward_mean", gain(series)], ["Held-out reward", "eval/reward_mean", "newest evaluation"]];
-  const large = known(rewards).map(([title, name, about]) => [title, series.last(name), about]);
-  const small = known(VALUES).map(
-    ([title, name, about, text = number]) =>
-      html`<dt>${title}</dt><dd class="num">${text(series.last(name))}</dd><dd class="muted">${about}</dd>`,
-  );
-  return html`
-    ${large.length > 0 && html`<${Figures} label="Newest rewards" of=${large} />`}
-    ${small.length > 0 && html`<dl class="facts newest" aria-label="Newest values">${small}</dl>`}
-  `;
-}
-
-const VALUES = [
-  ["Truncated", "rollout/truncated_frac", "of the responses", percent],
-  ["Mismatch", "iteration/mismatch_mean", "mean gap of log-probabilities"],
-  ["Staleness", "iteration/staleness_max", "versions, 0 is on-policy"],
-  ["TPSPD", "iteration/tpspd", "tokens/s per device"],
-  ["Trainer idle", "iteration/trainer_idle_frac", "of the iteration", percent],
-  ["Rollouts idle", "iteration/rollout_idle_frac", "of the iteration", percent],
-];
-
 /** How the reward moved: the newest tenth against the first one, of at least 4 iterations. */
 function gain(series) {
   const points = series.of("iteration/reward_mean");
   if (points.length < 4) return "mean of the last iteration";
   const size = Math.max(1, Math.floor(points.length / 10));
   const mean = (part) => part.reduce((sum, [, y]) => sum + y, 0) / part.length;
-  const change = mean(points.slice(-size)) - mean(points.slice(0, size));
-  const sign = change >= 0 ? "+" : "−";
-  return `${sign}${number(Math.abs(change), 2)} in ${number(points.length)} iterations`;
+  const [first, last] = [mean(points.slice(0, size)), mean(points.slice(-size))];
+  const sign = last >= first ? "+" : "−";
+  return html`<span class=${last > first ? "good" : "muted"}>${sign}${number(Math.abs(last - first), 2)}</span> in ${number(points.length)} iterations`;
 }
 
 // ---- the doctor --------------------------------------------------------------------------------------------------
@@ -131,73 +110,41 @@ function Finding({ finding, job }) {
 // ---- the open iteration ------------------------------------------------------------------------------------------
 
 /** `records`: the newest last. `workers`: that serve the job. `now`: by the clock of their heartbeats. */
-export function Beat({ records, workers, job, now }) {
+export function Beat({ records, series, workers, job, now }) {
   const open = records.filter(({ state }) => state !== "COMMITTED");
   const last = records.findLast(({ state }) => state === "COMMITTED");
-  const heading = open.length && !isOver(job) ? "Now" : records.length ? "The last iteration" : "No iteration yet";
+  const hasRollouts = !isOver(job) && (job.state !== "PENDING" || workers.length > 0);
   return html`
-    <section class="beat" data-testid="iteration" aria-labelledby="beat-heading">
-      <h2 id="beat-heading">${heading}</h2>
+    <section class="beat" data-testid="iteration" aria-label="Iterations">
       ${open.map((record) => (isOver(job) ? html`<${Unfinished} record=${record} />` : html`<${OpenIteration} record=${record} />`))}
-      ${last && (open.length ? html`<${Done} record=${last} />` : html`<${LastIteration} record=${last} />`)}
       ${!records.length && html`<p class="muted">${isOver(job) ? "The job ended before it began to train." : BEFORE[job.state]}</p>`}
-      ${!isOver(job) && (job.state !== "PENDING" || workers.length > 0) && html`<${Rollouts} workers=${workers} job=${job} now=${now} />`}
+      ${hasRollouts && html`<${Rollouts} workers=${workers} job=${job} now=${now} />`}
+      ${last && html`<${Committed} record=${last} series=${series} />`}
     </section>
   `;
 }
 
 function OpenIteration({ record }) {
-  const at = { OPEN: record.opened_at, DRAINED: record.drained_at, COMMITTED: record.committed_at };
-  const reached = STEPS.findIndex(({ state }) => state === record.state);
+  const since = record.drained_at ? `all groups since ${clock(record.drained_at)}` : `open since ${clock(record.opened_at)}`;
   return html`
-    <article class="open-iteration">
-      <${IterationHead} record=${record} />
-      <ol class="steps">
-        ${STEPS.map(
-          ({ state, about }, index) => html`
-            <li class=${index <= reached ? "reached" : null} aria-current=${index === reached ? "step" : null}>
-              <strong>${state.toLowerCase()}</strong><span>${at[state] ? clock(at[state]) : about}</span>
-            </li>
-          `,
-        )}
-      </ol>
-      <${GroupsBar} record=${record} />
+    <article>
+      <${IterationHead} record=${record} what="is open" />
+      <${Meter} done=${record.num_accepted} total=${record.num_groups} failed=${record.num_failed_groups} label=${groupsIn(record)} />
+      <p class="help">${groupsIn(record)}, ${since}</p>
       <p class="muted">${NEXT[record.state]}${refusals(record)}</p>
     </article>
   `;
 }
 
-const IterationHead = ({ record }) => html`
+const IterationHead = ({ record, what }) => html`
   <div class="head">
-    <h3>Iteration ${number(record.iteration)}</h3>
+    <h2>Iteration ${number(record.iteration)} ${what}</h2>
     <span class="help">policy version ${record.policy_version}</span>
   </div>
 `;
 
 const groupsIn = ({ num_accepted: accepted, num_groups: total, num_failed_groups: failed }) =>
   `${accepted} of ${total} groups are in${failed ? `; ${failed} of them failed` : ""}`;
-
-function GroupsBar({ record }) {
-  const { num_accepted: accepted, num_groups: total, num_failed_groups: failed } = record;
-  const share = (count) => ({ width: `${total ? (100 * count) / total : 0}%` });
-  const label = groupsIn(record);
-  return html`
-    <div class="groups-bar">
-      <div
-        class="groups-track"
-        role="progressbar"
-        aria-valuemin="0"
-        aria-valuemax=${total}
-        aria-valuenow=${accepted}
-        aria-label=${label}
-      >
-        <span class="accepted" style=${share(accepted - failed)}></span>
-        <span class="failed" style=${share(failed)}></span>
-      </div>
-      <span>${label}</span>
-    </div>
-  `;
-}
 
 function refusals({ num_stale: stale, num_duplicate: duplicate, num_lost: lost }) {
   const counts = Object.entries({ stale, duplicate, "without a lease": lost }).filter(([, count]) => count > 0);
@@ -207,38 +154,31 @@ function refusals({ num_stale: stale, num_duplicate: duplicate, num_lost: lost }
 /** Of a job that ended while this iteration was open. */
 const Unfinished = ({ record }) => html`
   <article>
-    <${IterationHead} record=${record} />
-    <p>
-      It was not committed. When the job ended, ${record.num_accepted} of ${record.num_groups} groups had arrived
-      ${record.num_failed_groups ? `, ${record.num_failed_groups} of them failed` : ""}.${refusals(record)}
+    <${IterationHead} record=${record} what="was not committed" />
+    <p class="muted">
+      When the job ended, ${record.num_accepted} of ${record.num_groups} groups had arrived${record.num_failed_groups
+        ? `, ${record.num_failed_groups} of them failed`
+        : ""}.${refusals(record)}
     </p>
   </article>
 `;
 
-const Done = ({ record }) => html`
-  <p class="muted">
-    <strong>Iteration ${number(record.iteration)}</strong> was committed <${Live} of=${() => ago(record.committed_at)} />,
-    took ${duration(record.wall_s)}, reward ${number(record.reward_mean)}.
-  </p>
-`;
-
-/** When none is open. */
-function LastIteration({ record }) {
+/** The newest values: whether the update was sound, and what it cost. */
+function Committed({ record, series }) {
   const failed = record.num_failed_groups ? `, ${record.num_failed_groups} of them failed` : "";
-  const facts = {
-    Committed: html`${clock(record.committed_at)}, <${Live} of=${() => ago(record.committed_at)} />`,
-    Groups: `${record.num_accepted}${failed}`,
-    Took: duration(record.wall_s),
-    Generating: duration(record.generate_s),
-    Training: duration(record.train_s),
-    "Weight sync": duration(record.weight_sync_s),
-    Responses: `${number(record.num_responses)}, ${number(record.response_tokens)} tokens`,
-  };
+  const parts = { generating: record.generate_s, training: record.train_s, "weight sync": record.weight_sync_s };
+  const rows = [
+    ["Took", duration(record.wall_s), Object.entries(parts).map(([name, s]) => `${name} ${duration(s)}`).join(", ")],
+    ["Responses", number(record.num_responses), `${number(record.response_tokens)} tokens in ${record.num_accepted} groups${failed}`],
+    ...VALUES.filter(([, name]) => series.last(name) !== null).map(([title, name, about, text = number]) => [title, text(series.last(name)), about]),
+  ];
   return html`
     <article>
-      <${IterationHead} record=${record} />
-      <dl class="facts">${Object.entries(facts).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
-      <p class="muted">${refusals(record)}</p>
+      <${IterationHead} record=${record} what="committed" />
+      <dl class="facts" aria-label="Newest values">
+        ${rows.map(([name, value, about]) => html`<dt>${name}</dt><dd class="num">${value}</dd><dd class="muted">${about}</dd>`)}
+      </dl>
+      <p class="help">${clock(record.committed_at)}, <${Live} of=${() => ago(record.committed_at)} />.${refusals(record)}</p>
     </article>
   `;
 }

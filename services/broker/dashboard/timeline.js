@@ -1,10 +1,9 @@
 // Who did what while the last iterations were made: a page of its own, and a small one on the job's page.
 
-import { ApiError, get, stream } from "./api.js";
+import { get, isRefusal, stream } from "./api.js";
 import { duration, number, percent } from "./format.js";
-import { describe, KINDS } from "./lanes.js";
-import { Lanes } from "./laneview.js";
-import { addressOf, Component, createRef, html, JobHead, pathOf, render, Table, title } from "./parts.js";
+import { describe, KINDS, Lanes } from "./lanes.js";
+import { addressOf, Component, createRef, Fold, html, JobHead, pathOf, render, Table, title } from "./parts.js";
 import { covered, overlap, totals, TRAINER } from "./spans.js";
 
 const CHOICES = [1, 2, 3, 5, 10, 20];
@@ -21,17 +20,18 @@ export async function show(main, { id, iterations }, signal) {
   const wanted = CHOICES.includes(Number(iterations)) ? Number(iterations) : LARGE;
   const panel = createRef();
   const page = html`
-    <${JobHead} id=${id} title="Timeline of ${job.name}" current="timeline" />
+    <${JobHead} job=${job} what="Timeline" current="timeline" />
     <${TimelinePanel} ref=${panel} id=${id} signal=${signal} wanted=${wanted} isLarge=${true} />
   `;
   render(page, main);
   const onMessage = (kind) => kind === "iteration" && panel.current.refresh();
-  await stream(`${path}/stream`, { after: `${Date.now()}`, signal, onMessage });
+  const following = stream(`${path}/stream`, { after: `${Date.now()}`, signal, onMessage });
+  following.catch((error) => isRefusal(error, signal)); // the panel says what is wrong
 }
 
 /** `refresh()`: something has changed. */
 export class TimelinePanel extends Component {
-  state = { timeline: null, records: [], problem: "", wanted: this.props.wanted ?? SMALL, chosen: null, isLive: true, isOpen: false };
+  state = { timeline: null, problem: "", wanted: this.props.wanted ?? SMALL, chosen: null, isLive: true };
   path = pathOf(this.props.id);
   lanes = createRef();
   isReading = false;
@@ -63,13 +63,10 @@ export class TimelinePanel extends Component {
     const begun = performance.now();
     try {
       const timeline = await get(`${this.path}/timeline`, { iterations: this.state.wanted }, signal);
-      const after = (timeline.iterations[0] ?? 0) - 1;
-      const { iterations: records } = await get(`${this.path}/iterations`, { after, limit: 20 }, signal);
-      if (turn === this.turn) this.setState({ timeline, records, problem: "" }); // else others were asked for meanwhile
+      if (turn === this.turn) this.setState({ timeline, problem: "" }); // else others were asked for meanwhile
     } catch (error) {
-      if (signal.aborted) return;
-      if (!(error instanceof ApiError)) throw error;
-      this.setState({ problem: `The timeline could not be read: ${error.detail || error.title}` });
+      if (!isRefusal(error, signal)) return;
+      this.setState({ problem: `The timeline could not be read: ${error.message}` });
     }
     const restMs = Math.max(REFRESH_MS, REST * (performance.now() - begun));
     setTimeout(() => {
@@ -100,30 +97,29 @@ export class TimelinePanel extends Component {
     if (span.group_id) location.hash = this.groupLink(span);
   }
 
-  render({ id, isLarge }, { timeline, records, problem, chosen }) {
+  render({ id, isLarge }, { timeline, problem, chosen }) {
     if (!isLarge && !problem && !timeline?.lanes.length) return null; // nothing to show on the job's page yet
-    const summary = problem || (timeline ? summarise(timeline) : "");
     const more = html`<a href="${addressOf(id)}/timeline">Larger, with zoom</a>`;
+    const tables = () => html`<${Table} ...${lanesTable(timeline)} className="small" /><${Table} ...${spansTable(timeline)} className="small" />`;
     return html`
       <section class="timeline" data-testid="timeline" aria-labelledby="timeline-heading">
         <div class="head">
           <h2 id="timeline-heading">${isLarge ? "Who did what" : "Timeline"}</h2>
           ${isLarge ? this.tools() : more}
         </div>
-        <p class="timeline-summary" data-testid="timeline-summary">${summary}</p>
+        <p data-testid="timeline-summary">${problem || (timeline && summarise(timeline))}</p>
         ${timeline?.lanes.length > 0 &&
         html`
           <${Lanes}
             ref=${this.lanes}
             timeline=${timeline}
-            records=${records}
             isLarge=${isLarge}
             onChoose=${(item) => this.setState({ chosen: item })}
             onOpen=${(item) => this.open(item)}
             onZoom=${(isFit) => this.setLive(isFit)}
           />
           <p class="timeline-readout" data-testid="timeline-readout">${this.readout(chosen)}</p>
-          ${this.tables()}
+          <${Fold} className="timeline-tables" summary="As tables" of=${tables} />
         `}
       </section>
     `;
@@ -153,22 +149,11 @@ export class TimelinePanel extends Component {
 
   readout(item) {
     if (!item) {
-      const more = this.props.isLarge ? " + and − zoom, dragging moves, Control and the wheel zoom." : "";
+      const more = this.props.isLarge ? " Drag over a part to zoom into it; + and − zoom as well, and the wheel with Control." : "";
       return html`<span class="muted">Point at a span, or move with the arrow keys.${more}</span>`;
     }
     const link = item.span.group_id && html` <a href=${this.groupLink(item.span)}>Its responses</a>`;
     return html`${describe(item.span, this.state.timeline.start)}${link}`;
-  }
-
-  /** Rows are made when somebody opens them. */
-  tables() {
-    const { timeline, isOpen } = this.state;
-    return html`
-      <details class="timeline-tables" onToggle=${(event) => this.setState({ isOpen: event.target.open })}>
-        <summary>As tables</summary>
-        ${isOpen && html`<${Table} ...${lanesTable(timeline)} /><${Table} ...${spansTable(timeline)} />`}
-      </details>
-    `;
   }
 }
 
@@ -200,7 +185,7 @@ function lanesTable({ lanes, spans }) {
     return [id, percent(idle), ...kinds.map((kind) => (sums.has(kind) ? duration(sums.get(kind)) : "–"))];
   });
   const columns = ["Lane", "Idle", ...kinds.map((kind) => KINDS[kind].name)];
-  return { caption: "Time by lane; spans of a rollout overlap", columns, rows };
+  return { caption: "Time by lane; spans of a rollout overlap", columns, rows, numbersFrom: 1 };
 }
 
 function spansTable({ spans, start }) {
@@ -208,11 +193,11 @@ function spansTable({ spans, start }) {
   const rows = shown.map((span) => [
     span.lane,
     KINDS[span.kind]?.name ?? span.kind,
-    number(span.iteration),
     span.group_id ?? "–",
+    number(span.iteration),
     `${(span.start - start).toFixed(3)} s`,
     duration(span.end - span.start),
   ]);
   const caption = shown.length < spans.length ? `The first ${number(shown.length)} of ${number(spans.length)} spans` : "Spans";
-  return { caption, columns: ["Lane", "Kind", "Iteration or version", "Group", "Begin", "Length"], rows };
+  return { caption, columns: ["Lane", "Kind", "Group", "Iteration or version", "Begin", "Length"], rows, numbersFrom: 3 };
 }

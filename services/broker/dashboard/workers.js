@@ -1,14 +1,14 @@
 // Who works in a pool: its rollouts by their last heartbeat, and what is wrong in the whole installation.
 
-import { ApiError, get, poll, serverNow } from "./api.js";
+import { get, isRefusal, poll, serverNow } from "./api.js";
 import { ago, clock, number } from "./format.js";
-import { addressOf, Component, Figures, heartbeatTime, html, isSilent, marked, render } from "./parts.js";
+import { addressOf, asOf, Component, Figures, heartbeatTime, html, isSilent, marked, render, Table } from "./parts.js";
 
 const REFRESH_MS = 3000;
 const DOCTOR_EVERY = 3; // looks
 const TONES = { generating: "good", updating: "accent", starting: "accent", draining: "warn" };
-const COLUMNS = ["Rollout", "State", "Job", "Version", "In flight", "Tokens/s", "Devices", "Last seen"];
-const NUMBERS = new Set(["Version", "In flight", "Tokens/s", "Devices"]);
+const COLUMNS = ["Rollout", "State", "Job", "Last seen", "Version", "In flight", "Tokens/s", "Devices"];
+const NUMBERS_FROM = 4;
 
 export async function show(main, { pool = "default" }, signal) {
   const first = await look(pool, signal, true);
@@ -33,18 +33,15 @@ class WorkersPage extends Component {
   looks = 0;
 
   componentDidMount() {
-    poll(REFRESH_MS, this.props.signal, () => (this.looks === 0 ? (this.looks += 1) : this.refresh()));
+    poll(REFRESH_MS, this.props.signal, () => this.refresh(), true);
   }
 
   async refresh() {
     const { pool, signal } = this.props;
     try {
-      this.setState(await look(pool, signal, this.looks++ % DOCTOR_EVERY === 0));
+      this.setState(await look(pool, signal, ++this.looks % DOCTOR_EVERY === 0));
     } catch (error) {
-      if (signal.aborted) return;
-      if (!(error instanceof ApiError)) throw error;
-      const asOf = `This is as of ${clock(this.state.seenAt)}; it goes on by itself.`;
-      this.setState({ problem: `${error.title}. ${error.detail} ${asOf}` });
+      if (isRefusal(error, signal)) this.setState({ problem: asOf(error, this.state.seenAt) });
     }
   }
 
@@ -74,7 +71,9 @@ class WorkersPage extends Component {
         <ul class="findings">${sentences.map((sentence) => html`<li class="finding">${marked(sentence)}</li>`)}</ul>
       </section>`}
       <${Figures} label="The pool" of=${figures} />
-      ${workers.length ? table(workers, now) : NO_ROLLOUTS}
+      ${workers.length
+        ? html`<${Table} label="Rollouts" columns=${COLUMNS} rows=${rowsOf(workers, now)} numbersFrom=${NUMBERS_FROM} />`
+        : NO_ROLLOUTS}
     `;
   }
 }
@@ -87,32 +86,19 @@ const NO_ROLLOUTS = html`
   </div>
 `;
 
-function table(workers, now) {
-  const sorted = workers.toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
-  return html`
-    <div class="scroll" tabindex="0" role="region" aria-label="Rollouts">
-      <table class="workers">
-        <thead>
-          <tr>${COLUMNS.map((name) => html`<th scope="col" class=${NUMBERS.has(name) ? "num" : ""}>${name}</th>`)}</tr>
-        </thead>
-        <tbody>${sorted.map((worker) => html`<${WorkerRow} key=${worker.id} worker=${worker} now=${now} />`)}</tbody>
-      </table>
-    </div>
-  `;
-}
-
-function WorkerRow({ worker, now }) {
-  const silent = isSilent(worker, now);
-  const seenAt = worker.last_seen_at + serverNow() - now; // by the broker's clock
-  const tone = silent ? "bad" : (TONES[worker.state] ?? "hollow");
-  const numbers = [worker.policy_version, worker.num_in_flight, worker.tokens_per_s, worker.num_devices];
-  return html`
-    <tr>
-      <th scope="row" class="mono">${worker.id}</th>
-      <td><span class="badge ${tone}">${silent ? `silent, was ${worker.state}` : worker.state}</span></td>
-      <td>${worker.job_id ? html`<a class="mono" href=${addressOf(worker.job_id)}>${worker.job_id}</a>` : "–"}</td>
-      ${numbers.map((value) => html`<td class="num">${number(value)}</td>`)}
-      <td title=${clock(seenAt)}>${ago(seenAt)}</td>
-    </tr>
-  `;
+function rowsOf(workers, now) {
+  return workers
+    .toSorted((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }))
+    .map((worker) => {
+      const silent = isSilent(worker, now);
+      const seenAt = worker.last_seen_at + serverNow() - now; // by the broker's clock
+      const tone = silent ? "bad" : (TONES[worker.state] ?? "hollow");
+      return [
+        html`<span class="mono">${worker.id}</span>`,
+        html`<span class="badge ${tone}">${silent ? `silent, was ${worker.state}` : worker.state}</span>`,
+        worker.job_id ? html`<a class="mono" href=${addressOf(worker.job_id)}>${worker.job_id}</a>` : "–",
+        html`<span title=${clock(seenAt)}>${ago(seenAt)}</span>`,
+        ...[worker.policy_version, worker.num_in_flight, worker.tokens_per_s, worker.num_devices].map((value) => number(value)),
+      ];
+    });
 }
