@@ -5,79 +5,50 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from onbeat.cli import main
 from onbeat.config import JobConfig
-from tests.unit.fake_broker import FakeJobs, serve
+from tests.unit.fake_broker import FakeJobs
+from tests.unit.terminal.conftest import Command
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICKSTART = EXAMPLES / "quickstart.toml"
 
 
-@pytest.fixture
-def fake() -> FakeJobs:
-    return FakeJobs()
-
-
-@pytest.fixture
-def url(fake: FakeJobs, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with serve(fake) as url:
-        monkeypatch.setenv("ONBEAT_URL", url)
-        yield url
-
-
-def onbeat(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["onbeat", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
-
-
 @pytest.mark.usefixtures("url")
-def test_create_list_get_cancel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=900") == 0
-    assert capsys.readouterr().out == "job-1\n"
-    assert onbeat(monkeypatch, "jobs", "list", "--state", "running") == 0
-    header, row = capsys.readouterr().out.splitlines()
+def test_create_list_get_cancel(onbeat: Command) -> None:
+    assert onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=900").out == "job-1\n"
+    header, row = onbeat("jobs", "list", "--state", "running").out.splitlines()
     assert header.split() == ["ID", "NAME", "POOL", "STATE", "ITERATIONS", "REWARD", "TIME", "CREATED"]
     assert row.split()[:4] == ["job-1", "quickstart", "default", "RUNNING"]
-    assert onbeat(monkeypatch, "jobs", "get", "job-1") == 0
-    assert json.loads(capsys.readouterr().out)["config"]["schedule"]["num_iterations"] == 900
-    assert onbeat(monkeypatch, "jobs", "cancel", "job-1") == 0
-    assert capsys.readouterr().out == "job-1 CANCELLED\n"
-    assert onbeat(monkeypatch, "jobs", "delete", "job-1") == 0
-    assert capsys.readouterr().out == "job-1 deleted; its newest checkpoint is still at /somewhere/checkpoint\n"
-    assert onbeat(monkeypatch, "jobs", "get", "job-1") == 1
+    assert json.loads(onbeat("jobs", "get", "job-1").out)["config"]["schedule"]["num_iterations"] == 900
+    assert onbeat("jobs", "cancel", "job-1").out == "job-1 CANCELLED\n"
+    kept = "its newest checkpoint is still at /somewhere/checkpoint"
+    assert onbeat("jobs", "delete", "job-1").out == f"job-1 deleted; {kept}\n"
+    onbeat("jobs", "get", "job-1", code=1)
 
 
 @pytest.mark.usefixtures("url")
-def test_create_uploads_the_files_beside_the_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeJobs
-) -> None:
-    assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART.parent / "from_jsonl.toml")) == 0
-    printed = capsys.readouterr()
+def test_create_uploads_the_files_beside_the_job(onbeat: Command, fake: FakeJobs) -> None:
+    printed = onbeat("jobs", "create", str(QUICKSTART.parent / "from_jsonl.toml"))
     assert printed.out == "job-1\n"
     ((name, body),) = fake.uploads.items()
     assert body == (QUICKSTART.parent / "arithmetic.jsonl").read_bytes()
     assert fake.jobs["job-1"]["config"]["data"]["path"] == f"datasets/{name}"
     assert f"arithmetic.jsonl is datasets/{name} of the broker" in printed.err
-    assert onbeat(monkeypatch, "data", "push", str(QUICKSTART), "--name", "other.jsonl") == 0
-    assert capsys.readouterr().out == "datasets/other.jsonl\n"
-    assert onbeat(monkeypatch, "data", "list") == 0
+    assert onbeat("data", "push", str(QUICKSTART), "--name", "other.jsonl").out == "datasets/other.jsonl\n"
+    onbeat("data", "list")
 
 
 @pytest.mark.usefixtures("url")
 def test_piped_watch_prints_a_line_per_iteration_without_codes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    onbeat: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
-    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=6")
-    assert onbeat(monkeypatch, "jobs", "watch", "job-1") == 0
-    out = capsys.readouterr().out
+    onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=6")
+    out = onbeat("jobs", "watch", "job-1").out
     assert "\x1b" not in out
     for k in range(1, 7):
         assert out.count(f"iteration {k}/6  version {k - 1}  reward 0.{k - 1}00  50 tokens/s") == 1
@@ -89,60 +60,49 @@ def test_piped_watch_prints_a_line_per_iteration_without_codes(
 
 
 @pytest.mark.usefixtures("url")
-def test_summary_says_why_nothing_was_learned(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeJobs
-) -> None:
+def test_summary_says_why_nothing_was_learned(onbeat: Command, monkeypatch: pytest.MonkeyPatch, fake: FakeJobs) -> None:
     monkeypatch.setattr("onbeat.terminal.live.LOOK_S", 0.1)
     fake.findings = [
         {"sentence": "job-1 learns nothing", "is_problem": True, "key": "reward"},
         {"sentence": "trainer-0 holds job-1"},
     ]
-    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=2")
-    onbeat(monkeypatch, "jobs", "watch", "job-1")
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=2")
+    lines = [line.split(maxsplit=1) for line in onbeat("jobs", "watch", "job-1").out.splitlines()]
     assert [line[1].rstrip() for line in lines if line[:1] == ["learning"]] == ["job-1 learns nothing"]
 
 
 @pytest.mark.usefixtures("url")
-def test_watch_fails_unless_the_job_succeeded(monkeypatch: pytest.MonkeyPatch, fake: FakeJobs) -> None:
-    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART))
+def test_watch_fails_unless_the_job_succeeded(onbeat: Command, fake: FakeJobs) -> None:
+    onbeat("jobs", "create", str(QUICKSTART))
     fake.jobs["job-1"]["ended"] = "FAILED"
-    assert onbeat(monkeypatch, "jobs", "watch", "job-1") == 1
+    onbeat("jobs", "watch", "job-1", code=1)
 
 
 @pytest.mark.usefixtures("url")
-def test_audit_fails_at_a_violation_and_says_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: FakeJobs
-) -> None:
-    assert onbeat(monkeypatch, "audit", "job-1") == 0
-    assert "clean: 9 entries, 2 iterations committed, 4 groups accepted" in capsys.readouterr().out
+def test_audit_fails_at_a_violation_and_says_it(onbeat: Command, fake: FakeJobs) -> None:
+    assert "clean: 9 entries, 2 iterations committed, 4 groups accepted" in onbeat("audit", "job-1").out
     fake.audit = {"is_clean": False, "violation": "audit entry 7-0: the group was accepted before"}
-    assert onbeat(monkeypatch, "audit", "job-1") == 1
-    assert "VIOLATION: audit entry 7-0: the group was accepted before" in capsys.readouterr().out
+    assert "VIOLATION: audit entry 7-0: the group was accepted before" in onbeat("audit", "job-1", code=1).out
 
 
 @pytest.mark.usefixtures("url")
-def test_samples_and_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART))
-    assert onbeat(monkeypatch, "jobs", "samples", "job-1", "--iteration", "0") == 0
-    assert onbeat(monkeypatch, "jobs", "report", "job-1", "-o", str(tmp_path / "r.json")) == 0
+def test_samples_and_report(onbeat: Command, tmp_path: Path) -> None:
+    onbeat("jobs", "create", str(QUICKSTART))
+    onbeat("jobs", "samples", "job-1", "--iteration", "0")
+    onbeat("jobs", "report", "job-1", "-o", str(tmp_path / "r.json"))
     assert json.loads((tmp_path / "r.json").read_text())["mode"] == "periodic"
 
 
 @pytest.mark.usefixtures("url")
-def test_evaluations_are_listed_watched_and_summarised(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluations_are_listed_watched_and_summarised(onbeat: Command) -> None:
     held_out = ["--set", "evaluation.data.task=chain_sum", "--set", "evaluation.data.type=reasoning_gym"]
     short = ["--set", "schedule.num_iterations=4"]
-    assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), *held_out, *short, "--watch") == 0
-    out = capsys.readouterr().out
+    out = onbeat("jobs", "create", str(QUICKSTART), *held_out, *short, "--watch").out
     assert out.count("evaluation 0  version 0  reward 0.000") == out.count("evaluation 4  version 4  reward 0.400") == 1
     assert "0.000 (first) -> 0.400 (last)  ▁█" in out
-    assert onbeat(monkeypatch, "jobs", "evaluations", "job-1") == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["4", "4", "DONE", "0.400", "50%", "7.0", "25%", "0/4"]
-    assert onbeat(monkeypatch, "jobs", "samples", "job-1", "--evaluation", "4") == 0
-    assert "evaluation 4" in capsys.readouterr().out
+    last = onbeat("jobs", "evaluations", "job-1").out.splitlines()[2]
+    assert last.split() == ["4", "4", "DONE", "0.400", "50%", "7.0", "25%", "0/4"]
+    assert "evaluation 4" in onbeat("jobs", "samples", "job-1", "--evaluation", "4").out
 
 
 @pytest.mark.parametrize(
@@ -152,54 +112,41 @@ def test_evaluations_are_listed_watched_and_summarised(
         ("evaluation.data.type=jsonl", "  evaluation.data.path: is required"),
     ],
 )
-def test_wrong_field_is_named_as_in_the_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, line: str
-) -> None:
-    assert onbeat(monkeypatch, "run", str(QUICKSTART), "--set", override, "--data-dir", str(tmp_path / "data")) == 2
-    assert line in capsys.readouterr().err
+def test_wrong_field_is_named_as_in_the_file(onbeat: Command, tmp_path: Path, override: str, line: str) -> None:
+    assert line in onbeat("run", str(QUICKSTART), "--set", override, "--data-dir", str(tmp_path / "data"), code=2).err
 
 
 @pytest.mark.usefixtures("url")
-def test_422_is_shown_field_by_field(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "model.path=no-such-model") == 2
-    error = capsys.readouterr().err
+def test_422_is_shown_field_by_field(onbeat: Command) -> None:
+    error = onbeat("jobs", "create", str(QUICKSTART), "--set", "model.path=no-such-model", code=2).err
     assert "Invalid job (422): the job was not created" in error
     assert "  model.path: unknown model; try bundled:smollm2-135m-instruct" in error
 
 
-def test_run_refuses_a_wrong_job_before_it_starts_anything(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_run_refuses_a_wrong_job_before_it_starts_anything(onbeat: Command, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     wrong = ["--set", "rollout.num_samples_per_prompt=1", "--set", "rollout.typo=3"]
-    assert onbeat(monkeypatch, "run", str(QUICKSTART), *wrong, "--data-dir", str(data_dir)) == 2
-    assert "rollout.typo" in capsys.readouterr().err
-    assert onbeat(monkeypatch, "run", str(QUICKSTART), "--trainer-cores", "x", "--data-dir", str(data_dir)) == 2
-    assert onbeat(monkeypatch, "run", str(tmp_path / "no.toml"), "--data-dir", str(data_dir)) == 2
+    assert "rollout.typo" in onbeat("run", str(QUICKSTART), *wrong, "--data-dir", str(data_dir), code=2).err
+    onbeat("run", str(QUICKSTART), "--trainer-cores", "x", "--data-dir", str(data_dir), code=2)
+    onbeat("run", str(tmp_path / "no.toml"), "--data-dir", str(data_dir), code=2)
     assert not data_dir.exists()
 
 
-def test_engine_that_is_not_installed_is_found_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_engine_that_is_not_installed_is_found_before_the_start(onbeat: Command, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     for command in (["run", str(QUICKSTART)], ["up"]):
-        assert onbeat(monkeypatch, *command, "--engine", "transformer", "--data-dir", str(data_dir)) == 2
-        assert "--engine transformer: no engine of this name is installed; did you mean transformers?" in (
-            capsys.readouterr().err
-        )
+        error = onbeat(*command, "--engine", "transformer", "--data-dir", str(data_dir), code=2).err
+        assert "--engine transformer: no engine of this name is installed; did you mean transformers?" in error
     assert not data_dir.exists()
 
 
-def test_port_that_is_taken_is_found_out_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_port_that_is_taken_is_found_out_before_the_start(onbeat: Command, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert onbeat(monkeypatch, "up", "--port", port, "--data-dir", str(tmp_path / "data")) == 2
-    assert f"--port {port}: another process listens there; take another port" in capsys.readouterr().err
+        error = onbeat("up", "--port", port, "--data-dir", str(tmp_path / "data"), code=2).err
+    assert f"--port {port}: another process listens there; take another port" in error
 
 
 @pytest.mark.parametrize(
@@ -215,16 +162,10 @@ def test_port_that_is_taken_is_found_out_before_the_start(
     ],
 )
 def test_file_that_is_no_job_is_refused_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    name: str,
-    content: bytes,
-    message: str,
+    onbeat: Command, tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    assert onbeat(monkeypatch, "run", str(tmp_path / name), "--data-dir", str(tmp_path / "data")) == 2
-    error = capsys.readouterr().err
+    error = onbeat("run", str(tmp_path / name), "--data-dir", str(tmp_path / "data"), code=2).err
     assert message in error
     assert len(error.splitlines()) == 1
 
@@ -277,7 +218,7 @@ def test_set_that_makes_no_sense_is_refused(override: str) -> None:
 
 
 def test_stack_that_has_ended_by_itself_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("ONBEAT_URL", raising=False)
     monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
@@ -293,19 +234,13 @@ def test_stack_that_has_ended_by_itself_says_why(
     ):
         log.write_text(text)
         for command in (["jobs", "list"], ["doctor"]):
-            assert onbeat(monkeypatch, *command, "--data-dir", str(tmp_path)) == 1
-            printed = "".join(capsys.readouterr())
-            reason = (
-                f"the stack of {tmp_path} has ended: rollout-0 exited with code 1, after 4 restarts; {log} has more"
-            )
+            printed = "".join(onbeat(*command, "--data-dir", str(tmp_path), code=1))
+            reason = f"the stack of {tmp_path} has ended: rollout-0 exited with code 1, after 4 restarts; {log} has"
             assert (reason in printed) == is_told, printed
 
 
-def test_down_without_a_stack_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert onbeat(monkeypatch, "down", "--data-dir", str(tmp_path)) == 0
-    assert "no stack runs" in capsys.readouterr().out
+def test_down_without_a_stack_says_so(onbeat: Command, tmp_path: Path) -> None:
+    assert "no stack runs" in onbeat("down", "--data-dir", str(tmp_path)).out
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
@@ -335,83 +270,66 @@ def test_ctrl_c_while_modules_load_shows_no_traceback() -> None:
 
 
 @pytest.mark.usefixtures("url")
-def test_what_a_job_did_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    onbeat(monkeypatch, "jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=3")
-    assert onbeat(monkeypatch, "jobs", "watch", "job-1") == 0
-    capsys.readouterr()
-    assert onbeat(monkeypatch, "jobs", "list") == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[3:6] == ["SUCCEEDED", "3/3", "0.200"]
-    assert onbeat(monkeypatch, "jobs", "iterations", "job-1", "--last", "2") == 0
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:]]
+def test_what_a_job_did_is_printed(onbeat: Command) -> None:
+    onbeat("jobs", "create", str(QUICKSTART), "--set", "schedule.num_iterations=3")
+    onbeat("jobs", "watch", "job-1")
+    assert onbeat("jobs", "list").out.splitlines()[1].split()[3:6] == ["SUCCEEDED", "3/3", "0.200"]
+    rows = [line.split()[:4] for line in onbeat("jobs", "iterations", "job-1", "--last", "2").out.splitlines()[1:]]
     assert rows == [["1", "COMMITTED", "1", "0.100"], ["2", "COMMITTED", "2", "0.200"]]
-    assert onbeat(monkeypatch, "jobs", "metrics", "job-1") == 0
-    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()][1:] == [
+    assert [line.split()[:3] for line in onbeat("jobs", "metrics", "job-1").out.splitlines()][1:] == [
         ["iteration/reward_mean", "0", "0.2"],
         ["iteration/reward_std", "0.25", "0.25"],
         ["train/loss", "1.5", "1.25"],
     ]
-    assert onbeat(monkeypatch, "jobs", "metrics", "job-1", "iteration/reward_mean", "train/loss") == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["2", "0.2", "-"]
-    assert onbeat(monkeypatch, "jobs", "metrics", "job-1", "loss") == 2
-    assert "has no metric 'loss'; it has: iteration/reward_mean" in capsys.readouterr().err
-    assert onbeat(monkeypatch, "jobs", "events", "job-1") == 0
-    assert "KIND" in capsys.readouterr().out
+    named = onbeat("jobs", "metrics", "job-1", "iteration/reward_mean", "train/loss").out
+    assert named.splitlines()[-1].split() == ["2", "0.2", "-"]
+    error = onbeat("jobs", "metrics", "job-1", "loss", code=2).err
+    assert "has no metric 'loss'; it has: iteration/reward_mean" in error
+    assert "KIND" in onbeat("jobs", "events", "job-1").out
 
 
-def test_logs_of_local_services_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_logs_of_local_services_are_printed(onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
-    assert onbeat(monkeypatch, "logs") == 2
-    assert "no stack was started with this data folder" in capsys.readouterr().err
+    assert "no stack was started with this data folder" in onbeat("logs", code=2).err
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer.log").write_text("a\nb\x1b[2J\nc\n")
-    assert onbeat(monkeypatch, "logs", "trainer", "-n", "2") == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["b\\x1b[2J", "c"]
-    assert onbeat(monkeypatch, "logs", "broker") == 2
-    assert "there are: trainer" in capsys.readouterr().err
+    assert onbeat("logs", "trainer", "-n", "2").out.splitlines()[1:] == ["b\\x1b[2J", "c"]
+    assert "there are: trainer" in onbeat("logs", "broker", code=2).err
 
 
 def test_template_is_a_job_and_is_not_overwritten(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    onbeat: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = tmp_path / "my job.toml"
-    assert onbeat(monkeypatch, "init", str(job)) == 0
+    onbeat("init", str(job))
     assert JobConfig.from_file(job).name == "my-job"
-    assert onbeat(monkeypatch, "init", str(job)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in onbeat("init", str(job), code=2).err
     monkeypatch.delenv("ONBEAT_URL", raising=False)
     monkeypatch.setenv("ONBEAT_DATA_DIR", str(tmp_path))
     monkeypatch.setattr("onbeat.client.DEFAULT_URL", "http://127.0.0.1:1")
-    assert onbeat(monkeypatch, "validate", str(job)) == 0
-    assert "keys and values are right. No broker was asked" in capsys.readouterr().out
-    assert onbeat(monkeypatch, "validate", str(job), "--set", "rollout.n=3") == 2
+    assert "keys and values are right. No broker was asked" in onbeat("validate", str(job)).out
+    onbeat("validate", str(job), "--set", "rollout.n=3", code=2)
 
 
 @pytest.mark.usefixtures("url")
-def test_validate_asks_the_broker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert onbeat(monkeypatch, "validate", str(QUICKSTART)) == 0
-    assert "note: 2 of 9 prompts are left out" in capsys.readouterr().out
+def test_validate_asks_the_broker(onbeat: Command) -> None:
+    assert "note: 2 of 9 prompts are left out" in onbeat("validate", str(QUICKSTART)).out
     for wrong_here in ("", "rollout.n=3"):  # the broker also says what else is wrong
         overrides = [text for text in (wrong_here, "model.path=no-such-model") if text]
         options = [part for text in overrides for part in ("--set", text)]
-        assert onbeat(monkeypatch, "validate", str(QUICKSTART), *options) == 2
-        assert "model.path: unknown model" in capsys.readouterr().err
+        assert "model.path: unknown model" in onbeat("validate", str(QUICKSTART), *options, code=2).err
 
 
 @pytest.mark.usefixtures("url")
-def test_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert onbeat(monkeypatch, "validate", "a" * 300) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+def test_error_of_the_system_is_one_line(onbeat: Command) -> None:
+    (line,) = onbeat("validate", "a" * 300, code=1).err.splitlines()
     assert line.startswith("error: [Errno 36] File name too long: 'aaa")
 
 
 @pytest.mark.usefixtures("url")
-def test_chat_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert onbeat(monkeypatch, "chat", "job-1", "2 + 2") == 0
-    assert capsys.readouterr().out == "1: 2 + 2\\x1b[2J\n"
+def test_chat_keeps_the_conversation(onbeat: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert onbeat("chat", "job-1", "2 + 2").out == "1: 2 + 2\\x1b[2J\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntoo long\ntwo\n"))
-    assert onbeat(monkeypatch, "chat", "job-1") == 0
-    printed = capsys.readouterr()
+    printed = onbeat("chat", "job-1")
     assert ("1: one" in printed.out, "3: two" in printed.out) == (True, True)
     assert "max_tokens: lower it" in printed.err

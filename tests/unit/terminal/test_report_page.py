@@ -1,16 +1,15 @@
 """The report of a job as one HTML file, which is sent to others and opened in a browser."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from onbeat.cli import main
 from onbeat.local.stack import StackOptions, service_specs
 from onbeat.terminal.report_page import curve_of, page_of
 from onbeat.types import Sample
-from tests.unit.fake_broker import FakeJobs, serve
+from tests.unit.fake_broker import FakeJobs
+from tests.unit.terminal.conftest import Command
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 HOSTILE = "</table><script>alert('x')</script>"
@@ -32,15 +31,11 @@ def test_curve_goes_from_its_lowest_to_its_highest_value() -> None:
     assert curve_of("x", [(0, float("inf"))]).count("polyline") == 1
 
 
-def test_report_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    jobs = FakeJobs()
-    with serve(jobs) as url:
-        for words in (["jobs", "create", str(QUICKSTART)], ["report", "job-1", "-o", str(tmp_path / "r.html")]):
-            monkeypatch.setattr(sys, "argv", ["onbeat", *words, "--url", url])
-            with pytest.raises(SystemExit) as caught:
-                main()
-            assert not caught.value.code
-            jobs.jobs["job-1"]["created_at"] = 0.0  # long ago: all of its iterations are done
+@pytest.mark.usefixtures("url")
+def test_report_is_written(onbeat: Command, fake: FakeJobs, tmp_path: Path) -> None:
+    onbeat("jobs", "create", str(QUICKSTART))
+    fake.jobs["job-1"]["created_at"] = 0.0  # long ago: all of its iterations are done
+    onbeat("report", "job-1", "-o", str(tmp_path / "r.html"))
     page = (tmp_path / "r.html").read_text()
     assert page.index("iteration/reward_mean") < page.index("train/loss")
     assert "smollm2" in page
@@ -51,10 +46,5 @@ def test_view_starts_only_a_broker_that_changes_nothing(tmp_path: Path) -> None:
     assert (broker.name, broker.env["ONBEAT_IS_READ_ONLY"]) == ("broker", "true")
 
 
-def test_view_of_a_folder_without_a_run_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["onbeat", "view", str(tmp_path)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert (caught.value.code, "is no data folder of a run" in capsys.readouterr().err) == (2, True)
+def test_view_of_a_folder_without_a_run_is_refused(onbeat: Command, tmp_path: Path) -> None:
+    assert "is no data folder of a run" in onbeat("view", str(tmp_path), code=2).err

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,17 +20,6 @@ from tests.unit.terminal.screen import LIMIT_S, ROOT, Terminal
 CONFIG = {"name": "tiny", "model": {"path": "m"}, "schedule": {"mode": "sync", "num_iterations": 60}}
 ENDLESS = CONFIG | {"schedule": {"mode": "sync", "num_iterations": 1_000_000}}
 PROBLEM = {"sentence": "no trainer of pool default is there; start one", "is_problem": True, "waits_for": "a trainer"}
-
-
-@pytest.fixture
-def fake() -> FakeJobs:
-    return FakeJobs()
-
-
-@pytest.fixture
-def url(fake: FakeJobs, tmp_path: Path) -> Iterator[str]:
-    with serve(fake) as url:
-        yield url
 
 
 def create(url: str, config: dict[str, object]) -> str:
@@ -49,24 +36,24 @@ def in_pipe(*arguments: str, **env: str) -> str:
 
 def test_piped_watch_has_no_control_codes_with_forced_colours(url: str, fake: FakeJobs) -> None:
     fake.findings = [PROBLEM]
-    out = in_pipe("jobs", "watch", create(url, CONFIG), ONBEAT_URL=url, FORCE_COLOR="1")
+    out = in_pipe("jobs", "watch", create(url, CONFIG), FORCE_COLOR="1")
     lines = [line for line in out.splitlines() if line.startswith("iteration ")]
     assert [line.split()[1] for line in lines] == [f"{k}/60" for k in range(1, 61)]
     assert "\x1b" not in out.partition("state")[0]  # the summary may be coloured: that was asked for
-    assert "\x1b" not in in_pipe("jobs", "watch", "job-1", ONBEAT_URL=url)
+    assert "\x1b" not in in_pipe("jobs", "watch", "job-1")
     assert out.count("doctor: no trainer of pool default is there") == 1
 
 
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "dumb", "NO_COLOR": "1"}])
 def test_dumb_terminal_gets_plain_lines(url: str, env: dict[str, str]) -> None:
-    with Terminal("jobs", "watch", create(url, CONFIG), ONBEAT_URL=url, **env) as terminal:
+    with Terminal("jobs", "watch", create(url, CONFIG), **env) as terminal:
         assert terminal.wait_for_end() == 0
     assert b"\x1b" not in terminal.raw
     assert b"iteration 60/60" in terminal.raw
 
 
 def test_no_color_keeps_the_view_and_drops_the_colours(url: str) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), ONBEAT_URL=url, NO_COLOR="1") as terminal:
+    with Terminal("jobs", "watch", create(url, ENDLESS), NO_COLOR="1") as terminal:
         terminal.wait_for("RUNNING")
         terminal.wait_for("reward")
         terminal.wait_until(lambda: b"\x1b[2K" in terminal.raw, "it does not draw over itself")
@@ -76,7 +63,7 @@ def test_no_color_keeps_the_view_and_drops_the_colours(url: str) -> None:
 def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: FakeJobs) -> None:
     fake.findings = [PROBLEM | {"sentence": "rollout-7 is silent, and " + "so on and on " * 40}]
     fake.workers = [{"id": f"rollout-{i}-of-a-long-name", "state": "generating"} for i in range(40)]
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=60, rows=20, ONBEAT_URL=url) as terminal:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=60, rows=20) as terminal:
         for text in ("tiny  RUNNING", "problem      rollout-7 is silent", "reward ", "40: 40 generating", " s elapsed"):
             terminal.wait_for(text)
         assert len(terminal.screen.lines) <= 20 + 1  # the notice about the job's state went by
@@ -85,7 +72,7 @@ def test_small_terminal_shows_the_essentials_and_no_line_wraps(url: str, fake: F
 
 
 def test_resized_terminal_is_drawn_anew(url: str) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=100, rows=30, ONBEAT_URL=url) as terminal:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=100, rows=30) as terminal:
         terminal.wait_for("generated")
         terminal.resize(40, 12)
         before = len(terminal.raw)
@@ -101,7 +88,7 @@ def test_interrupted_watch_says_how_to_return_and_resets_screen(
     url: str, fake: FakeJobs, number: signal.Signals
 ) -> None:
     job_id = create(url, ENDLESS)
-    with Terminal("jobs", "watch", job_id, columns=200, ONBEAT_URL=url) as terminal:
+    with Terminal("jobs", "watch", job_id, columns=200) as terminal:
         terminal.wait_for("reward")
         assert not terminal.screen.has_cursor
         if number == signal.SIGINT:
@@ -133,7 +120,7 @@ def test_broker_that_is_lost_and_returns_is_survived(fake: FakeJobs) -> None:
 
 
 def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120) as terminal:
         terminal.wait_for("reward")
         fake.failures = [401]
         assert terminal.wait_for_end() == 1
@@ -141,7 +128,7 @@ def test_refused_question_ends_the_watch_with_an_error(url: str, fake: FakeJobs)
 
 
 def test_deleted_job_ends_the_watch_with_an_error(url: str, fake: FakeJobs) -> None:
-    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120, ONBEAT_URL=url) as terminal:
+    with Terminal("jobs", "watch", create(url, ENDLESS), columns=120) as terminal:
         terminal.wait_for("reward")
         fake.jobs.clear()
         assert terminal.wait_for_end() == 1
@@ -155,13 +142,13 @@ def test_top_once_and_in_a_pipe_is_one_plain_table(url: str, fake: FakeJobs) -> 
     create(url, ENDLESS)
     silent = {"id": "rollout-2", "state": "generating", "last_seen_at": time.time() - 100, "job_id": "job-1"}
     fake.workers = [{"id": "rollout-10", "state": "idle"}, {"id": "rollout-9", "state": "idle"}, silent]
-    out = in_pipe("top", ONBEAT_URL=url)
+    out = in_pipe("top")
     assert "\x1b" not in out
     lines = [line.split() for line in out.splitlines()]
     assert lines[1][:5] == ["job-1", "tiny", "default", "RUNNING", lines[1][4]]
     assert [line[0] for line in lines[4:7]] == ["rollout-2", "rollout-9", "rollout-10"]
     assert lines[4][2:4] == ["silent", "job-1"]
-    with Terminal("top", "--once", ONBEAT_URL=url) as terminal:
+    with Terminal("top", "--once") as terminal:
         assert terminal.wait_for_end() == 0
     assert b"\x1b" not in terminal.raw
     assert b"rollout-10" in terminal.raw
@@ -169,7 +156,7 @@ def test_top_once_and_in_a_pipe_is_one_plain_table(url: str, fake: FakeJobs) -> 
 
 def test_top_as_json_has_jobs_and_pools_with_their_workers(url: str) -> None:
     create(url, ENDLESS)
-    found = json.loads(in_pipe("top", "--json", ONBEAT_URL=url))
+    found = json.loads(in_pipe("top", "--json"))
     assert [job["id"] for job in found["jobs"]] == ["job-1"]
     (pool,) = found["pools"]
     assert (pool["pool"], pool["num_trainers"]) == ("default", 1)
@@ -179,7 +166,7 @@ def test_top_as_json_has_jobs_and_pools_with_their_workers(url: str) -> None:
 def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJobs) -> None:
     create(url, ENDLESS)
     fake.workers = [{"id": f"rollout-{i}", "state": "generating", "job_id": "job-1"} for i in range(3000)]
-    with Terminal("top", columns=60, rows=20, ONBEAT_URL=url) as terminal:
+    with Terminal("top", columns=60, rows=20) as terminal:
         terminal.wait_for("more rollouts")
         assert terminal.screen.is_alternate
         rows = [line for line in terminal.screen.text.splitlines() if line.startswith("rollout-")]
@@ -197,7 +184,7 @@ def test_top_fits_a_small_terminal_and_counts_what_it_cuts(url: str, fake: FakeJ
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_top_leaves_the_terminal_in_order(url: str, number: signal.Signals) -> None:
-    with Terminal("top", ONBEAT_URL=url) as terminal:
+    with Terminal("top") as terminal:
         terminal.wait_for("ROLLOUT")
         if number == signal.SIGINT:
             terminal.press(b"\x03")
@@ -252,7 +239,7 @@ async def test_top_asks_for_the_jobs_once_and_finds_old_ones_too(
 
 
 def test_ctrl_c_ends_a_chat_that_waits_for_a_line(url: str) -> None:
-    with Terminal("chat", "job-1", ONBEAT_URL=url) as terminal:
+    with Terminal("chat", "job-1") as terminal:
         terminal.wait_for("> ")
         time.sleep(0.5)  # Python loses a signal between the prompt and the reading
         terminal.press(b"\x03")
