@@ -1,7 +1,6 @@
 """Whether a command of a page could work: programs, options, services, routes and files that it names are there."""
 
 import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from tests.docs.pages import ROOT, blocks_of, text_of
 from tests.docs.shell import Command
 
 METHOD = re.compile(r"-X|--request")
+VALUED_OPTIONS = ("--profile", "--scale", "--entrypoint", "-e", "--env", "-u", "--user")  # of docker compose
 OUR_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 
 
@@ -124,39 +124,18 @@ def check_make(command: Command) -> None:
 
 
 def check_python(command: Command) -> None:
-    words = list(command.words[1:])
-    if words[:1] == ["-c"]:
+    """A module of ours that runs is there; a script is, or the page shows it."""
+    words = command.words[1:]
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        path = ROOT / module.replace(".", "/")
+        is_ours = module.split(".")[0] in OUR_FOLDERS
+        if is_ours and not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
+            raise Wrong(f"there is no module {module}")
+    elif words[:1] == ("-c",):
         ast.parse(words[1])
-    elif words[:1] == ["-m"]:
-        check_module(words[1], words[2:])
     elif words and not (ROOT / words[0]).is_file() and words[0] not in shown_files(command.page):
         raise Wrong(f"there is no {words[0]}, and the page does not show it")
-
-
-def check_module(name: str, options: list[str]) -> None:
-    """Of ours: it is there, and knows the options. Of others: their package is there."""
-    top = name.split(".")[0]
-    found = importlib.util.find_spec(top)
-    if found is None:
-        raise Wrong(f"there is no module {top}")
-    folder = Path(next(iter(found.submodule_search_locations or [""])))
-    path = folder.joinpath(*name.split(".")[1:])
-    source = next((each for each in (path.with_suffix(".py"), path / "__main__.py") if each.is_file()), None)
-    if source is None:
-        raise Wrong(f"there is no module {name}")
-    for option in options:
-        if top in OUR_FOLDERS and option.startswith("--") and f'"{option.split("=")[0]}"' not in source.read_text():
-            raise Wrong(f"{name} has no option {option}")
-
-
-def check_torchrun(command: Command) -> None:
-    check_module(command.words[command.words.index("-m") + 1], [])
-
-
-def check_uvicorn(command: Command) -> None:
-    module = command.words[1].split(":")[0]
-    if f"{module}.py" not in shown_files(command.page):
-        raise Wrong(f"the page does not show {module}.py")
 
 
 def check_curl(command: Command) -> None:
@@ -193,70 +172,36 @@ def check_call(method: str, path: str) -> None:
 
 def fits(path: str, route: str) -> bool:
     """Whole; or, where the path ends with a slash, its beginning."""
-    pattern = re.sub(r"\\\{\w+\\\}", "[^/:]+", re.escape(route))
+    ours, theirs = path.split("/"), route.split("/")
     if path.endswith("/") and path != "/":
-        return any(re.fullmatch(part, path[:-1]) for part in beginnings(pattern))
-    return re.fullmatch(pattern, path) is not None
-
-
-def beginnings(pattern: str) -> list[str]:
-    parts = pattern.replace("[^/:]+", "PARAMETER").split("/")
-    return ["/".join(parts[:end]).replace("PARAMETER", "[^/:]+") for end in range(1, len(parts))]
+        ours, theirs = ours[:-1], theirs[: len(ours) - 1]
+    patterns = [re.sub(r"\\\{\w+\\\}", "[^/:]+", re.escape(part)) for part in theirs]
+    return len(ours) == len(theirs) and all(map(re.fullmatch, patterns, ours))
 
 
 # ---- containers --------------------------------------------------------------------------------------------------
 
 
 def check_docker(command: Command) -> None:
-    words = list(command.words[1:])
-    if words[:1] == ["build"]:
-        return None  # its file is a path, which is looked at as every word is
-    if words[:1] != ["compose"]:
-        raise Wrong(f"no test knows docker {words[0]}")
-    return check_compose(command, words[1:])
-
-
-@cache
-def compose() -> dict[str, Any]:
-    return dict(yaml.safe_load((ROOT / "compose.yaml").read_text())["services"])
-
-
-def check_compose(command: Command, words: list[str]) -> None:
-    if words[:1] == ["--profile"]:
-        profiles = {"*", *(name for service in compose().values() for name in service.get("profiles", []))}
-        if words[1] not in profiles:
-            raise Wrong(f"compose.yaml has no profile {words[1]}")
-        words = words[2:]
-    verb, *rest = words
-    services, inner = services_of(verb, rest)
-    if verb not in ("up", "down", "run", "exec", "cp", "ps", "logs", "restart", "stop", "pull"):
-        raise Wrong(f"no test knows docker compose {verb}")
-    for service in services:
-        if service not in compose():
-            raise Wrong(f"compose.yaml has no service {service}")
-    if inner and inner[0] == "onbeat":
-        check_onbeat(Command(command.page, command.line, tuple(inner)))
-
-
-def services_of(verb: str, words: list[str]) -> tuple[list[str], list[str]]:
-    """The services that are named, and the command that runs in one."""
-    services: list[str] = []
-    entrypoint: list[str] = []
-    while words:
+    """Of `docker compose`: its profile and services are there, and so is the command of ours that runs in one."""
+    if command.words[1] != "compose":
+        return
+    options, plain, words = {}, [], list(command.words[2:])
+    while words and not (len(plain) == 2 and plain[0] in ("run", "exec")):  # what follows runs inside
         word = words.pop(0)
-        if word == "--scale":
-            services.append(words.pop(0).partition("=")[0])
-        elif word == "--entrypoint":
-            entrypoint = [words.pop(0)]
-        elif word in ("-e", "--env", "-u", "--user"):
-            words.pop(0)
-        elif verb == "cp":
-            services += [word.partition(":")[0]] if ":" in word else []
+        if word in VALUED_OPTIONS:
+            options[word] = words.pop(0)
         elif not word.startswith("-"):
-            services.append(word)
-            if verb in ("run", "exec"):
-                return services, [*entrypoint, *words]
-    return services, []
+            plain.append(word)
+    services = [word.partition(":")[0] for word in plain[1:] if plain[0] != "cp" or ":" in word]
+    services += [options[name].partition("=")[0] for name in options if name == "--scale"]
+    found = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    profiles = {"*", *(name for service in found.values() for name in service.get("profiles", []))}
+    if options.get("--profile", "*") not in profiles or not set(services) <= found.keys():
+        raise Wrong(f"compose.yaml has not all of {services}, or no such profile")
+    inner = [options["--entrypoint"], *words] if "--entrypoint" in options else words
+    if inner[:1] == ["onbeat"]:
+        check_onbeat(Command(command.page, command.line, tuple(inner)))
 
 
 @cache
@@ -274,19 +219,16 @@ def kubernetes_objects() -> set[str]:
 
 def check_kubectl(command: Command) -> None:
     for word in command.words:
-        if re.fullmatch(r"(deployment|statefulset|service|pod|configmap|secret)/[\w-]+", word):
-            if word not in kubernetes_objects():
-                raise Wrong(f"no manifest has {word}")
-        elif re.fullmatch(r"onbeat-[\w-]+", word) and f"pod/{word}" not in kubernetes_objects():
-            raise Wrong(f"no manifest has a pod {word}")
+        named = word if "/" in word else f"pod/{word}"
+        if re.fullmatch(r"\w+/onbeat-[\w-]+", named) and named not in kubernetes_objects():
+            raise Wrong(f"no manifest has {named}")
 
 
 CHECKERS: dict[str, Callable[[Command], None]] = {
     "onbeat": check_onbeat,
     "make": check_make,
     "python": check_python,
-    "torchrun": check_torchrun,
-    "uvicorn": check_uvicorn,
+    "torchrun": check_python,
     "curl": check_curl,
     "docker": check_docker,
     "kubectl": check_kubectl,
@@ -305,14 +247,15 @@ def known_variables() -> frozenset[str]:
     from docs.generate.settings import SERVICES
 
     found = {f"ONBEAT_{name}".upper() for settings in SERVICES.values() for name in settings.model_fields}
-    files = [
-        ROOT / "compose.yaml",
-        ROOT / "Makefile",
-        *(ROOT / "deploy").rglob("*.sh"),
-        *(ROOT / "onbeat").rglob("*.py"),
-    ]
-    files += [*(ROOT / "deploy").rglob("*.Dockerfile"), *(ROOT / "services").rglob("*.py")]
-    for path in files:
+    patterns = (
+        "compose.yaml",
+        "Makefile",
+        "deploy/**/*.sh",
+        "deploy/**/*.Dockerfile",
+        "onbeat/**/*.py",
+        "services/**/*.py",
+    )
+    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
         found |= set(VARIABLE.findall(path.read_text()))
     return frozenset(found)
 

@@ -15,9 +15,6 @@ FOREIGN_PROGRAMS = {
     "tensorboard": "reads the files that a trainer writes",
 }
 
-# Variables that no settings class, compose file or script knows: (name, reason).
-FOREIGN_VARIABLES: dict[str, str] = {}
-
 # Paths that are there only after a command of the page: (page, path).
 MADE_PATHS = {
     ("docs/kubernetes.md", "deploy/kubernetes/clusters/mine"): "made by deploy/kubernetes/new_cluster.py on the page",
@@ -33,9 +30,6 @@ PARSED_ONLY = {
     "onbeat keys new": "tests/integration/broker/test_security.py runs it",
     "onbeat keys list": "the same",
 }
-
-# Blocks of Python that are not run: (page, first line).
-NOT_RUN_PYTHON: dict[tuple[str, str], str] = {}
 
 # Blocks of TOML that are no part of a job: (page, first line).
 NOT_A_JOB: dict[tuple[str, str], str] = {

@@ -2,15 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.docs.pages import Block
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-SEPARATORS = re.compile(r"[();|&]+")
-REDIRECTIONS = re.compile(r"[<>]+&?")
-SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=.*", re.DOTALL)
+COMMENT = re.compile(r"(^|[ \t])#.*", re.MULTILINE)
 SHELL = ("sh", "bash", "console")
 PROGRAM = re.compile(r"(\$ )?(export |[A-Z_]+=\S* *)*(\.venv/bin/)?([\w./-]+)( |$)")
 
@@ -18,7 +15,7 @@ PROGRAM = re.compile(r"(\$ )?(export |[A-Z_]+=\S* *)*(\.venv/bin/)?([\w./-]+)( |
 @dataclass(frozen=True)
 class Command:
     page: str
-    line: int
+    line: int  # of the block
     words: tuple[str, ...]  # program first, without `.venv/bin/`
     sets: tuple[str, ...] = ()  # names of variables that are set for it, or by it
 
@@ -43,89 +40,38 @@ def program_of(line: str) -> str:
 
 
 def commands_of(block: Block) -> list[Command]:
-    """What is exported stays set for the commands that follow."""
+    """Those inside `$(...)` included. What is exported stays set for the commands that follow.
+
+    Of a dialogue (`$ ...`) only the typed lines count.
+    """
+    typed = [line.removeprefix("$ ") for line in block.text.splitlines(keepends=True) if line.startswith("$ ")]
+    text = COMMENT.sub("", "".join(typed) or block.text).replace("\\\n", " ")
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;|&()<>")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     found: list[Command] = []
-    exported: tuple[str, ...] = ()
-    for line, text in statements(block):
-        for command in commands_in(text, block.page, line):
-            found.append(replace(command, sets=exported + command.sets))
-            exported += command.sets if command.program == "export" else ()
-    return found
-
-
-def statements(block: Block) -> Iterator[tuple[int, str]]:
-    """Lines, joined where a quote or a pipe is open. Of a dialogue (`$ ...`) the typed lines only."""
-    lines = block.text.splitlines()
-    is_dialogue = any(line.startswith("$ ") for line in lines)
-    text, first = "", block.line
-    for number, line in enumerate(lines, start=block.line):
-        if is_dialogue and not line.startswith("$ "):
-            continue
-        if not text:
-            first = number
-        text += line.removeprefix("$ ") if is_dialogue else line
-        if text.endswith("\\"):
-            text = text[:-1] + " "
-        elif is_open(text):
-            text += "\n"
-        else:
-            yield first, text
-            text = ""
-    assert not text.strip(), f"{block}: a quote or a pipe stays open: {text}"
-
-
-def is_open(text: str) -> bool:
-    try:
-        words = split(text)
-    except ValueError:  # no closing quotation
-        return True
-    return bool(words) and words[-1] in ("|", "&&", "||")
-
-
-def split(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    return list(lexer)
-
-
-def commands_in(text: str, page: str, line: int) -> list[Command]:
-    """Of a statement, those inside `$(...)` included."""
-    found: list[Command] = []
-    for inner in SUBSTITUTION.findall(text):
-        found += commands_in(inner, page, line)
     words: list[str] = []
-    for word in [*split(SUBSTITUTION.sub("SUBSTITUTED", text)), ";"]:
-        if not SEPARATORS.fullmatch(word):
-            words.append(word)
+    exported: tuple[str, ...] = ()
+    is_target = False  # of a redirection
+    for word in [*lexer, "\n"]:
+        if set(word) <= set("<>&") and set(word) != {"&"}:
+            is_target = True
+        elif not set(word) <= set("\n;|&()"):
+            words += [] if is_target else [word]
+            is_target = False
         elif words:
-            command = to_command(without_redirections(words), page, line)
-            found += [command] if command else []
-            words = []
+            command = to_command(block, words, exported)
+            found.append(command)
+            exported = command.sets if command.program == "export" else exported
+            words, is_target = [], False
     return found
 
 
-def without_redirections(words: list[str]) -> list[str]:
-    kept: list[str] = []
-    is_target = False
-    for word in words:
-        if REDIRECTIONS.fullmatch(word):
-            is_target = True
-        elif not is_target:
-            kept.append(word)
-        else:
-            is_target = False
-    return kept
-
-
-def to_command(words: list[str], page: str, line: int) -> Command | None:
-    """None for an assignment alone."""
-    sets = []
-    is_export = words[:1] == ["export"]
-    words = words[is_export:]
+def to_command(block: Block, words: list[str], exported: tuple[str, ...]) -> Command:
+    """An assignment alone is an export, too: it stays set."""
+    words = words[words[0] == "export" :]
+    sets = exported
     while words and (assignment := ASSIGNMENT.fullmatch(words[0])):
-        sets.append(assignment[1])
+        sets += (assignment[1],)
         words = words[1:]
-    if not words and not sets:
-        return None
-    program = words[0].removeprefix(".venv/bin/") if words else "export"  # or an assignment alone
-    return Command(page, line, (program, *words[1:]), tuple(sets))
+    program = words[0].removeprefix(".venv/bin/") if words else "export"
+    return Command(block.page, block.line, (program, *words[1:]), sets)

@@ -17,7 +17,7 @@ from onbeat.client import Client
 from onbeat.config import JobConfig
 from onbeat.types import JobState
 from tests.docs.conftest import PYTHON_DEFAULT, Workplace
-from tests.docs.exceptions import NOT_A_JOB, NOT_RUN_PYTHON
+from tests.docs.exceptions import NOT_A_JOB
 from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, page_names
 from tests.docs.test_live_commands import write_shown_files
 
@@ -49,7 +49,7 @@ def test_python_of_a_page_runs(workplace: Workplace, in_page_folder: Callable[[s
         with Client(workplace.stack.url) as client:
             namespace: dict[str, Any] = {"__name__": "snippet", "job_id": job_id, "client": client}
             for block in blocks_of(page):
-                if block.language == "python" and first_line(block) not in NOT_RUN_PYTHON:
+                if block.language == "python":
                     run_snippet(block, workplace, namespace)
     finally:
         workplace.end(job_id)
