@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onbeat.cli.options import App, AsJson, Broker, Job, Overrides
+from onbeat.cli.service import CHILDREN, run_service
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
@@ -21,12 +19,9 @@ if TYPE_CHECKING:
     from onbeat.types import JobRecord
 
 app = App("Estimate what a job will need before it runs.")
-DEADLINE_S = 300.0
 GB = 1e9
 TYPICAL_PROMPT_TOKENS = 128
 OTHERS_BYTES = 330_000_000  # measured for broker, Redis and the command together
-
-CHILDREN: list["subprocess.Popen[str]"] = []  # the running child processes of `ask`
 
 Plan = dict[str, dict[str, int]]  # bytes, by process and part
 
@@ -70,7 +65,7 @@ def with_dtype(config: "JobConfig") -> dict[str, Any]:
 def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_gpu: bool, max_num_seqs: int) -> Plan:
     """Plan the memory of trainer and rollout. Raises ValueError where the model cannot be planned."""
     request = {"job": job, "prompt_tokens": prompt_tokens, "num_ranks": num_ranks, "is_on_host": not is_on_gpu}
-    trainer = ask("services.trainer.memory_plan", request)
+    trainer = plan_of("trainer", request)
     names = {"host": "trainer", "device": "trainer's GPU"}
     plan: Plan = {names[place]: parts for place, parts in trainer["parts"].items()}
     if is_on_gpu:  # the engine has its own GPU, and vLLM takes a fixed share of it
@@ -84,31 +79,11 @@ def plan_memory(job: dict[str, Any], prompt_tokens: int, num_ranks: int, is_on_g
         "has_episodes": job["environment"] is not None,
         "cache_gib": 1.0,
     }
-    return plan | ask("services.rollout.memory_plan", rollout)
+    return plan | plan_of("rollout", rollout)
 
 
-def ask(module: str, request: dict[str, Any]) -> Any:
-    """Run a service's module in its own process, because this one never imports torch. Return the JSON that it prints.
-
-    Raises ValueError if the module fails or takes too long.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "request.json"
-        path.write_text(json.dumps(request))
-        command = [sys.executable, "-P", "-m", module, str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-            CHILDREN.append(child)
-            try:
-                printed, complaints = child.communicate(timeout=DEADLINE_S)
-            except subprocess.TimeoutExpired as error:
-                child.kill()
-                text = f"planning took longer than {DEADLINE_S:.0f} s; try again when this machine is less busy"
-                raise ValueError(text) from error
-            finally:
-                CHILDREN.remove(child)
-    if child.returncode != 0:
-        raise ValueError(complaints.strip().splitlines()[-1] if complaints.strip() else f"{module} failed")
-    return json.loads(printed)
+def plan_of(service: str, request: dict[str, Any]) -> Any:
+    return json.loads(run_service(f"services.{service}.memory_plan", ["/dev/stdin"], json.dumps(request)))
 
 
 def describe(plan: Plan, num_ranks: int, is_on_gpu: bool) -> list[str]:

@@ -1,8 +1,6 @@
 """`onbeat reward try`: a job's reward on the first rows of its data, without an engine, a broker or a trainer."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onbeat.cli.options import App, Broker, Job, Overrides
+from onbeat.cli.service import DEADLINE_S, run_service
 
 if TYPE_CHECKING:
     from onbeat.config import JobConfig
     from onbeat.rewards import RewardConfig
 
-DEADLINE_S = 300.0
 DATA_MEMORY_MB = 8192
 ROWS, REWARDS, PROMPTS = (
     "services.broker.datasets.child",
@@ -124,20 +122,9 @@ def score(reward: "RewardConfig", responses: Sequence[tuple[dict[str, Any], str]
 
 
 def ask_service(module: str, arguments: Sequence[str], requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a program that speaks JSON lines, because this process imports nothing heavy, and return its answers.
-
-    Raises ValueError if the program fails or takes too long.
-    """
+    """Put requests to a program that speaks JSON lines, and return its answers."""
     text = "".join(json.dumps(request) + "\n" for request in requests)
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"{module} took longer than {DEADLINE_S:.0f} s") from error
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    if not answers:
-        raise ValueError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"{module} failed")
-    return answers
+    return [json.loads(line) for line in run_service(module, arguments, text).splitlines()]
 
 
 def show_prompt(title: str, prompt: str) -> None:

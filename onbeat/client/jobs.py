@@ -81,7 +81,7 @@ class AsyncJobs:
         return parse_list(JobRecord, "jobs", await self._client.get("/v1/jobs", state=state, limit=limit))
 
     async def get(self, job_id: str) -> JobRecord:
-        return JobRecord.model_validate(await self._client.get(job_path(job_id)))
+        return JobRecord.model_validate(await self._get(job_id, ""))
 
     async def cancel(self, job_id: str) -> JobRecord:
         return await self._move(job_id, "cancel")
@@ -99,6 +99,9 @@ class AsyncJobs:
         """Remove a job that is over, with everything but its checkpoints. Safe to repeat."""
         await self._client.request("DELETE", job_path(job_id), is_repeatable=True)
 
+    async def _get(self, job_id: str, path: str, **params: Any) -> Any:
+        return await self._client.get(job_path(job_id) + path, **params)
+
     async def _move(self, job_id: str, verb: str, **options: Any) -> JobRecord:
         return JobRecord.model_validate(await self._client.request("POST", f"{job_path(job_id)}:{verb}", **options))
 
@@ -108,13 +111,11 @@ class AsyncJobs:
 
     async def evaluations(self, job_id: str, after: int = -1) -> Records[EvaluationRecord]:
         """Return evaluations with a number above `after`, in order."""
-        answer = await self._client.get(f"{job_path(job_id)}/evaluations", after=after)
-        return parse_list(EvaluationRecord, "evaluations", answer)
+        return parse_list(EvaluationRecord, "evaluations", await self._get(job_id, "/evaluations", after=after))
 
     async def evaluation_samples(self, job_id: str, evaluation: int) -> Records[Sample]:
         """Return a few responses of an evaluation that is done."""
-        answer = await self._client.get(f"{job_path(job_id)}/evaluations/{evaluation}/samples")
-        return parse_list(Sample, "samples", answer)
+        return parse_list(Sample, "samples", await self._get(job_id, f"/evaluations/{evaluation}/samples"))
 
     async def weights(self, job_id: str, after: int = -1) -> Records[WeightsRecord]:
         """Return how policy versions above `after` reached the rollouts, in order. A broker gives them in parts."""
@@ -127,18 +128,18 @@ class AsyncJobs:
         found: Records[RecordT] = []
         while True:
             newest = number_of(found[-1]) if found else after
-            answer = await self._client.get(f"{job_path(job_id)}/{name}", after=newest, limit=MAX_LISTED_ITERATIONS)
+            answer = await self._get(job_id, f"/{name}", after=newest, limit=MAX_LISTED_ITERATIONS)
             found += parse_list(record, name, answer)
             if len(answer[name]) < MAX_LISTED_ITERATIONS:
                 return found
 
     async def audit(self, job_id: str, head: str = "") -> AuditReport:
         """Re-check the job's audit log, its ledger and all stored groups. `head`: that of an earlier report."""
-        return AuditReport.model_validate(await self._client.get(f"{job_path(job_id)}/audit", head=head))
+        return AuditReport.model_validate(await self._get(job_id, "/audit", head=head))
 
     async def explain(self, job_id: str) -> Diagnosis:
         """Explain why the job is where it is: who waits for whom, since when, and what happens next."""
-        return Diagnosis.model_validate(await self._client.get(f"{job_path(job_id)}:explain"))
+        return Diagnosis.model_validate(await self._get(job_id, ":explain"))
 
     async def metrics(self, job_id: str, after: int = -1) -> Series:
         """Return `area/name` -> [(iteration, value), ...] above `after`; for `eval/name`, (evaluation, value). A broker
@@ -146,7 +147,7 @@ class AsyncJobs:
         found: dict[str, dict[int, float]] = {}  # each part repeats the evaluations of those that follow it
         newest = after
         while True:
-            answer = await self._client.get(f"{job_path(job_id)}/metrics", after=newest)
+            answer = await self._get(job_id, "/metrics", after=newest)
             seen = newest
             for name, points in answer["metrics"].items():
                 found.setdefault(name, {}).update((int(number), float(value)) for number, value in points)
@@ -167,32 +168,29 @@ class AsyncJobs:
         """Return responses of an iteration (default: the newest that has any), after the first `offset` ones, with
         rewards from `min_reward` to `max_reward`."""
         page = {"iteration": iteration, "limit": limit, "offset": offset}
-        answer = await self._client.get(
-            f"{job_path(job_id)}/samples", **page, min_reward=min_reward, max_reward=max_reward
-        )
+        answer = await self._get(job_id, "/samples", **page, min_reward=min_reward, max_reward=max_reward)
         return parse_list(Sample, "samples", answer)
 
     async def group(self, job_id: str, group_id: str) -> GroupDetail:
         """Return a prompt with all its responses, token by token."""
-        return GroupDetail.model_validate(await self._client.get(group_path(job_id, group_id)))
+        return GroupDetail.model_validate(await self._get(job_id, group_path(group_id)))
 
     async def alike(self, job_id: str, group_id: str) -> Records[GroupSummary]:
         """Return the groups of all iterations with the same prompt as this one, itself included, in order."""
-        return parse_list(GroupSummary, "groups", await self._client.get(f"{group_path(job_id, group_id)}/alike"))
+        return parse_list(GroupSummary, "groups", await self._get(job_id, f"{group_path(group_id)}/alike"))
 
     async def events(self, job_id: str, after: str = "0") -> Records[Event]:
         """Return all events after the cursor (the last event's id). A broker gives them in parts."""
         found: Records[Event] = []
         while True:
-            answer = await self._client.get(f"{job_path(job_id)}/events", after=found[-1].id if found else after)
+            answer = await self._get(job_id, "/events", after=found[-1].id if found else after)
             if not answer["events"]:
                 return found
             found += parse_list(Event, "events", answer)
 
     async def timeline(self, job_id: str, iterations: int = 5) -> Timeline:
         """Return what the trainer and each rollout did during the last iterations (20 at most)."""
-        answer = await self._client.get(f"{job_path(job_id)}/timeline", iterations=iterations)
-        return Timeline.model_validate(answer)
+        return Timeline.model_validate(await self._get(job_id, "/timeline", iterations=iterations))
 
     async def stream(self, job_id: str, after: str = "0") -> AsyncGenerator[Update]:
         """Yield the job's current state, the events after `after`, then every change, until the job is over.
@@ -249,10 +247,10 @@ def job_path(job_id: str) -> str:
     return f"/v1/jobs/{job_id}"
 
 
-def group_path(job_id: str, group_id: str) -> str:
+def group_path(group_id: str) -> str:
     if not group_id or not all(character.isalnum() or character == "-" for character in group_id):
         raise ValueError(f"{group_id!r} is not a group id; samples have them")
-    return f"{job_path(job_id)}/groups/{group_id}"
+    return f"/groups/{group_id}"
 
 
 def parse_list(record: type[RecordT], name: str, answer: Any) -> Records[RecordT]:

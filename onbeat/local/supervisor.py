@@ -4,7 +4,6 @@ Each child runs under its own guard (see guard.py) in its own session, with its 
 """
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -16,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onbeat.errors import OnbeatError
-
-log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 4
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 15.0
@@ -53,7 +50,7 @@ class ServiceSpec:
 class Service:
     """One child under its guard."""
 
-    def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int], scratch: Path | None) -> None:
+    def __init__(self, spec: ServiceSpec, log_path: Path, held_fds: Sequence[int], scratch: Path) -> None:
         self.spec, self.log_path, self._scratch = spec, log_path, scratch
         self.num_failures = 0
         self.restart_at: float | None = None
@@ -68,7 +65,9 @@ class Service:
 
     def spawn(self) -> None:
         guard = [sys.executable, "-P", "-m", "onbeat.local.guard", "--parent", str(os.getpid())]
-        temporary = {"TMPDIR": str(self._empty_scratch())} if self._scratch else {}
+        shutil.rmtree(self._scratch, ignore_errors=True)  # the predecessor that wrote there has no process left
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        temporary = {"TMPDIR": str(self._scratch)}
         with self.log_path.open("ab") as output:
             self._guard = subprocess.Popen(
                 [*guard, "--grace-s", str(self.spec.grace_s), "--", *self.spec.command],
@@ -81,13 +80,6 @@ class Service:
             )
         self._started_at = time.monotonic()
         self.restart_at = None
-
-    def _empty_scratch(self) -> Path:
-        """Return its folder for temporary files, emptied: the predecessor that wrote them has no process left."""
-        assert self._scratch is not None
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        return self._scratch
 
     def exit_code(self) -> int | None:
         return self._guard.poll() if self._guard is not None else None
@@ -130,13 +122,7 @@ class Supervisor:
     Temporary files of a service go to its own folder in `scratch`, which is emptied before each of its starts.
     """
 
-    def __init__(
-        self,
-        log_dir: Path,
-        report: Callable[[str], None] = log.warning,
-        held_fds: Sequence[int] = (),
-        scratch: Path | None = None,
-    ) -> None:
+    def __init__(self, log_dir: Path, report: Callable[[str], None], held_fds: Sequence[int], scratch: Path) -> None:
         self._log_dir, self._scratch = log_dir, scratch
         self._held_fds = held_fds
         self._report = report
@@ -153,8 +139,7 @@ class Supervisor:
         log_path = self._log_dir / f"{spec.name}.log"
         if log_path.exists():
             log_path.replace(log_path.with_suffix(".log.1"))
-        scratch = self._scratch / spec.name if self._scratch else None
-        service = Service(spec, log_path, self._held_fds, scratch)
+        service = Service(spec, log_path, self._held_fds, self._scratch / spec.name)
         self.services.append(service)
         service.spawn()
         return service

@@ -604,7 +604,7 @@ def test_secrets_of_the_shell_do_not_reach_local_services(tmp_path: Path, monkey
     def missing() -> str:
         return "" if found.exists() and "END" in found.read_text() else "nothing found yet"
 
-    supervisor = Supervisor(tmp_path)
+    supervisor = Supervisor(tmp_path, print, [], tmp_path / "scratch")
     try:
         supervisor.start([ServiceSpec("spy", command, 0, missing=missing, ready_deadline_s=DEADLINE_S)])
     finally:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -61,12 +62,25 @@ def pids_file(tmp_path: Path) -> Path:
     return tmp_path / "pids"
 
 
+@pytest.fixture
+def reports() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """It restarts what died at once, and is stopped at the end."""
+    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.001)
+    supervisor = Supervisor(tmp_path, reports.append, [], tmp_path / "scratch")
+    yield supervisor
+    supervisor.stop()
+
+
 # ---- nothing survives ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [FAMILY, DEAF], ids=["polite", "ignores SIGTERM"])
-def test_stop_leaves_no_child_or_grandchild(tmp_path: Path, pids_file: Path, code: str) -> None:
-    supervisor = Supervisor(tmp_path)
+def test_stop_leaves_no_child_or_grandchild(supervisor: Supervisor, pids_file: Path, code: str) -> None:
     supervisor.start([family(pids_file, code, grace_s=0.3)])
     pids = pids_in(pids_file)
     assert all(map(is_alive, pids))
@@ -76,11 +90,8 @@ def test_stop_leaves_no_child_or_grandchild(tmp_path: Path, pids_file: Path, cod
 
 
 def test_dead_service_leaves_no_grandchild_and_is_restarted(
-    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor, reports: list[str], pids_file: Path
 ) -> None:
-    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
-    reports: list[str] = []
-    supervisor = Supervisor(tmp_path, reports.append)
     supervisor.start([family(pids_file)])
     before = pids_in(pids_file)
     pids_file.unlink()
@@ -89,7 +100,6 @@ def test_dead_service_leaves_no_grandchild_and_is_restarted(
     assert not any(map(is_alive, before))
     assert all(map(is_alive, pids_in(pids_file)))
     assert "family was killed by SIGKILL; restart 1 of" in reports[0]
-    supervisor.stop()
 
 
 # As an engine does: a child has shared memory, which a third process is to remove. Its name goes to argv[1].
@@ -107,11 +117,10 @@ if __name__ == "__main__":
 """
 
 
-def test_killed_service_leaves_no_shared_memory(tmp_path: Path) -> None:
+def test_killed_service_leaves_no_shared_memory(supervisor: Supervisor, tmp_path: Path) -> None:
     script, notes = tmp_path / "sharing.py", tmp_path / "notes"
     script.write_text(SHARING)
     command = [sys.executable, str(script), str(notes)]
-    supervisor = Supervisor(tmp_path, lambda line: None)
     supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "" if notes.exists() else "its name")])
     segment = Path("/dev/shm") / notes.read_text()
     assert segment.exists()
@@ -119,17 +128,14 @@ def test_killed_service_leaves_no_shared_memory(tmp_path: Path) -> None:
     service.kill()
     wait_until(lambda: supervisor.services[0].exit_code() is not None, "it has ended")
     assert not segment.exists()
-    supervisor.stop()
 
 
-def test_service_dies_with_its_guard(tmp_path: Path, pids_file: Path) -> None:
-    supervisor = Supervisor(tmp_path, lambda line: None)
+def test_service_dies_with_its_guard(supervisor: Supervisor, pids_file: Path) -> None:
     supervisor.start([family(pids_file)])
     service, near, _ = pids_in(pids_file)
     os.kill(supervisor.services[0].pid or 0, signal.SIGKILL)
     wait_until(lambda: supervisor.check() or not is_alive(service), "it has ended")
     wait_until(lambda: not is_alive(near), "its child has ended")
-    supervisor.stop()
 
 
 def test_sigkilled_parent_leaves_nothing(tmp_path: Path, pids_file: Path) -> None:
@@ -138,7 +144,8 @@ import sys, time
 from pathlib import Path
 from onbeat.local.supervisor import ServiceSpec, Supervisor
 command = [sys.executable, "-c", {FAMILY!r}, {str(pids_file)!r}]
-Supervisor(Path({str(tmp_path)!r})).start([ServiceSpec("family", command, 0)])
+folder = Path({str(tmp_path)!r})
+Supervisor(folder, print, [], folder / "scratch").start([ServiceSpec("family", command, 0)])
 time.sleep(300)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -151,7 +158,7 @@ time.sleep(300)
 # ---- starting and restarting -----------------------------------------------------------------------------------
 
 
-def test_waves_start_in_order_and_stop_in_reverse(tmp_path: Path) -> None:
+def test_waves_start_in_order_and_stop_in_reverse(supervisor: Supervisor, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     code = """
 import signal, sys, time
@@ -166,50 +173,40 @@ signal.signal(signal.SIGTERM, end); note("+"); time.sleep(300)
 
         return ServiceSpec(f"s{wave}", [sys.executable, "-c", code, str(journal), str(wave)], wave, missing=missing)
 
-    supervisor = Supervisor(tmp_path)
     supervisor.start([spec(2), spec(1)])
     supervisor.stop()
     assert journal.read_text().split() == ["+1", "+2", "-2", "-1"]
 
 
-def test_service_that_dies_while_starting_is_shown_with_its_log(tmp_path: Path) -> None:
+def test_service_that_dies_while_starting_is_shown_with_its_log(supervisor: Supervisor) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such device')"]
-    supervisor = Supervisor(tmp_path)
     with pytest.raises(StackFailed, match=r"(?s)s exited with code 1 while starting.*no such device"):
         supervisor.start([ServiceSpec("s", command, 0, missing=lambda: "never")])
-    supervisor.stop()
 
 
-def test_service_that_is_never_ready_fails_at_its_deadline(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path)
+def test_service_that_is_never_ready_fails_at_its_deadline(supervisor: Supervisor) -> None:
     with pytest.raises(StackFailed, match=r"not ready after 0 s: port closed"):
         supervisor.start([ServiceSpec("s", ["sleep", "60"], 0, missing=lambda: "port closed", ready_deadline_s=0.1)])
-    supervisor.stop()
 
 
-def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.001)
+def test_restarts_are_bounded(supervisor: Supervisor, reports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.local.supervisor.MAX_RESTARTS", 2)
-    reports: list[str] = []
-    supervisor = Supervisor(tmp_path, reports.append)
     supervisor.start([ServiceSpec("s", [sys.executable, "-c", "print('why'); raise SystemExit(3)"], 0)])
     with pytest.raises(StackFailed, match=r"(?s)s exited with code 3, after 2 restarts.*why"):
         wait_until(supervisor.check, "it is given up")
     assert len(reports) == 2
-    supervisor.stop()
 
 
 # ---- the stack's own services ----------------------------------------------------------------------------------
 
 
-def test_redis_starts_with_a_password_on_loopback_and_keeps_data(tmp_path: Path) -> None:
+def test_redis_starts_with_a_password_on_loopback_and_keeps_data(supervisor: Supervisor, tmp_path: Path) -> None:
     from redis import Redis
     from redis.exceptions import AuthenticationError
 
     folder = tmp_path / 'an "odd" \\ name'
     for expected in (None, b"kept"):
         spec, url = redis_service(folder)
-        supervisor = Supervisor(tmp_path)
         supervisor.start([spec])
         client = Redis.from_url(url)
         assert client.get("k") == expected
@@ -348,13 +345,11 @@ time.sleep(300)
 """
 
 
-def test_each_service_has_its_own_fresh_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.local.supervisor.FIRST_DELAY_S", 0.01)
+def test_each_service_has_its_own_fresh_temporary_files(supervisor: Supervisor, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     spec = ServiceSpec(
         "s", [sys.executable, "-c", LITTERER, str(notes)], 0, missing=lambda: "" if notes.exists() else "-"
     )
-    supervisor = Supervisor(tmp_path, lambda line: None, scratch=tmp_path / "scratch")
     supervisor.start([spec])
     folder, *litter = notes.read_text().split()
     assert (folder, len(litter)) == (str(tmp_path / "scratch" / "s"), 1)
@@ -362,7 +357,6 @@ def test_each_service_has_its_own_fresh_temporary_files(tmp_path: Path, monkeypa
     os.killpg(supervisor.services[0].pid or 0, signal.SIGKILL)
     wait_until(lambda: supervisor.check() or notes.exists(), "it runs again")
     assert len(notes.read_text().split()) == 2, "what the first one left was removed"
-    supervisor.stop()
 
 
 @pytest.mark.parametrize("length", [30, 38, 39, 60])

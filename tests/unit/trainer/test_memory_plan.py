@@ -159,7 +159,7 @@ def test_a_model_without_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_takes_too_long_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onbeat.cli.plan.DEADLINE_S", 0.1)
+    monkeypatch.setattr("onbeat.cli.service.DEADLINE_S", 0.1)
     shown = plan_of(tmp_path / "model", tmp_path)
     assert isinstance(shown.exception, ValueError)
     assert "try again when this machine is less busy" in str(shown.exception)
