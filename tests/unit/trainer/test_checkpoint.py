@@ -34,6 +34,13 @@ def store_with(folder, *iterations, keep=2):
     return store
 
 
+def save(store, weights=(), value=1.0, files=None, policies=None):
+    """Save iteration 3, and wait until it is there."""
+    store.save(STATE, weights, tensors(value), files or {}, policies)
+    store.wait()
+    return store
+
+
 def restore(store, **options):
     """(state, tensors), or None."""
     loaded = {}
@@ -155,9 +162,7 @@ def test_all_is_on_disk_before_a_checkpoint_appears(tmp_path, monkeypatch):
 def test_a_save_over_a_complete_one_leaves_it(tmp_path):
     """A trainer that lost its job may be late with the same bits, while its successor reads."""
     store_with(tmp_path, 3)
-    late = CheckpointStore(tmp_path, keep=2)
-    late.save(STATE, [], tensors(7.0), {})
-    late.wait()
+    late = save(CheckpointStore(tmp_path, keep=2), value=7.0)
     assert restore(late)[1]["master.w"].unique() == 3.0
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-000003"]
 
@@ -165,9 +170,7 @@ def test_a_save_over_a_complete_one_leaves_it(tmp_path):
 def test_a_late_trainer_leaves_what_its_successor_is_writing(tmp_path):
     for epoch in (1, 3):
         (tmp_path / f".iteration-000004.{epoch}.partial").mkdir()
-    late = CheckpointStore(tmp_path, keep=2, writer="2")
-    late.save(STATE, [], tensors(), {})
-    late.wait()
+    save(CheckpointStore(tmp_path, keep=2, writer="2"))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".iteration-000004.3.partial", "iteration-000003"]
 
 
@@ -188,8 +191,7 @@ def test_checkpoints_are_in_order_of_numbers_not_names(tmp_path):
 def test_frozen_policies_come_back_by_version(tmp_path):
     snapshots = {v: take_snapshot(v, [("w", torch.full((2, 3), v, dtype=torch.bfloat16))]) for v in (2, 11)}
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(STATE, [], tensors(), {}, {version: s.tensors() for version, s in snapshots.items()})
-    store.wait()
+    save(store, policies={version: snapshot.tensors() for version, snapshot in snapshots.items()})
     found = {version: list(named) for version, named in store.policies(3).items()}
     assert found.keys() == {2, 11}
     for version, named in found.items():
@@ -199,10 +201,9 @@ def test_frozen_policies_come_back_by_version(tmp_path):
 def test_the_folder_loads_as_an_ordinary_model(tmp_path):
     config = tiny_config()
     model = tiny_model(config, torch.bfloat16)
-    store = CheckpointStore(tmp_path, keep=1)
+    files = {"config.json": config.to_json_string(use_diff=False).encode()}
     snapshot = take_snapshot(3, model.named_parameters())
-    store.save(STATE, snapshot.tensors(), tensors(), {"config.json": config.to_json_string(use_diff=False).encode()})
-    store.wait()
+    store = save(CheckpointStore(tmp_path, keep=1), snapshot.tensors(), files=files)
     loaded = AutoModelForCausalLM.from_pretrained(store.path(3), dtype=torch.bfloat16)
     expected = dict(model.named_parameters())
     assert {name for name, _ in loaded.named_parameters()} == expected.keys()
@@ -217,10 +218,8 @@ def test_buffers_of_the_state_are_exported_and_frozen(tmp_path):
     biases = [name for name in published if name.endswith("e_score_correction_bias")]
     assert biases
     assert published.keys() == published_sizes(model).keys() == frozenset(dict(published_tensors(frozen_base(model))))
-    store = CheckpointStore(tmp_path, keep=1)
-    config = model.config.to_json_string(use_diff=False).encode()
-    store.save(STATE, take_snapshot(3, published.items()).tensors(), tensors(), {"config.json": config})
-    store.wait()
+    files = {"config.json": model.config.to_json_string(use_diff=False).encode()}
+    store = save(CheckpointStore(tmp_path, keep=1), take_snapshot(3, published.items()).tensors(), files=files)
     loaded = AutoModelForCausalLM.from_pretrained(store.path(3), attn_implementation="eager", dtype=torch.float32)
     tokens = torch.arange(40)[None]
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=1e-4)
@@ -274,6 +273,4 @@ def test_a_half_written_folder_does_not_count(tmp_path):
     (tmp_path / ".iteration-000003.0.partial" / "state.json").write_text("{}")
     (tmp_path / "iteration-000004").mkdir()  # without state.json
     assert restore(store)[0].next_iteration == 2
-    store.save(STATE, [], tensors(), {})  # and is no hindrance
-    store.wait()
-    assert restore(store)[0].next_iteration == 3
+    assert restore(save(store))[0].next_iteration == 3, "and is no hindrance"

@@ -68,6 +68,10 @@ def test_checkpointing_and_lora_are_planned_as_less() -> None:
     assert adapted.num_parameters == full.num_parameters
 
 
+GPU, HALF_GPU = Placement(is_on_host=False), Placement(2, is_on_host=False)
+CHECKPOINT = "checkpoint while it is written"
+
+
 @pytest.mark.parametrize(
     ("sections", "dtype", "placement", "expected"),
     [
@@ -84,10 +88,13 @@ def test_checkpointing_and_lora_are_planned_as_less() -> None:
             Placement(),
             {"older policies": 4, "published versions": 12},
         ),
+        ({}, "float32", GPU, {"published versions": 8, CHECKPOINT: 12}),  # in the host's memory
+        ({"gac": {"mode": "metric"}}, "float32", GPU, {CHECKPOINT: 16}),
+        ({}, "float32", HALF_GPU, {CHECKPOINT: 6}),
     ],
 )
 def test_bytes_of_a_million_parameters_by_part(sections, dtype, placement, expected) -> None:
-    config = config_of(model={"path": "x", "dtype": dtype}, gac={"mode": "off"}, **sections)
+    config = config_of(**{"model": {"path": "x", "dtype": dtype}, "gac": {"mode": "off"}} | sections)
     sizes = Sizes(MB, MB, num_outside_layers=0, pass_bytes=50 * MB, num_layers=2)
     parts = plan_trainer(config, sizes, placement)["host"]
     assert {name: parts[name] / MB for name in expected} == expected
@@ -99,19 +106,6 @@ def test_the_largest_row_fills_the_budget(budget, places) -> None:
     rollout = {"num_prompts_per_iteration": 2, "num_samples_per_prompt": 4, "max_response_tokens": 43}
     config = config_of(rollout=rollout, training={"max_tokens_per_micro_batch": budget})
     assert memory_plan.largest_row(config, PROMPT).layout.num_places == places
-
-
-def test_a_gpu_holds_no_published_versions() -> None:
-    plan = plan_trainer(config_of(), Sizes(MB, MB, 0, MB, 2), Placement(is_on_host=False))
-    assert "published versions" in plan["host"]
-    assert "published versions" not in plan["device"]
-
-
-@pytest.mark.parametrize(("mode", "num_ranks", "expected"), [("off", 1, 12), ("metric", 1, 16), ("off", 2, 6)])
-def test_a_checkpoint_of_a_gpu_is_copied_to_the_host(mode, num_ranks, expected) -> None:
-    placement = Placement(num_ranks, is_on_host=False)
-    plan = plan_trainer(config_of(gac={"mode": mode}), Sizes(MB, MB, 0, MB, 2), placement)
-    assert plan["host"]["checkpoint while it is written"] / MB == expected
 
 
 @pytest.mark.parametrize(
