@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -33,13 +31,16 @@ from services.broker.datasets.process import DatasetProcess
 from services.broker.doctor.explain import num_lost_trainers
 from services.broker.evaluations import Evaluator
 from tests.broker_fixtures import (
+    broker_process,
     claim_all,
     commit,
     create_job,
     drain,
     job_body,
     make_group,
+    start_service,
     start_training,
+    started_job,
     tasks_for,
     wait_open,
     write_prompts,
@@ -90,8 +91,7 @@ async def reaches(ledger: Ledger, job_id: str, state: JobState) -> dict[str, str
 
 @pytest.mark.usefixtures("conductors")
 async def test_whole_job_every_iteration_opened_exactly_once(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     seen: list[str] = []
     for iteration in range(3):
         await wait_open(ledger, job_id, iteration)
@@ -110,8 +110,7 @@ async def test_whole_job_every_iteration_opened_exactly_once(ledger: Ledger) -> 
 
 @pytest.mark.usefixtures("conductors")
 async def test_paused_job_opens_its_next_iteration_when_it_is_resumed(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     await wait_open(ledger, job_id, 0)
     await drain(ledger, job_id)
     await ledger.jobs.move(job_id, JobState.PAUSED)
@@ -126,8 +125,7 @@ async def test_prompts_are_the_same_whichever_broker_opens(ledger: Ledger, proce
     """One job is conducted by one broker, its twin by another for each iteration."""
     dispatched: list[list[bytes]] = []
     for brokers_per_job in (1, 3):
-        job_id = await create_job(ledger, seed=7)
-        epoch = await start_training(ledger, job_id)
+        job_id, epoch = await started_job(ledger, seed=7)
         payloads: list[bytes] = []
         conductor: asyncio.Task[None] | None = None
         for iteration in range(3):
@@ -166,8 +164,7 @@ async def submit(ledger: Ledger, job_id: str, claims: list[Claim], worker: str =
 
 @pytest.mark.usefixtures("conductors")
 async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger) -> None:
-    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 2, "num_iterations": 6})
     await wait_open(ledger, job_id, 0)
     await asyncio.sleep(0.2)
     assert await ledger.iterations.state(job_id, 1) is None  # rollouts have prompts to claim: a newer version may come
@@ -192,8 +189,7 @@ async def test_bounded_job_opens_ahead_as_far_as_the_bound_allows(ledger: Ledger
 
 @pytest.mark.usefixtures("conductors")
 async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    job_id = await create_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, schedule={"mode": "bounded", "max_staleness": 1})
     await wait_open(ledger, job_id, 0)
     monkeypatch.setattr(watcher, "WAIT_S", 5.0)
     await asyncio.sleep(1.2)  # the watcher waits for an event, and now for as long as that
@@ -206,8 +202,7 @@ async def test_last_claim_opens_the_next_iteration_at_once(ledger: Ledger, monke
 @pytest.mark.usefixtures("conductors", "eager")
 async def test_iteration_that_waits_for_an_unpublished_version_says_so(ledger: Ledger) -> None:
     schedule = {"mode": "bounded", "max_staleness": 1, "iteration_deadline_s": 1.0}
-    job_id = await create_job(ledger, pool="mute", schedule=schedule)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, pool="mute", schedule=schedule)
     for _ in range(2):
         await submit(ledger, job_id, await wait_claimable(ledger, job_id))
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "next_iteration", 2)  # a trainer that published neither
@@ -249,8 +244,7 @@ async def serve_until(ledger: Ledger, job_id: str, condition: Callable[[], Await
 @pytest.mark.usefixtures("conductors")
 async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger: Ledger, tmp_path: Path) -> None:
     write_held_out(tmp_path)
-    job_id = await create_job(ledger, evaluation=HELD_OUT)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, evaluation=HELD_OUT)
     tasks: list[PromptTask] = []
 
     async def is_generated(iteration: int) -> bool:
@@ -287,8 +281,7 @@ async def test_held_out_set_is_evaluated_on_schedule_and_never_trained(ledger: L
 @pytest.mark.usefixtures("conductors")
 async def test_evaluation_survives_a_dead_worker_on_its_own_version(ledger: Ledger, tmp_path: Path) -> None:
     write_held_out(tmp_path)
-    job_id = await create_job(ledger, evaluation=HELD_OUT)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, evaluation=HELD_OUT)
 
     async def has_prompts() -> bool:
         return await ledger.rollout.num_unclaimed_prompts(job_id) == 5
@@ -330,8 +323,7 @@ async def test_broker_without_the_file_fails_no_open_evaluation(
     write_held_out(tmp_path)
     (tmp_path / "empty").mkdir()
     process_without = DatasetProcess(tmp_path / "empty", timeout_s=20, memory_mb=4096)
-    job_id = await create_job(ledger, evaluation=HELD_OUT)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, evaluation=HELD_OUT)
     assert await ledger.iterations.open(job_id, 0, 0, tasks_for(0)) == ""
     fields = await ledger.jobs.fields(job_id)  # as both brokers saw them
     for each in (process, process_without):
@@ -349,8 +341,7 @@ async def test_broker_without_the_file_fails_no_open_evaluation(
 async def test_stuck_evaluation_is_given_up_before_the_job_is(ledger: Ledger, tmp_path: Path) -> None:
     write_held_out(tmp_path)
     schedule = {"num_iterations": 1, "iteration_deadline_s": 1.0}
-    job_id = await create_job(ledger, evaluation=HELD_OUT, schedule=schedule)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, evaluation=HELD_OUT, schedule=schedule)
     await submit(ledger, job_id, (await wait_claimable(ledger, job_id))[:2])
     await commit(ledger, job_id, epoch, 0)
     assert [await is_over(ledger, job_id, e) for e in (0, 1)] == [EvaluationState.FAILED] * 2
@@ -504,8 +495,7 @@ async def test_crashes_of_a_watcher_long_ago_do_not_add_up(
 
 @pytest.mark.usefixtures("conductors")
 async def test_long_broker_outage_fails_no_job_that_it_delayed(ledger: Ledger) -> None:
-    job_id = await create_job(ledger, schedule={"iteration_deadline_s": 1.0})
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 1.0})
     await ledger.redis.hset(f"onbeat:{{{job_id}}}:job", "progress_at", time.time() - 1000)
     await wait_open(ledger, job_id, 0)
     assert await ledger.jobs.state(job_id) is JobState.RUNNING
@@ -513,8 +503,7 @@ async def test_long_broker_outage_fails_no_job_that_it_delayed(ledger: Ledger) -
 
 @pytest.mark.usefixtures("conductors", "eager")
 async def test_time_that_no_broker_watched_fails_no_job(ledger: Ledger) -> None:
-    job_id = await create_job(ledger, schedule={"iteration_deadline_s": 1.0})
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger, schedule={"iteration_deadline_s": 1.0})
     await wait_open(ledger, job_id, 0)
     await ledger.redis.hset(JobKeys(job_id).job, "progress_at", time.time() - 100_000)  # all services were down
     await asyncio.sleep(SEVERAL_LOOKS_S)
@@ -546,8 +535,7 @@ async def test_final_job_is_taken_off_the_active_list(ledger: Ledger) -> None:
 
 @pytest.mark.usefixtures("conductors")
 async def test_data_that_vanishes_fails_the_job_with_the_reason(ledger: Ledger, tmp_path: Path) -> None:
-    job_id = await create_job(ledger, rollout={"num_prompts_per_iteration": 5})
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger, rollout={"num_prompts_per_iteration": 5})
     await wait_open(ledger, job_id, 0)
     await asyncio.sleep(0.1)  # iteration 1 is prepared by now
     (tmp_path / "prompts.jsonl").unlink()
@@ -580,8 +568,7 @@ async def test_unreadable_job_fails_and_does_not_stop_the_others(ledger: Ledger)
 async def test_unreadable_event_is_shown_as_one_and_the_job_goes_on(
     ledger: Ledger, odd: dict[str, str | bytes]
 ) -> None:
-    job_id = await create_job(ledger)
-    epoch = await start_training(ledger, job_id)
+    job_id, epoch = await started_job(ledger)
     for iteration in range(3):
         entry = await ledger.redis.xadd(JobKeys(job_id).events, odd)
         await wait_open(ledger, job_id, iteration)
@@ -609,8 +596,7 @@ async def test_lost_stream_fails_its_job_by_name_and_no_other(ledger: Ledger, na
 
 
 async def test_trainer_that_finds_no_stream_fails_the_job_by_name(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     await ledger.redis.delete(JobKeys(job_id).rollouts)
     with pytest.raises(StreamLost, match=f"the stream rollouts of job {job_id} is gone"):
         await ledger.trainer.take(job_id, "trainer-a", 1, 0.1)
@@ -674,72 +660,57 @@ async def test_data_process_ends_with_its_broker(tmp_path: Path) -> None:
 # ---- the process -------------------------------------------------------------------------------------------------
 
 
-def start_broker(redis_port: int, port: int, folder: Path, **settings: str) -> "subprocess.Popen[str]":
-    env = {"ONBEAT_REDIS_URL": f"redis://127.0.0.1:{redis_port}", "ONBEAT_PORT": str(port)}
-    env |= {"ONBEAT_DATA_DIR": str(folder), "ONBEAT_LOG_FORMAT": "json", **settings}
-    command = [sys.executable, "-m", "services.broker"]
-    return subprocess.Popen(command, env=os.environ | env, stderr=subprocess.PIPE, text=True)
+def log_of(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
 async def test_broker_survives_a_redis_restart_and_stops_with_zero(tmp_path: Path) -> None:
-    redis_port, port = free_port(), free_port()
+    redis_url = f"redis://127.0.0.1:{(redis_port := free_port())}"
     redis = start_redis(redis_port, str(tmp_path))
-    broker = start_broker(redis_port, port, tmp_path)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        with broker_process(tmp_path, redis_url, LOG_FORMAT="json") as (url, broker):
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
 
-            async def is_ready() -> bool:
-                try:
+                async def is_ready() -> bool:
                     return (await client.get("/readyz")).status_code == 200
-                except httpx.TransportError:
-                    return False
 
-            await eventually("ready", is_ready, timeout_s=20)
-            redis.terminate()
-            redis.wait(10)
-            assert (await client.get("/readyz")).status_code == 503
-            assert (await client.get("/livez")).status_code == 200
-            redis = start_redis(redis_port, str(tmp_path))
-            await eventually("ready again", is_ready)
-            ledger = Ledger(connect(f"redis://127.0.0.1:{redis_port}"))
-            job_id = await create_job(ledger)
-            waiting = asyncio.create_task(client.get(f"/v1/jobs/{job_id}/stream"))
-            await asyncio.sleep(0.2)
-            broker.send_signal(signal.SIGTERM)
-            assert '"stopping"' in (await waiting).text  # a stream does not hold up the end
-            await ledger.redis.aclose()
-        assert await asyncio.to_thread(broker.wait, 10) == 0
-        assert broker.stderr
-        lines = [json.loads(line) for line in broker.stderr.read().splitlines()]
-        assert lines[0]["message"].startswith("serving http://127.0.0.1")
+                redis.terminate()
+                redis.wait(10)
+                assert not await is_ready()
+                assert (await client.get("/livez")).status_code == 200
+                redis = start_redis(redis_port, str(tmp_path))
+                await eventually("ready again", is_ready)
+                ledger = Ledger(connect(redis_url))
+                job_id = await create_job(ledger)
+                waiting = asyncio.create_task(client.get(f"/v1/jobs/{job_id}/stream"))
+                await asyncio.sleep(0.2)
+                broker.send_signal(signal.SIGTERM)
+                assert '"stopping"' in (await waiting).text  # a stream does not hold up the end
+                await ledger.redis.aclose()
+            assert await asyncio.to_thread(broker.wait, 10) == 0
+        assert log_of(tmp_path)[0]["message"].startswith("serving http://127.0.0.1")
     finally:
-        broker.kill()
         redis.terminate()
         redis.wait(10)
 
 
 async def test_broker_without_redis_says_so_and_exits_non_zero(tmp_path: Path) -> None:
-    port = free_port()
-    broker = start_broker(port, free_port(), tmp_path, ONBEAT_REDIS_RETRY_S="1")
+    url = f"127.0.0.1:{free_port()}"
+    broker = start_service("broker", tmp_path, REDIS_URL=f"redis://{url}", REDIS_RETRY_S="1", LOG_FORMAT="json")
     assert await asyncio.to_thread(broker.wait, 20) == 1
-    assert broker.stderr
-    last = json.loads(broker.stderr.read().splitlines()[-1])
+    last = log_of(tmp_path)[-1]
     assert last["level"] == "CRITICAL"
-    assert f"no Redis at 127.0.0.1:{port}" in last["message"]
+    assert f"no Redis at {url}" in last["message"]
     assert "set ONBEAT_REDIS_URL" in last["message"]
 
 
 async def test_broker_that_lost_redis_for_good_exits_non_zero(tmp_path: Path) -> None:
-    redis_port = free_port()
-    redis = start_redis(redis_port, str(tmp_path))
-    broker = start_broker(redis_port, free_port(), tmp_path, ONBEAT_REDIS_RETRY_S="1")
+    redis = start_redis(redis_port := free_port(), str(tmp_path))
     try:
-        assert broker.stderr
-        assert "serving" in await asyncio.to_thread(broker.stderr.readline)
-        redis.terminate()
-        redis.wait(10)
-        assert await asyncio.to_thread(broker.wait, 30) == 1
-        assert "the control loop gave up" in broker.stderr.read()
+        with broker_process(tmp_path, f"redis://127.0.0.1:{redis_port}", REDIS_RETRY_S="1") as (_, broker):
+            redis.terminate()
+            redis.wait(10)
+            assert await asyncio.to_thread(broker.wait, 30) == 1
+        assert "the control loop gave up" in (tmp_path / "log").read_text()
     finally:
-        broker.kill()
         redis.kill()

@@ -12,14 +12,7 @@ from onbeat.streams import keys
 from onbeat.streams.ledger import Ledger
 from onbeat.types import JobState
 from services.broker.retention import Retention
-from tests.broker_fixtures import (
-    commit,
-    create_job,
-    drain,
-    job_body,
-    start_training,
-    wait_open,
-)
+from tests.broker_fixtures import create_job, drain, job_body, start_training, started_job, train
 from tests.waiting import eventually
 
 
@@ -29,17 +22,10 @@ async def submit(broker: httpx.AsyncClient, **sections: object) -> str:
     return str(answer.json()["id"])
 
 
-async def train(ledger: Ledger, job_id: str, epoch: str, first: int, last: int) -> None:
-    for iteration in range(first, last):
-        await wait_open(ledger, job_id, iteration)
-        await drain(ledger, job_id)
-        assert await commit(ledger, job_id, epoch, iteration)
-
-
 async def test_failed_job_goes_on_where_it_was(broker: httpx.AsyncClient, ledger: Ledger) -> None:
     job_id = await submit(broker)
     zombie = await start_training(ledger, job_id)
-    await train(ledger, job_id, zombie, 0, 1)
+    await train(ledger, job_id, zombie, range(1))
     await ledger.jobs.move(job_id, JobState.FAILED, "the disk is full")
     assert job_id in await ledger.lists.newest(JobState.FAILED, 0, 1000)
     record = (await broker.post(f"/v1/jobs/{job_id}:resume")).json()
@@ -50,7 +36,7 @@ async def test_failed_job_goes_on_where_it_was(broker: httpx.AsyncClient, ledger
         await ledger.trainer.renew_job(job_id, zombie, 30.0)
     epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     assert epoch is not None
-    await train(ledger, job_id, epoch, 1, 3)
+    await train(ledger, job_id, epoch, range(1, 3))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     assert (await broker.get(f"/v1/jobs/{job_id}/audit")).json()["is_clean"]
     iterations = (await broker.get(f"/v1/jobs/{job_id}/iterations")).json()["iterations"]
@@ -61,7 +47,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     evaluation = {"data": {"type": "jsonl", "path": "prompts.jsonl"}, "every_iterations": 2, "num_prompts": 1}
     job_id = await submit(broker, evaluation=evaluation)
     epoch = await start_training(ledger, job_id)
-    await train(ledger, job_id, epoch, 0, 3)
+    await train(ledger, job_id, epoch, range(3))
     await eventually("the last evaluation is open", lambda: ledger.evaluations.state(job_id, 3))
     await drain(ledger, job_id)
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
@@ -76,7 +62,7 @@ async def test_job_that_succeeded_makes_more_iterations_when_asked(broker: httpx
     assert (await ledger.jobs.fields(job_id))["next_evaluation"] == "4"
     epoch = await ledger.trainer.claim_job(job_id, "trainer-b", 30.0)
     assert epoch is not None
-    await train(ledger, job_id, epoch, 3, 6)
+    await train(ledger, job_id, epoch, range(3, 6))
     await ledger.jobs.move(job_id, JobState.SUCCEEDED, epoch=epoch)
     report = (await broker.get(f"/v1/jobs/{job_id}/audit")).json()
     assert (report["violation"], report["num_commits"]) == (None, 6)
@@ -139,8 +125,7 @@ async def test_outdated_look_at_a_resumed_job_is_put_right(ledger: Ledger) -> No
 
 
 async def test_time_in_between_is_no_time_of_an_iteration(ledger: Ledger) -> None:
-    job_id = await create_job(ledger)
-    await start_training(ledger, job_id)
+    job_id, _ = await started_job(ledger)
     job = keys.JobKeys(job_id).job
     now = await ledger.now()
     await ledger.redis.hset(job, mapping={"last_commit_at": now - 1000})

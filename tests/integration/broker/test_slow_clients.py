@@ -1,19 +1,15 @@
 """Clients that never finish a request, over real sockets to a real broker process: none of them stays."""
 
-import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.broker_fixtures import job_body, write_prompts
-from tests.conftest import free_port
-from tests.integration.broker.test_security import start, until_ready
+from tests.broker_fixtures import broker_process, job_body
 
 TIMEOUT_S = 1.0
 NEVER_S = 15.0
@@ -23,23 +19,10 @@ HEADERS = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length:
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[int]:
     """Of a broker that is not patient."""
-    folder, port = tmp_path_factory.mktemp("broker"), free_port()
-    write_prompts(folder)
-    settings = {"REDIS_URL": redis_url, "PORT": str(port), "REQUEST_TIMEOUT_S": str(TIMEOUT_S)}
-    broker = start("broker", folder, **settings)
-
-    def is_ready() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False).status_code == 200
-        return False
-
-    try:
-        until_ready(broker, folder, is_ready)
-        yield port
-        assert "Traceback" not in Path(folder / "log").read_text()
-    finally:
-        broker.terminate()
-        broker.wait(30)
+    folder = tmp_path_factory.mktemp("broker")
+    with broker_process(folder, redis_url, REQUEST_TIMEOUT_S=str(TIMEOUT_S)) as (url, _):
+        yield int(url.rpartition(":")[2])
+        assert "Traceback" not in (folder / "log").read_text()
 
 
 def dribble(port: int, begin: bytes) -> tuple[bytes, float]:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from onbeat.api_keys import Role, new_key, write_keys
+from onbeat.api_keys import Role
 from onbeat.hardware.processor import Hardware
 from onbeat.streams import keys
 from onbeat.streams.connection import connect
@@ -25,7 +25,7 @@ from services.broker.settings import Settings
 from services.broker.watcher import fail_if_nobody_comes
 from services.trainer.__main__ import claim_next
 from services.trainer.settings import Settings as TrainerSettings
-from tests.broker_fixtures import create_job, job_body, running_broker, write_prompts
+from tests.broker_fixtures import Keys, bearer, create_job, job_body, running_broker, write_prompts
 from tests.conftest import free_port, start_redis
 from tests.waiting import eventually
 
@@ -198,10 +198,9 @@ async def test_job_that_a_trainer_has_just_taken_does_not_fail(ledger: Ledger, p
 
 async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger: Ledger, tmp_path: Path) -> None:
     write_prompts(tmp_path)
-    pairs = [new_key(name, Role.SUBMIT) for name in ("a", "b")]
-    write_keys(tmp_path / "keys.json", [entry for _, entry in pairs])
-    async with running_broker(ledger, tmp_path, api_keys_file=tmp_path / "keys.json", max_pending_jobs=2) as broker:
-        of_a, of_b = ({"Authorization": f"Bearer {key}"} for key, _ in pairs)
+    keys_file = Keys(tmp_path / "keys.json")
+    of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
+    async with running_broker(ledger, tmp_path, api_keys_file=keys_file.path, max_pending_jobs=2) as broker:
         jobs = [(await broker.post("/v1/jobs", json=job_body(), headers=of_a)).json()["id"]]
         for _ in range(2):
             await broker.post(f"/v1/jobs/{jobs[-1]}:cancel", headers=of_a)
@@ -212,11 +211,9 @@ async def test_resumed_jobs_count_for_the_key_that_submitted_them(ledger: Ledger
 
 async def test_each_key_has_so_many_pending_jobs_and_no_more(ledger: Ledger, tmp_path: Path) -> None:
     write_prompts(tmp_path)
-    pairs = [new_key(name, Role.SUBMIT) for name in ("a", "b")]
-    write_keys(tmp_path / "keys.json", [entry for _, entry in pairs])
-    settings = {"api_keys_file": tmp_path / "keys.json", "max_pending_jobs": 3}
-    async with running_broker(ledger, tmp_path, **settings) as broker:
-        of_a, of_b = ({"Authorization": f"Bearer {key}"} for key, _ in pairs)
+    keys_file = Keys(tmp_path / "keys.json")
+    of_a, of_b = (bearer(keys_file.add(Role.SUBMIT)) for _ in range(2))
+    async with running_broker(ledger, tmp_path, api_keys_file=keys_file.path, max_pending_jobs=3) as broker:
         posts = (broker.post("/v1/jobs", json=job_body(seed=seed), headers=of_a) for seed in range(8))
         answers = await asyncio.gather(*posts)
         created = [answer.json()["id"] for answer in answers if answer.status_code == 201]
